@@ -24,6 +24,7 @@ __all__ = [
     "ENVIRONMENT_PREFIX",
     "MOE_BACKENDS",
     "MOE_FP8",
+    "MOE_FP8_WEIGHT_GRADS",
     "MOE_RECOMPUTE",
     "TP_OVERLAP",
     "FieldsConfig",
@@ -54,6 +55,7 @@ _OTHER_VARIABLES = (
 MOE_BACKENDS = ("auto", "nvlink", "hierarchical", "rounds", "local", "experts", "megatron")
 MOE_RECOMPUTE = ("none", "rows", "hidden", "both")
 MOE_FP8 = ("megatron", "ours")
+MOE_FP8_WEIGHT_GRADS = ("fp8", "bf16")
 TP_OVERLAP = ("auto", "on", "off")
 MACHINE_WORDS = "auto, measure, reference or a file"
 CP_BACKENDS = ("auto", "nvlink", "rounds", "collective", "megatron")
@@ -61,6 +63,7 @@ _NAMED = {
     "moe_backend": MOE_BACKENDS,
     "moe_recompute": MOE_RECOMPUTE,
     "moe_fp8": MOE_FP8,
+    "moe_fp8_weight_grads": MOE_FP8_WEIGHT_GRADS,
     "tp_overlap": TP_OVERLAP,
     "cp_backend": CP_BACKENDS,
 }
@@ -162,6 +165,8 @@ class FluidConfig:
             a rank is missing or all ranks wait. False: the missing rank is only named.
         moe_fp8: under Megatron: whose fp8 experts (e4m3, recipe blockwise) stand behind our
             exchange: "megatron" Transformer Engine's, "ours" this package's (moe/fp8_experts.py).
+        moe_fp8_weight_grads: in which precision our fp8 experts compute weight gradients: "fp8" as
+            the rest, with a scale for 128 rows of each feature, or "bf16".
 
     Raises:
         ConfigError: a value out of range; the message names the setting, what was found and what is
@@ -181,6 +186,7 @@ class FluidConfig:
     end_on_timeout: bool = False
     moe_fp8: str = "megatron"
     machine: str = "auto"
+    moe_fp8_weight_grads: str = "fp8"
 
     def __post_init__(self) -> None:
         for name in _fields():

@@ -287,7 +287,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="optimizer-clipping",
-        target="megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32",
+        target="megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
         signature="(parameters, max_norm, total_norm, use_decoupled_grad=False)",
         replacement="megatron_fluid.patches.optimizer_step:clip_later",
         reason="the factor goes to the step that follows, which reads the gradients anyway",

@@ -17,6 +17,7 @@ from megatron_fluid.config import (
     ENVIRONMENT_PREFIX,
     MOE_BACKENDS,
     MOE_FP8,
+    MOE_FP8_WEIGHT_GRADS,
     MOE_RECOMPUTE,
     TP_OVERLAP,
     FluidConfig,
@@ -60,6 +61,12 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         {"choices": MOE_FP8},
         "Whose experts compute --fp8-format e4m3 --fp8-recipe blockwise: megatron (Transformer "
         "Engine's, behind our exchange), ours.",
+    ),
+    (
+        "moe_fp8_weight_grads",
+        {"choices": MOE_FP8_WEIGHT_GRADS},
+        "With --fluid-moe-fp8 ours: the precision of the experts' weight gradients: fp8 (a scale "
+        "for 128 rows of each feature), bf16.",
     ),
     (
         "dx_chunks",

@@ -175,6 +175,7 @@ def ineffective_settings(rows: Iterable[Feature] = ()) -> list[Feature]:
     elif "a2a" not in kinds:
         heads = f"it needs --cp-comm-type a2a, found {' '.join(kinds)}"
     experts = "" if args.num_experts else "the model has no MoE layer"
+    fp8 = experts or ("" if args.fp8 else "it needs --fp8-format e4m3")
     neither = experts and heads and f"{experts}, and {heads}"
     ours = {reason: name for name, on, reason, _ in rows if on and name in _EXCHANGING}
     if not ours and any(name in _EXCHANGING for name, *_ in rows):
@@ -189,7 +190,9 @@ def ineffective_settings(rows: Iterable[Feature] = ()) -> list[Feature]:
         "cp_backend": heads,
         "moe_backend": experts,
         "moe_recompute": experts,
-        "moe_fp8": experts or ("" if args.fp8 else "it needs --fp8-format e4m3"),
+        "moe_fp8": fp8,
+        "moe_fp8_weight_grads": fp8
+        or ("" if config.moe_fp8 == "ours" else f"--fluid-moe-fp8 is {config.moe_fp8}"),
         "dx_chunks": chunks,
         "defer_weight_grads": neither,
     }

@@ -21,7 +21,14 @@ from megatron_fluid.kernels.fp8_quantize import (
     swiglu_cast_kernel,
 )
 
-__all__ = ["cast_rows", "cast_weights", "restore_rows", "swiglu_backward_cast", "swiglu_cast"]
+__all__ = [
+    "cast_rows",
+    "cast_weights",
+    "restore_rows",
+    "swiglu_backward_cast",
+    "swiglu_backward_in_fp8",
+    "swiglu_cast",
+]
 
 _E4M3 = torch.float8_e4m3fn
 _ROWS, _BLOCKS = 8, 4  # of a program: what 128 threads hold in registers
@@ -133,14 +140,35 @@ def swiglu_backward_cast(
 
     h [N, 2F], da [N, F] the gradient of a, probs fp32 [N] or longer.
     """
+    dh = da.new_empty((da.shape[0], 2 * da.shape[1]))
+    cast, dprobs = _backward(h, da, probs, count, dh, None)
+    return dh, cast, da, dprobs
+
+
+def swiglu_backward_in_fp8(
+    h: Tensor | CompandedRows, da: Tensor, probs: Tensor, count: Tensor | None = None
+) -> tuple[Fp8Rows, Fp8Rows, Tensor]:
+    """(dh [N, 2F] and a [N, F] in fp8 alone, dprobs fp32 [N]). Arguments as for
+    swiglu_backward_cast."""
+    a = _empty(da, da.shape[1])
+    dh, dprobs = _backward(h, da, probs, count, None, a)
+    return dh, a, dprobs
+
+
+def _backward(
+    h: Tensor | CompandedRows, da: Tensor, probs: Tensor, count: Tensor | None,
+    dh: Tensor | None, a: Fp8Rows | None,
+) -> tuple[Fp8Rows, Tensor]:  # fmt: skip
+    """dh in fp8, and dprobs; also dh in bf16 into `dh` and a into da's memory, or a into `a`."""
     _check(da, "gradients")
     rows, width = da.shape
     kept = isinstance(h, CompandedRows)
     values, scales = h if isinstance(h, CompandedRows) else (h, probs)
-    dh, dh_cast = da.new_empty((rows, 2 * width)), _empty(da, 2 * width)
+    dh_cast = _empty(da, 2 * width)
     dprobs = torch.empty(rows, dtype=torch.float32, device=da.device)
-    outputs = (dh, *dh_cast, da, dprobs)
+    outputs = (da if dh is None else dh, *dh_cast, da, *(dh_cast if a is None else a), dprobs)
     given = (values, scales, probs, da, _count(da, count), *outputs, rows)
     constants = {"F": width, "ROWS": _BACKWARD_ROWS, "BLOCKS": _BLOCKS, "KEPT": kept}
-    _swiglu_backward(-(-rows // _BACKWARD_ROWS), given, **constants, ROUND=_interpreted())
-    return dh, dh_cast, da, dprobs
+    constants |= {"IN_FP8": a is not None, "ROUND": _interpreted()}
+    _swiglu_backward(-(-rows // _BACKWARD_ROWS), given, **constants)
+    return dh_cast, dprobs

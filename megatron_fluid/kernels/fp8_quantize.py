@@ -31,17 +31,20 @@ import triton.language as tl
 from megatron_fluid.kernels.activation import value_and_slope
 
 __all__ = [
+    "block_scale",
     "cast_blocks",
     "cast_rows_kernel",
     "cast_weights_kernel",
+    "magnitude",
     "restore_rows_kernel",
     "swiglu_backward_cast_kernel",
     "swiglu_cast_kernel",
+    "to_e4m3",
 ]
 
 
 @triton.jit
-def _block_scale(largest):
+def block_scale(largest):
     """(scale, 1 / scale) of blocks from the bits of their largest magnitudes, int32."""
     exponent = largest >> 23
     # 448 is 1.75 * 2^8.
@@ -54,13 +57,13 @@ def _block_scale(largest):
 
 
 @triton.jit
-def _magnitude(value):
+def magnitude(value):
     """The bits of |value|, which order as integers: NaN above infinity above all numbers."""
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def _e4m3(value, ROUND: tl.constexpr):
+def to_e4m3(value, ROUND: tl.constexpr):
     """The cast. ROUND: round first, since Triton's interpreter casts wrongly (3.6)."""
     if ROUND:
         bits = value.to(tl.int32, bitcast=True)
@@ -76,14 +79,14 @@ def _e4m3(value, ROUND: tl.constexpr):
 @triton.jit
 def cast_blocks(value, ROUND: tl.constexpr):
     """fp32 [R, B, 128] -> e4m3 [R, B, 128], scales fp32 [R, B]."""
-    scale, inverse = _block_scale(tl.max(_magnitude(value), 2))
-    return _e4m3(value * inverse[:, :, None], ROUND), scale
+    scale, inverse = block_scale(tl.max(magnitude(value), 2))
+    return to_e4m3(value * inverse[:, :, None], ROUND), scale
 
 
 @triton.jit
 def _compand(value):
     """fp32 [R, B, 128] -> int8 [R, B, 128], scales fp32 [R, B]: value = q * |q| * scale."""
-    bits = tl.max(_magnitude(value), 2)
+    bits = tl.max(magnitude(value), 2)
     largest = bits.to(tl.float32, bitcast=True)
     finite = (bits >> 23) != 255
     scale = tl.where(largest < 2.0**-100, 0.0, largest * (1.0 / 16129.0))
@@ -166,8 +169,8 @@ def cast_weights_kernel(
     j = row_block * 128 + tl.arange(0, 128)
     k = column_block * 128 + tl.arange(0, 128)
     value = tl.load(w + expert * apart * 8 + j[:, None] * K + k[None, :]).to(tl.float32)
-    scale, inverse = _block_scale(tl.max(tl.max(_magnitude(value), 1), 0))
-    cast = _e4m3(value * inverse, ROUND)
+    scale, inverse = block_scale(tl.max(tl.max(magnitude(value), 1), 0))
+    cast = to_e4m3(value * inverse, ROUND)
     tl.store(out + expert * (J * K) + j[:, None] * K + k[None, :], cast)
     tl.store(turned + expert * (J * K) + k[:, None] * J + j[None, :], tl.trans(cast))
     first = expert * (ROW_BLOCKS * COLUMN_BLOCKS)
@@ -225,17 +228,19 @@ def swiglu_backward_cast_kernel(
     prob,  # fp32 [>= N]
     da,  # [>= N, F]
     rows,  # int32 scalar: N
-    dh,  # bf16 [>= N, 2F] out
+    dh,  # bf16 [>= N, 2F] out (not IN_FP8)
     dh_cast,  # e4m3 [>= N, 2F] out
     dh_scales,  # fp32 [2F / 128, P] out
-    a,  # bf16 [>= N, F] out (may be da itself)
+    a,  # bf16 [>= N, F] out (may be da itself; not IN_FP8)
+    a_cast,  # e4m3 [>= N, F] out (IN_FP8)
+    a_scales,  # fp32 [F / 128, P] out (IN_FP8)
     dprob,  # fp32 [>= N] out
     pitch,
     F: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, KEPT: tl.constexpr,
-    ROUND: tl.constexpr,
+    IN_FP8: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """dh in both precisions, the input a of fc2 again, and dprob, summed in a fixed order. The cast
-    is of the fp32 values. Grid (any,)."""
+    """dh and the input a of fc2 again, and dprob, summed in a fixed order: dh in both precisions
+    and a in bf16, with IN_FP8 both in fp8 alone. Casts are of the fp32 values. Grid (any,)."""
     n = tl.load(rows)
     HALF: tl.constexpr = F // 128
     to_up = HALF * pitch.to(tl.int64)  # from a gate's scale to its up's
@@ -265,15 +270,22 @@ def swiglu_backward_cast_kernel(
             grad = tl.load(da + out_at, mask=wide, other=0.0).to(tl.float32)
             value, slope = value_and_slope(gate, 0)
             total += tl.sum(tl.sum(grad * value * up, 2), 1)
-            tl.store(a + out_at, (value * up * p).to(a.dtype.element_ty), mask=wide)
+            if IN_FP8:
+                cast, scale = cast_blocks(value * up * p, ROUND)
+                tl.store(a_cast + out_at, cast, mask=wide)
+                tl.store(a_scales + place, scale, mask=inside)
+            else:
+                tl.store(a + out_at, (value * up * p).to(a.dtype.element_ty), mask=wide)
             grad *= p
             d_gate = grad * up * slope
-            tl.store(dh + at, d_gate.to(dh.dtype.element_ty), mask=wide)
+            if not IN_FP8:
+                tl.store(dh + at, d_gate.to(dh.dtype.element_ty), mask=wide)
             cast, scale = cast_blocks(d_gate, ROUND)
             tl.store(dh_cast + at, cast, mask=wide)
             tl.store(dh_scales + place, scale, mask=inside)
             d_up = grad * value
-            tl.store(dh + at + F, d_up.to(dh.dtype.element_ty), mask=wide)
+            if not IN_FP8:
+                tl.store(dh + at + F, d_up.to(dh.dtype.element_ty), mask=wide)
             cast, scale = cast_blocks(d_up, ROUND)
             tl.store(dh_cast + at + F, cast, mask=wide)
             tl.store(dh_scales + place + to_up, scale, mask=inside)

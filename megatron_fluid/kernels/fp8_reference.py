@@ -9,6 +9,7 @@ Shapes: as in kernels/fp8_quantize.py.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "restore_weights",
     "scaled_grouped_product",
     "swiglu_backward",
+    "turn_rows",
 ]
 
 _E4M3 = torch.float8_e4m3fn
@@ -136,3 +138,14 @@ def swiglu_backward(h: Tensor, da: Tensor, probs: Tensor) -> tuple[Tensor, Tenso
     grad, p = da.float(), probs.unsqueeze(1)
     dh = torch.cat([grad * p * up * slope, grad * p * value], 1)
     return dh, value * up * p, (grad * value * up).sum(1)
+
+
+def turn_rows(cast: Tensor, scales: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """e4m3 [N, width], scales [width / 128, >= N] -> turned, as kernels/fp8_weight_grads.py lays it
+    out: e4m3 [width, P], scales [P / 128, width], P the places of the blocks in use."""
+    restored, parts = restore_rows(cast, scales), []
+    for start, end in itertools.pairwise([0, *ends]):
+        parts += [restored[start:end], restored.new_zeros((start - end) % 128, cast.shape[1])]
+    places = torch.cat(parts)
+    values, turned_scales = cast_rows(places.t())
+    return values, turned_scales

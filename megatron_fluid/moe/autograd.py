@@ -59,6 +59,7 @@ class Call:
         recompute: what the backward computes again: "rows", "hidden".
         biases: of fc1 and fc2, or None. Their gradients are autograd's in any case.
         fp8: whether forward and dgrad are computed in fp8 (moe/fp8_experts.py).
+        fp8_weight_grads: whether weight gradients are, too (moe/fp8_weight_grads.py).
     """
 
     transport: TokenTransport
@@ -74,6 +75,7 @@ class Call:
     biases: tuple[ExpertBiases, ExpertBiases] | None = None
     fp8: bool = False
     captured: bool = False
+    fp8_weight_grads: bool = False
 
     @property
     def packs(self) -> bool:
@@ -108,6 +110,7 @@ def make_call(
     recompute: Collection[str] = (),
     biases: tuple[ExpertBiases, ExpertBiases] | None = None,
     fp8: bool = False,
+    fp8_weight_grads: bool = True,
 ) -> Call:
     """The call of a layer under the settings of this moment.
 
@@ -125,6 +128,7 @@ def make_call(
             tokens (by another dispatch), "hidden", the output of fc1 (by another GEMM).
         biases: of fc1 and fc2.
         fp8: compute forward and dgrad in fp8 e4m3 with a scale for each block.
+        fp8_weight_grads: with fp8: compute weight gradients so, too. False: in bf16.
 
     Raises:
         ConfigError: the transport cannot recompute what is asked for; fp8 of experts that cannot be
@@ -155,7 +159,8 @@ def make_call(
         params = (*fc1.params, *fc2.params)
         fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
     settings = scheduler, name, deferred, fused_main_grad, report, recompute
-    return Call(transport, activation, fc1, fc2, *settings, biases, fp8, captured)
+    precision = fp8, captured, fp8 and fp8_weight_grads
+    return Call(transport, activation, fc1, fc2, *settings, biases, *precision)
 
 
 def run_experts(call: Call, x: Tensor, probs: Tensor | None) -> Tensor:
@@ -254,7 +259,7 @@ def backward_pass(
     routes: Sequence[tuple[Tensor | None, RowGroups]],
     hidden: Sequence[_Rows],
     consume: bool,
-) -> tuple[Exchange, list[Tensor], _Pairs]:
+) -> tuple[Exchange, list[_Rows], _Pairs]:
     """The exchange of dX, on its way; of each segment dh, the gradient of fc1's output [n, F1], and
     what dW of fc2 is made of.
 
@@ -262,17 +267,17 @@ def backward_pass(
     biases. consume: these are not asked for again.
     """
     exchange = call.transport.backward(_sent(call, grad), call.deferred)
-    fc1: list[Tensor] = []
+    fc1: list[_Rows] = []
     fc2: _Pairs = []
     # zip asks the exchange first, and so to its end.
     for segment, (probs, groups), h in zip(exchange.segments(), routes, hidden, strict=True):
         dy = _arrived(call, segment.rows)
         if call.fp8:
-            given = (dy, h, call.fc1, call.fc2, groups, probs)
-            cast, matrices, dh, activated, dprobs = _fp8().backward_product(*given)
+            given = (dy, h, call.fc1, call.fc2, groups, probs, call.fp8_weight_grads)
+            cast, matrices, dh, pair, dprobs = _fp8().backward_product(*given)
             exchange.combine_product(segment, cast, matrices, dprobs)
             fc1.append(dh)
-            fc2.append((dy, activated))
+            fc2.append(pair)
             continue
         assert isinstance(h, Tensor) and isinstance(dy, Tensor)
         da = grouped_product(dy, call.fc2.backward_matrices, segment.groups)
@@ -292,22 +297,28 @@ def _weight_grads(
     call: Call, fc: ExpertWeights, pairs: Callable[[], _Pairs], groups: Sequence[RowGroups]
 ) -> list[Tensor] | None:
     """dW of one projection, one tensor for each of its parameters; None where it is reported."""
-    found: Any = _fp8().in_bf16(pairs(), groups) if call.fp8 else pairs()
-    rows = merge_rows(found, groups)
-    del found
+    compute: Callable[..., list[Tensor]] = weight_grads
+    add: Callable[..., None] = add_to_main_grads
+    rows: tuple[Any, ...]
+    if call.fp8_weight_grads:
+        from megatron_fluid.moe import fp8_weight_grads  # needs Triton
+
+        compute, add = fp8_weight_grads.weight_grads, fp8_weight_grads.add_to_main_grads
+        rows = pairs(), groups
+    else:
+        found: Any = _fp8().in_bf16(pairs(), groups) if call.fp8 else pairs()
+        rows = merge_rows(found, groups)
+        del found
     if call.report is None and not call.captured:
-        return weight_grads(fc, *rows, call.fused_main_grad)
-    add_to_main_grads(fc, *rows)
+        return compute(fc, *rows, call.fused_main_grad)
+    add(fc, *rows)
     if call.report is not None:
         call.report(fc.params)
     return None
 
 
 def _bias_grads(
-    call: Call,
-    fc1: Sequence[Tensor],
-    fc2: _Pairs,
-    routes: Sequence[tuple[Tensor | None, RowGroups]],
+    call: Call, fc1: Sequence[_Rows], fc2: _Pairs, routes: Sequence[tuple[Tensor | None, RowGroups]]
 ) -> list[Tensor]:
     """Gradients of the biases of fc1, then of fc2: one tensor for each of their parameters. fc1: of
     each segment the gradient of fc1's output. routes: the probabilities of each segment's rows, and
@@ -317,7 +328,7 @@ def _bias_grads(
     # Of several segments in fp32, rounded once.
     found: list[Tensor] = []
     for dh, (dy, _), (probs, groups) in zip(fc1, fc2, routes, strict=True):
-        assert isinstance(dy, Tensor), "fp8 experts have no biases"
+        assert isinstance(dh, Tensor) and isinstance(dy, Tensor)  # fp8 experts have no biases
         sums = [call.biases[0].sums(dh, groups), call.biases[1].sums(dy, groups, probs)]
         found = [a.add_(b) for a, b in zip(found, sums, strict=True)] if found else sums
     pairs = zip(call.biases, found, strict=True)
@@ -383,7 +394,7 @@ class _Experts(torch.autograd.Function):
         exchange, dh, pairs2 = backward_pass(call, grad, ctx.routes, hidden, consume)
         del hidden
 
-        def pairs1(rows: Sequence[Any] = rows, dh: Sequence[Tensor] = dh) -> _Pairs:
+        def pairs1(rows: Sequence[Any] = rows, dh: Sequence[_Rows] = dh) -> _Pairs:
             found = _recomputed(call, rows[0]) if later else rows
             return list(zip(dh, found, strict=True))
 

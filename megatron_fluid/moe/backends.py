@@ -245,8 +245,14 @@ def _recompute(layer: ServedLayer) -> tuple[str, ...]:
 
 def _settings(layer: ServedLayer) -> dict[str, Any]:
     """Of a call over symmetric memory or on one rank."""
-    fp8 = layer.config.fp8_recipe is not None
-    return {"recompute": _recompute(layer), "fp8": fp8, "name": layer.name}
+    config = layer.config
+    gradients = config.fp8_weight_grads or current_config().moe_fp8_weight_grads
+    return {
+        "recompute": _recompute(layer),
+        "fp8": config.fp8_recipe is not None,
+        "fp8_weight_grads": gradients == "fp8",
+        "name": layer.name,
+    }
 
 
 def choose_backend(layer: ServedLayer, wanted: str) -> type[LayerBackend]:

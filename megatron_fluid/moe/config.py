@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_fluid.config import MOE_BACKENDS, FieldsConfig
+from megatron_fluid.config import MOE_BACKENDS, MOE_FP8_WEIGHT_GRADS, FieldsConfig
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation
 
@@ -42,6 +42,8 @@ class MoEConfig(FieldsConfig):
             scale for 1 x 128 of activations and gradients and for 128 x 128 of weights. For Hopper
             GPUs, bf16 parameters, swiglu, widths that are multiples of 128, see docs/fp8.md. None
             computes them in the parameters' precision.
+        fp8_weight_grads: with fp8_recipe: the precision of the experts' weight gradients: "fp8"
+            with a scale for 128 rows of each feature, or "bf16". None takes FluidConfig's.
         init_std: standard deviation of the initial weights.
     """
 
@@ -60,6 +62,7 @@ class MoEConfig(FieldsConfig):
     capacity_factor: float | None = None
     recompute: Collection[str] | None = None
     fp8_recipe: str | None = None
+    fp8_weight_grads: str | None = None
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -83,6 +86,9 @@ class MoEConfig(FieldsConfig):
             raise ConfigError.of("recompute", self.recompute, "some of rows, hidden, or None")
         if self.fp8_recipe not in (None, "blockwise"):
             raise ConfigError.of("fp8_recipe", self.fp8_recipe, "blockwise, or None")
+        if self.fp8_weight_grads not in (None, *MOE_FP8_WEIGHT_GRADS):
+            known = ", ".join(MOE_FP8_WEIGHT_GRADS)
+            raise ConfigError.of("fp8_weight_grads", self.fp8_weight_grads, f"{known}, or None")
         for name in ("aux_loss_coefficient", "init_std"):
             if not getattr(self, name) >= 0.0:
                 raise ConfigError.of(name, getattr(self, name), "0 or more")

@@ -1,12 +1,13 @@
 """The experts of one rank in fp8: forward and dgrad by kernels/fp8_grouped_gemm.py, each operand
-cast in one pass, weight gradients in bf16.
+cast in one pass, weight gradients in fp8 (moe/fp8_weight_grads.py) or in bf16.
 
     forward:  cast x -> dispatch -> fc1 -> SwiGLU * probability, cast -> fc2
     backward: cast dy -> dispatch -> dgrad of fc2 -> backward of SwiGLU, cast -> dgrad of fc1;
-              dW2 = dy^T a and dW1 = dh^T x from bf16 a and dh and the dy and x that were multiplied
+              dW2 = dy^T a and dW1 = dh^T x from the casts of dy and dh, the x that was multiplied
+              and a, cast with dh; or from bf16 a and dh and the dy and x that were multiplied
 
-Where the transport does not carry packed rows, x and dy are cast when they have arrived, and dW2 is
-made of bf16 dy.
+Where the transport does not carry packed rows, x and dy are cast when they have arrived, and dW2 in
+bf16 is made of bf16 dy.
 
 Kept for the backward: x in fp8, fc1's output companded to int8 (kernels/fp8_quantize.py). Weights
 are cast when they have changed.
@@ -26,6 +27,7 @@ from megatron_fluid.kernels.fp8_casts import (
     cast_weights,
     restore_rows,
     swiglu_backward_cast,
+    swiglu_backward_in_fp8,
     swiglu_cast,
 )
 from megatron_fluid.kernels.fp8_grouped_gemm import (
@@ -49,6 +51,9 @@ __all__ = [
     "packed_tokens",
     "weight_cast",
 ]
+
+
+type _Rows = Tensor | Fp8Rows
 
 
 class WeightCast:
@@ -160,19 +165,28 @@ def forward_product(
 
 def backward_product(
     dy: Tensor | Fp8Rows, hidden: Tensor | CompandedRows, fc1: ExpertWeights, fc2: ExpertWeights,
-    groups: RowGroups, probs: Tensor | None,
-) -> tuple[Fp8Rows, Fp8Matrices, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The operands of fc1's dgrad, [N, 2F] and El times [H, 2F]; dh bf16 [N, 2F], a bf16 [N, F],
-    and dprobs [N] in probs' dtype or None.
+    groups: RowGroups, probs: Tensor | None, fp8_weight_grads: bool,
+) -> tuple[Fp8Rows, Fp8Matrices, _Rows, tuple[_Rows, _Rows], Tensor | None]:  # fmt: skip
+    """The operands of fc1's dgrad, [N, 2F] and El times [H, 2F]; dh [N, 2F]; dy [N, H] and a [N,
+    F], for the weight gradient of fc2; and dprobs [N] in probs' dtype or None. dh, dy and a in fp8
+    with `fp8_weight_grads`, else in bf16.
 
     dy [N, H]; hidden: fc1's output [N, 2F].
     """
     rows = cast_segment(dy, groups)
     weights = weight_cast(fc2).backward_matrices()
     da = fp8_grouped_matmul(rows, weights, groups.offsets, groups.ends)
-    dh, cast, a, dprobs = swiglu_backward_cast(hidden, da, _probs(da, probs), groups.count)
+    pair: tuple[_Rows, _Rows]
+    if fp8_weight_grads:
+        cast, a, dprobs = swiglu_backward_in_fp8(hidden, da, _probs(da, probs), groups.count)
+        dh: _Rows = cast
+        pair = rows, a
+    else:
+        found = swiglu_backward_cast(hidden, da, _probs(da, probs), groups.count)
+        dh, cast, activated, dprobs = found
+        pair = dy, activated
     grads = None if probs is None else dprobs.to(probs.dtype)
-    return cast, weight_cast(fc1).backward_matrices(), dh, a, grads
+    return cast, weight_cast(fc1).backward_matrices(), dh, pair, grads
 
 
 def in_bf16(

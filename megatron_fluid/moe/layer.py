@@ -24,6 +24,7 @@ from megatron_fluid.comm.symmetric import import_ahead
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm import compile_fp8_ahead
+from megatron_fluid.kernels.fp8_weight_grads import compile_fp8_weight_grads_ahead
 from megatron_fluid.kernels.grouped_gemm import compile_ahead
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
@@ -103,6 +104,8 @@ class _MoEModule(nn.Module):
             if self.layout == "in_out":
                 raise ConfigError.of("fp8_recipe of MoEBaseline", c.fp8_recipe, "None")
             compile_fp8_ahead(self.weight1.device)
+            if (c.fp8_weight_grads or current_config().moe_fp8_weight_grads) == "fp8":
+                compile_fp8_weight_grads_ahead(self.weight1.device)
         self.init_weights()
 
     def _mark_experts(self) -> None:

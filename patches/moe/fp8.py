@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_fluid.config import current_config
 from megatron_fluid.kernels.fp8_grouped_gemm import compile_fp8_ahead
+from megatron_fluid.kernels.fp8_weight_grads import compile_fp8_weight_grads_ahead
 from megatron_fluid.moe.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ def prepare_fp8(layer: MoELayer, device: torch.device | None) -> None:
         layer.is_first_microbatch = True  # type: ignore[assignment]
         if device is not None:
             compile_fp8_ahead(device)
+            if current_config().moe_fp8_weight_grads == "fp8":
+                compile_fp8_weight_grads_ahead(device)
 
 
 def expire_casts(layer: MoELayer, projections: Callable[[], Iterable[ExpertWeights]]) -> None:

@@ -307,6 +307,8 @@ class _ChoicesLayer(OverlappedLayer):
         # Of each expert, its index in the order of `columns`. [E]
         self._indices: Tensor | None = None
         self._fp8 = computes_in_fp8(layer)
+        in_fp8 = config.moe_fp8_weight_grads == "fp8"
+        self._precision = {"fp8": self._fp8, "fp8_weight_grads": in_fp8}
         self._settings: dict[str, Any] = {
             "fused_main_grad": self.fused_main_grad,
             "recompute": moe_recompute(config),
@@ -378,7 +380,7 @@ class NvlinkLayer(_ChoicesLayer):
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         buffers, ids, handle = plan
         arguments = (buffers, tokens, ids, probs, *self.weights.matrices(), self.activation)
-        settings = {"handle": handle, "biases": self.weights.biases(), "fp8": self._fp8}
+        settings = {"handle": handle, "biases": self.weights.biases(), **self._precision}
         settings["grow"] = self._buffers.grow
         settings |= self._settings
         return functools.partial(self._transport.nvlink_moe, *arguments, **settings)
@@ -407,7 +409,7 @@ class LocalLayer(_ChoicesLayer):
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         ids, planned = plan
         arguments = (self.group, tokens, ids, probs, *self.weights.matrices(), self.activation)
-        settings = {"plan": planned, "biases": self.weights.biases(), "fp8": self._fp8}
+        settings = {"plan": planned, "biases": self.weights.biases(), **self._precision}
         settings |= self._settings
         return functools.partial(local_moe, *arguments, **settings)
 

@@ -122,6 +122,7 @@ class SeparateExperts(OwnExperts):
             "fused_main_grad": self.fused_main_grad,
             "recompute": set(moe_recompute(config)) & {"hidden"},
             "fp8": computes_in_fp8(layer),
+            "fp8_weight_grads": config.moe_fp8_weight_grads == "fp8",
             "name": self.name,
         }
         if layer.config.delay_wgrad_compute:

@@ -21,6 +21,8 @@ from megatron_fluid.kernels.fp8_grouped_gemm import (
 )
 from megatron_fluid.kernels.fp8_packed_rows import pack_rows, unpack_rows
 from megatron_fluid.kernels.fp8_reference import cast_rows, cast_weights, scaled_grouped_product
+from megatron_fluid.kernels.fp8_reference import turn_rows as reference_turn_rows
+from megatron_fluid.kernels.fp8_turns import turn_rows
 from megatron_fluid.kernels.grouped_gemm import Owners
 from megatron_fluid.moe.local.kernel_transport import KernelTransport
 
@@ -140,10 +142,35 @@ def test_tokens_cast_before_they_are_permuted_give_the_bits_of_rows_cast_afterwa
         assert torch.equal(value, right)
 
 
+@pytest.mark.parametrize(
+    "counts", [[300], [1, 0, 127, 128, 129, 0, 700], [0, 0], [5] * 300, [0] * 1023 + [9]]
+)
+@pytest.mark.parametrize("gap", [0, 64, 8])
+def test_rows_are_turned_for_their_weight_gradients(counts: list[int], gap: int) -> None:
+    x, _, offsets, ends = operands(counts, 128, 512, extra=9)
+    packed = torch.zeros(len(x.values), 512 + gap, dtype=torch.uint8, device="cuda")
+    packed[:, :512] = x.values.view(torch.uint8)
+    x = Fp8Rows(packed[:, :512].view(torch.float8_e4m3fn), x.scales)
+    x.scales[1, 0] = float("nan")
+    values, scales = turn_rows(x, offsets)
+    right, right_scales = reference_turn_rows(x.values[: ends[-1]], x.scales, ends)
+    nan = right.float().isnan()
+    assert torch.equal(values[:, : right.shape[1]].float().isnan(), nan)
+    found = values[:, : right.shape[1]].view(torch.uint8).masked_fill(nan, 0)
+    assert torch.equal(found, right.view(torch.uint8).masked_fill(nan, 0))
+    torch.testing.assert_close(
+        scales[: len(right_scales)], right_scales, rtol=0, atol=0, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("fp8_weight_grads", ["fp8", "bf16"])
 @pytest.mark.parametrize("recompute", [(), ("hidden",), ("rows", "hidden")])
-def test_the_layer_on_one_rank_against_bf16(recompute: tuple[str, ...]) -> None:
+def test_the_layer_on_one_rank_against_bf16(
+    recompute: tuple[str, ...], fp8_weight_grads: str
+) -> None:
     config = {"hidden_size": 512, "ffn_hidden_size": 384, "num_experts": 8, "top_k": 2}
-    kinds = {"bf16": {}, "fp8": {"fp8_recipe": "blockwise", "recompute": recompute}}
+    fp8 = {"fp8_recipe": "blockwise", "fp8_weight_grads": fp8_weight_grads}
+    kinds = {"bf16": {}, "fp8": {**fp8, "recompute": recompute}}
     found: dict[str, list[Tensor]] = {}
     for kind, settings in kinds.items():
         layer = MoELayer(

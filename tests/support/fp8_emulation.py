@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron_fluid.kernels import fp8_reference as reference
 from megatron_fluid.kernels.fp8_grouped_gemm import CompandedRows, Fp8Matrices, Fp8Rows
-from megatron_fluid.moe import autograd, fp8_experts
+from megatron_fluid.kernels.fp8_weight_grads import TurnedRows
+from megatron_fluid.moe import autograd, fp8_experts, fp8_weight_grads
 
 __all__ = ["emulate"]
 
@@ -54,6 +55,19 @@ def _swiglu_backward_cast(
     return dh.bfloat16(), _cast_rows(dh), a.bfloat16(), dprobs
 
 
+def _swiglu_backward_in_fp8(
+    h: Tensor | CompandedRows, da: Tensor, probs: Tensor, count: Tensor | None = None
+) -> tuple[Fp8Rows, Fp8Rows, Tensor]:
+    wide = reference.restore_companded(*h) if isinstance(h, CompandedRows) else h
+    dh, a, dprobs = reference.swiglu_backward(wide, da, probs[: len(da)])
+    return _cast_rows(dh), _cast_rows(a), dprobs
+
+
+def _turn_rows(x: Fp8Rows, offsets: Tensor) -> TurnedRows:
+    values, scales = reference.turn_rows(*x, offsets.tolist())
+    return TurnedRows(values.contiguous(), scales.contiguous())
+
+
 def emulate(replace: Callable[[object, str, object], None] = setattr, casts: bool = True) -> None:
     """Have fp8 experts run on a CPU; `replace` puts a value in a module's place. Without `casts`
     the casts stay Triton's."""
@@ -61,6 +75,7 @@ def emulate(replace: Callable[[object, str, object], None] = setattr, casts: boo
     if casts:
         for function in (
             *(_cast_rows, _restore_rows, _pack_rows, _unpack_rows, _cast_weights),
-            *(_swiglu_cast, _swiglu_backward_cast),
+            *(_swiglu_cast, _swiglu_backward_cast, _swiglu_backward_in_fp8),
         ):
             replace(fp8_experts, function.__name__.removeprefix("_"), function)
+        replace(fp8_weight_grads, "turn_rows", _turn_rows)

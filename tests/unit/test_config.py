@@ -68,12 +68,13 @@ def test_every_field_is_read_from_the_environment() -> None:
         "MEGATRON_FLUID_END_ON_TIMEOUT": "on",
         "MEGATRON_FLUID_MOE_FP8": "ours",
         "MEGATRON_FLUID_MACHINE": "reference",
+        "MEGATRON_FLUID_MOE_FP8_WEIGHT_GRADS": "bf16",
     }
     fields = {field.name for field in dataclasses.fields(FluidConfig)}
     assert {name.removeprefix("MEGATRON_FLUID_").lower() for name in environ} == fields
     assert FluidConfig.from_environment(environ) == FluidConfig(
         *("rounds", 4, True, 2.5, True, "off", "collective", "hidden", "3:5", "pages", True),
-        *("ours", "reference"),
+        *("ours", "reference", "bf16"),
     )
     assert FluidConfig.from_environment({}) == FluidConfig()
 

@@ -219,6 +219,7 @@ def local_moe(
     name: str = "moe",
     biases: GivenBiases | None = None,
     fp8: bool = False,
+    fp8_weight_grads: bool = True,
 ) -> Tensor:
     """sum over k of probs[t, k] * expert(topk_ids[t, k])(x[t]), on one rank: [T, H]. Differentiable
     in x, probs, w1 and w2.
@@ -228,7 +229,8 @@ def local_moe(
         x, topk_ids, probs, w1, w2: as for nvlink_moe (moe/nvlink/transport.py), in any dtype.
         activation: a name in moe.activations.ACTIVATIONS, or a callable.
         plan: of plan_local, in place of planning here.
-        scheduler, fused_main_grad, recompute, name, fp8: see moe.autograd.make_call.
+        scheduler, fused_main_grad, recompute, name, fp8, fp8_weight_grads: see
+            moe.autograd.make_call.
         biases: of fc1 [El, F1] and fc2 [El, H] (see moe/biases.py), or None.
 
     Raises:
@@ -252,7 +254,8 @@ def local_moe(
         probs = probs.float()
     x, transport = _transport_of(plan, x)
     added = expert_biases(biases, *fcs, name)
-    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added, fp8)
+    settings = scheduler, name, fused_main_grad, recompute, added, fp8, fp8_weight_grads
+    call = make_call(transport, act, fcs, *settings)
     if not torch.is_autocast_enabled(x.device.type):
         return run_experts(call, x, probs)
     with torch.autocast(x.device.type, enabled=False):

@@ -268,6 +268,7 @@ def nvlink_moe(
     name: str = "moe",
     biases: GivenBiases | None = None,
     fp8: bool = False,
+    fp8_weight_grads: bool = True,
     grow: Grow | None = None,
 ) -> Tensor:
     """sum over k of probs[t, k] * expert(topk_ids[t, k])(x[t]): [T, H]. Collective over the
@@ -287,7 +288,8 @@ def nvlink_moe(
         capacity: None for exact mode, or the rows of bounded mode.
         handle: of plan_nvlink, in place of planning here; the ids and probs must be those it was
             made of.
-        scheduler, fused_main_grad, recompute, name, fp8: see moe.autograd.make_call.
+        scheduler, fused_main_grad, recompute, name, fp8, fp8_weight_grads: see
+            moe.autograd.make_call.
         biases: of fc1 [El, F1] and fc2 [El, H] (see moe/biases.py), or None. In exact mode.
         grow: makes larger buffers, on all ranks at once, where one has more tokens than these hold
             (SizedBuffers.grow). In exact mode; None refuses such a call on every rank.
@@ -306,5 +308,6 @@ def nvlink_moe(
     fcs = expert_projections(w1, w2, buffers.local_experts, x, act, name)
     transport = NvlinkTransport(buffers, topk_ids, handle, capacity, grow)
     added = expert_biases(biases, *fcs, name)
-    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added, fp8)
+    settings = scheduler, name, fused_main_grad, recompute, added, fp8, fp8_weight_grads
+    call = make_call(transport, act, fcs, *settings)
     return run_experts(call, aligned(x), probs)

@@ -11,6 +11,7 @@ from megatron_fluid.kernels.fp8_quantize import (
     swiglu_cast_kernel,
 )
 from megatron_fluid.kernels.fp8_reference import packed_width
+from megatron_fluid.kernels.fp8_turns import turn_rows_kernel
 from tests.support.kernel_cases import KernelCase
 
 __all__ = ["CASES"]
@@ -71,16 +72,29 @@ CASES = [
     ),
     *(
         KernelCase(
-            f"backward of swiglu and cast, {kept=}",
+            f"backward of swiglu and cast, {kept=}, {in_fp8=}",
             swiglu_backward_cast_kernel,
             (
                 *(_KEPT if kept else _X, _SCALES, _SCALES, _X, _COUNT),
-                *(_X, _FP8, _SCALES, _X, _SCALES, "i32"),
+                *(_X, _FP8, _SCALES, _X, _FP8, _SCALES, _SCALES, "i32"),
             ),
-            {"F": 2048, "ROWS": 4, "BLOCKS": 4, "KEPT": kept} | _EXACT,
+            {"F": 2048, "ROWS": 4, "BLOCKS": 4, "KEPT": kept, "IN_FP8": in_fp8} | _EXACT,
             wanted=(_CAST,),
             spills=8 if kept else 0,  # one value of a tile that has six for each element
         )
         for kept in (False, True)
+        for in_fp8 in (False, True)
+    ),
+    *(
+        KernelCase(
+            f"turn rows of {experts} experts",
+            turn_rows_kernel,
+            (*(_FP8, _SCALES, _COUNT, _COUNT, _SCALES), *("i32", "i32", "i32")),
+            {"WIDTH": 7168, "FEATURES": 128, "EXPERTS": experts, "PADDED": padded, "STEP": 4}
+            | _EXACT,
+            num_warps=8,
+            wanted=(_CAST, "max.NaN.f32", "st.global.v4"),
+        )
+        for experts, padded in ((32, 32), (1000, 1024))
     ),
 ]

@@ -175,6 +175,23 @@ def test_the_backward_of_swiglu_and_its_cast_in_one_pass(companded: bool) -> Non
         torch.testing.assert_close(value.float(), right, rtol=1e-2, atol=1e-2 * float(right.std()))
 
 
+@pytest.mark.parametrize("companded", [False, True])
+def test_with_fp8_weight_grads_the_backward_of_swiglu_writes_fp8_alone(companded: bool) -> None:
+    h, da = rows_of("normal", 6, 1280, torch.bfloat16), rows_of("outliers", 6, 640, torch.bfloat16)
+    probs = torch.rand(6, device=DEVICE)
+    given = CompandedRows(*reference.compand_rows(h)) if companded else h
+    kept = da.clone()
+    dh, a, dprobs = casts.swiglu_backward_in_fp8(given, da, probs)
+    assert torch.equal(da, kept)
+    _, cast, wide_a, sums = casts.swiglu_backward_cast(given, kept, probs)
+    for value, right in zip((*dh, dprobs), (*cast, sums), strict=True):
+        same_bits(value, right)
+    if companded:
+        h = reference.restore_companded(*given)
+    close_casts(a, reference.swiglu_backward(h, da, probs)[1])
+    assert a.values.shape == wide_a.shape
+
+
 def test_an_infinity_shows_after_swiglu_in_its_block_alone() -> None:
     h, probs = rows_of("normal", 2, 512, torch.bfloat16), torch.ones(2, device=DEVICE)
     h[1, 130] = float("inf")

@@ -67,7 +67,15 @@ def oracle(ids: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
     return gradients(y, wide, grad.float())
 
 
-def by_the_recipe(ids: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+def cast_along_rows(rows: list[Tensor]) -> Tensor:
+    """An expert's rows in fp8, cast again with a scale for each feature. [n, width], n up to 128"""
+    turned = torch.cat([*rows, torch.zeros(128 - len(rows), rows[0].shape[1])]).t()
+    return reference.restore_rows(*reference.cast_rows(turned)).t()
+
+
+def by_the_recipe(
+    ids: Tensor, leaves: list[Tensor], grad: Tensor, fp8_weight_grads: bool
+) -> list[Tensor]:
     """y, dx, dprobs, dw1, dw2: each expert's rows one after the other, products of restored fp8
     operands in fp32."""
     x, probs, w1, w2 = (leaf.detach() for leaf in leaves)
@@ -80,6 +88,7 @@ def by_the_recipe(ids: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tenso
 
     y, dx = torch.zeros(T, H), torch.zeros(T, H)
     dprobs, dw1, dw2 = torch.zeros(T, K), torch.zeros_like(w1).float(), torch.zeros_like(w2).float()
+    factors: dict[int, list[list[Tensor]]] = {e: [[], [], [], []] for e in range(E)}
     for e, t, k in itertools.product(range(E), range(T), range(K)):
         if ids[t, k] != e:
             continue
@@ -96,21 +105,32 @@ def by_the_recipe(ids: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tenso
         dprobs[t, k] = dp
         dw1[e] += dh.t() @ rows
         dw2[e] += cast(dy).t() @ a
+        for kept, found in zip(factors[e], (dh, rows, dy, a), strict=True):
+            kept.append(cast(found))
+    for e, found_rows in factors.items():
+        if fp8_weight_grads and found_rows[0]:
+            turned_dh, turned_x, turned_dy, turned_a = map(cast_along_rows, found_rows)
+            dw1[e], dw2[e] = turned_dh.t() @ turned_x, turned_dy.t() @ turned_a
     return [y, dx, dprobs, dw1, dw2]
 
 
+@pytest.mark.parametrize("fp8_weight_grads", [True, False])
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize(
     "group", ["torch", pytest.param("kernels", marks=pytest.mark.interpreter)], indirect=True
 )
 def test_outputs_and_every_gradient_follow_the_recipe(
-    group: dist.ProcessGroup, outliers: bool
+    group: dist.ProcessGroup, outliers: bool, fp8_weight_grads: bool
 ) -> None:
     ids, leaves, grad = make(outliers)
     x, probs, w1, w2 = leaves
-    found = gradients(local_moe(group, x, ids, probs, w1, w2, fp8=True), leaves, grad)
-    for value, right in zip(found, by_the_recipe(ids, leaves, grad), strict=True):
+    y = local_moe(group, x, ids, probs, w1, w2, fp8=True, fp8_weight_grads=fp8_weight_grads)
+    found = gradients(y, leaves, grad)
+    expected = by_the_recipe(ids, leaves, grad, fp8_weight_grads)
+    for value, right in zip(found, expected, strict=True):
         assert gap(value, right) < 0.012  # bf16's rounding, and casts that it turns over
+    others = by_the_recipe(ids, leaves, grad, not fp8_weight_grads)
+    assert min(gap(v, r) for v, r in zip(found[3:], others[3:], strict=True)) > 0.015
     errors = [gap(v, r) for v, r in zip(found, oracle(ids, leaves, grad), strict=True)]
     # fp8's rounding is 2^-4 at most, of both operands; dprobs and gradients see several of them.
     assert max(errors) < 0.09, errors
@@ -146,12 +166,17 @@ def rounded(rows: Tensor) -> Tensor:
     return reference.restore_rows(*reference.cast_rows(rows)).bfloat16()
 
 
+@pytest.mark.parametrize("fp8_weight_grads", [True, False])
 @pytest.mark.parametrize("recompute", _RECOMPUTED, ids=str)
 @pytest.mark.parametrize("over", ["local", pytest.param("nvlink", marks=pytest.mark.interpreter)])
 def test_tokens_cast_before_they_are_dispatched_give_the_bits_of_rows_cast_afterwards(
-    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, over: str, recompute: tuple[str, ...]
+    group: dist.ProcessGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    over: str,
+    recompute: tuple[str, ...],
+    fp8_weight_grads: bool,
 ) -> None:
-    """But for dW2, and with recomputed rows dW1, which then come from bf16 rows."""
+    """But for dW2 in bf16, and with recomputed rows dW1, which then come from bf16 rows."""
     from megatron_fluid.moe.nvlink.transport import NvlinkTransport
 
     ids, leaves, grad = make(outliers=True)
@@ -159,14 +184,14 @@ def test_tokens_cast_before_they_are_dispatched_give_the_bits_of_rows_cast_after
     def results(before: bool, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
         for kind in (transport.LocalTransport, NvlinkTransport):
             monkeypatch.setattr(kind, "carries_packed_rows", before)
-        y = over_one_rank(over, group, ids, leaves, recompute)
+        y = over_one_rank(over, group, ids, leaves, recompute, fp8_weight_grads)
         return gradients(y, leaves, grad)
 
     found, after = results(True, leaves, grad), results(False, leaves, grad)
-    exact = slice(3) if "rows" in recompute else slice(4)
+    exact = slice(5) if fp8_weight_grads else slice(3) if "rows" in recompute else slice(4)
     for value, right in zip(found[exact], after[exact], strict=True):
         assert torch.equal(value, right)
-    assert not torch.equal(found[4], after[4])
+    assert torch.equal(found[4], after[4]) == fp8_weight_grads
     # A cast of what was cast changes nothing: then every result is the same.
     x = rounded(leaves[0].detach()).requires_grad_()
     again = [results(before, [x, *leaves[1:]], rounded(grad)) for before in (True, False)]
@@ -182,10 +207,12 @@ def over_one_rank(
     ids: Tensor,
     leaves: list[Tensor],
     recompute: tuple[str, ...],
+    fp8_weight_grads: bool = True,
 ) -> Tensor:
     x, probs, w1, w2 = leaves
+    fp8 = {"fp8": True, "fp8_weight_grads": fp8_weight_grads}
     if over == "local":
-        return local_moe(group, x, ids, probs, w1, w2, fp8=True, recompute=recompute)
+        return local_moe(group, x, ids, probs, w1, w2, recompute=recompute, **fp8)
     from megatron_fluid.comm.simulated import SimulatedWorkspace
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
     from megatron_fluid.moe.nvlink.transport import nvlink_moe
@@ -193,7 +220,7 @@ def over_one_rank(
     workspace = SimulatedWorkspace(1, torch.device("cpu")).rank(0)
     buffers = NvlinkBuffers(workspace, T, H, K, E, torch.bfloat16)
     given = buffers, x, ids, probs.float(), w1, w2
-    return nvlink_moe(*given, fp8=True, recompute=recompute)
+    return nvlink_moe(*given, recompute=recompute, **fp8)
 
 
 @pytest.mark.parametrize("recompute", [("hidden",), ("rows", "hidden")])

@@ -22,7 +22,7 @@ FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 def _trained(rank: int, world: int) -> dict[str, Any]:
     import torch
 
-    from megatron_fluid.moe import fp8_experts
+    from megatron_fluid.moe import fp8_experts, fp8_weight_grads
     from megatron_fluid.patches.moe import layer as moe_layer
     from megatron_fluid.patches.moe import limits
     from tests.support import fp8_emulation, tiny_gpt
@@ -52,22 +52,34 @@ def _trained(rank: int, world: int) -> dict[str, Any]:
         casts.append(w.float().sum().item())
 
     fp8_experts.cast_weights = cast_weights
+    turned: list[int] = []
+    turn_rows = fp8_weight_grads.turn_rows
+
+    def counted_turn(*given: Any) -> Any:
+        turned.append(1)
+        return turn_rows(*given)
+
+    fp8_weight_grads.turn_rows = counted_turn
     kinds: dict[str, dict[str, Any]] = {
         "bf16": {},
         "fp8": FP8,
+        "bf16 gradients": FP8,
         "one layer": FP8
         | {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1}
         | {"num_layers_at_end_in_bf16": 0},
     }
     for kind, overrides in kinds.items():
         casts.clear()
-        with tiny_gpt.plug_in(True, moe_backend="local") as calls:
+        turned.clear()
+        settings = {"moe_fp8_weight_grads": "bf16"} if kind == "bf16 gradients" else {}
+        with tiny_gpt.plug_in(True, moe_backend="local", **settings) as calls:
             model = tiny_gpt.gpt(config(**overrides))
             sizes = {"iterations": STEPS, "microbatches": MICROBATCHES}
             found[kind] = tiny_gpt.train(model, **sizes, distributed_optimizer=True).losses
             assert len(calls) == 2 * STEPS * MICROBATCHES
             found[kind, "path"] = moe_layer.backend_of(model.decoder.layers[-1].mlp)
             found[kind, "casts"] = list(casts)
+            found[kind, "turned"] = len(turned)
     found["rounds"] = limits.backend_experts_reason(config(**FP8), "rounds")
     return found
 
@@ -78,7 +90,9 @@ def test_flags_of_megatron_turn_it_on_and_weights_are_cast_once_a_step() -> None
         assert "Hopper GPUs, and tensors are on the cpu" in found["ours", backend]
         assert found["megatron", backend] == "fp8='e4m3': --fluid-moe-fp8 is megatron"
     assert "fp8='e4m3': backend rounds" in found["rounds"]
-    for kind, layers in (("fp8", 2), ("one layer", 1)):
+    for kind, layers in (("fp8", 2), ("bf16 gradients", 2), ("one layer", 1)):
+        operands = 0 if kind == "bf16 gradients" else 4
+        assert found[kind, "turned"] == operands * STEPS * MICROBATCHES * layers
         assert found[kind, "path"] == ("local", None)
         assert found[kind] == pytest.approx(found["bf16"], rel=2e-2)
         assert found[kind] != found["bf16"]

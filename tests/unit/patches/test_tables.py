@@ -161,6 +161,35 @@ def test_settings_without_effect_stand_in_the_table(monkeypatch: pytest.MonkeyPa
     assert rows == {"--fluid-dx-chunks 2": nothing, "--fluid-defer-weight-grads": nothing}
 
 
+@pytest.mark.parametrize(
+    ("fp8", "whose", "why"),
+    [
+        (None, "ours", "it needs --fp8-format e4m3"),
+        ("e4m3", "megatron", "--fluid-moe-fp8 is megatron"),
+        ("e4m3", "ours", None),
+    ],
+)
+def test_the_precision_of_weight_gradients_says_where_nothing_reads_it(
+    monkeypatch: pytest.MonkeyPatch, fp8: str | None, whose: str, why: str | None
+) -> None:
+    args = SimpleNamespace(
+        tensor_model_parallel_size=1,
+        sequence_parallel=False,
+        context_parallel_size=1,
+        cp_comm_type=None,
+        num_experts=8,
+        fp8=fp8,
+    )
+    given = FluidConfig(moe_fp8=whose, moe_fp8_weight_grads="bf16")
+    monkeypatch.setitem(
+        sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args)
+    )
+    monkeypatch.setattr("megatron_fluid.config._current", given)
+    monkeypatch.setenv("MEGATRON_FLUID_CPU", "0")
+    rows = {name: reason for name, _, reason, _ in startup.ineffective_settings()}
+    assert rows.get("--fluid-moe-fp8-weight-grads bf16") == why
+
+
 def test_the_readmes_tables_name_everything() -> None:
     table = markdown_table(
         [

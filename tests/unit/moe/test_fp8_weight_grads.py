@@ -1,0 +1,255 @@
+"""Weight gradients of fp8 experts in fp8 without a GPU: to whom they go, from which rows, and that
+the setting chooses them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fluid import MoEConfig
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.comm import group_resources
+from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels import fp8_reference as reference
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
+from megatron_fluid.moe import autograd, backends, fp8_experts, fp8_weight_grads
+from megatron_fluid.moe.expert_rows import expert_rows
+from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.experts import RowGroups
+from megatron_fluid.moe.local import transport
+from megatron_fluid.moe.local.transport import local_moe
+from tests.support.fp8_emulation import emulate
+
+T, K, E, H, F = 9, 2, 4, 128, 256
+COUNTS = [5, 0, 130, 3]
+
+
+class _Group:
+    def size(self) -> int:
+        return 1
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> dist.ProcessGroup:
+    monkeypatch.setattr(group_resources, "_resources", {})
+    monkeypatch.setattr(group_resources, "is_destroyed", lambda group: False)
+    monkeypatch.setattr(transport, "_kernels_serve", lambda x, activation: False)
+    emulate(monkeypatch.setattr)
+    return _Group()  # type: ignore[return-value]
+
+
+def leaves_of(seed: int = 4) -> tuple[Tensor, list[Tensor], Tensor]:
+    """ids [T, K], bf16 leaves (x, probs, w1, w2), grad [T, H]; expert 1 has no rows."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.tensor([0, 2, 3])[torch.randperm(3, generator=g)[:K]]] * T)
+    shapes = [(T, H), (T, K), (E, 2 * F, H), (E, H, F), (T, H)]
+    *leaves, grad = (torch.randn(*shape, generator=g) * 0.1 for shape in shapes)
+    return ids, [leaf.bfloat16().requires_grad_() for leaf in leaves], grad.bfloat16()
+
+
+def rows_of(counts: list[int], width: int, seed: int) -> Tensor:
+    x = torch.randn(sum(counts), width, generator=torch.Generator().manual_seed(seed))
+    x[::3, ::40] *= 50.0
+    return x
+
+
+def gap(found: Tensor, right: Tensor) -> float:
+    return float((found.float() - right.float()).norm() / right.float().norm())
+
+
+def exact(dy: Tensor, x: Tensor, counts: list[int]) -> Tensor:
+    """dW [E, out, in] of rows as they were before any cast."""
+    ends = list(itertools.accumulate(counts))
+    spans = itertools.starmap(slice, itertools.pairwise([0, *ends]))
+    return torch.stack([dy[rows].t() @ x[rows] for rows in spans])
+
+
+class Operands:
+    """A projection of E experts, out 256, in 128, and rows of one segment or of several."""
+
+    def __init__(self, counts: list[list[int]], layout: str = "out_in") -> None:
+        shape = (E, 256, 128) if layout == "out_in" else (E, 128, 256)
+        self.weight = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+        self.fc = ExpertWeights(self.weight, E, layout)
+        self.groups = [RowGroups.of_counts(own) for own in counts]
+        wide = [
+            (rows_of(own, 256, 2 * s), rows_of(own, 128, 2 * s + 1)) for s, own in enumerate(counts)
+        ]
+        self.pairs = [tuple(Fp8Rows(*reference.cast_rows(t)) for t in pair) for pair in wide]
+        found = [exact(*pair, own) for pair, own in zip(wide, counts, strict=True)]
+        right = torch.stack(found).sum(0)
+        self.right = right.transpose(1, 2) if layout == "in_out" else right
+
+
+@pytest.mark.parametrize("layout", ["out_in", "in_out"])
+@pytest.mark.parametrize(
+    "counts", [[COUNTS], [COUNTS, [0, 0, 7, 0], [0] * E], [[0] * E, [0] * E], [[0] * E]]
+)
+def test_one_projection_of_one_or_several_segments(
+    group: dist.ProcessGroup, counts: list[list[int]], layout: str
+) -> None:
+    given = Operands(counts, layout)
+    (found,) = fp8_weight_grads.weight_grads(given.fc, given.pairs, given.groups)  # type: ignore[arg-type]
+    assert found.dtype == torch.bfloat16 and found.shape == given.weight.shape
+    assert not bool(found[1].any())
+    if sum(map(sum, counts)):
+        # e4m3's rounding of both operands, 2^-4 at most and 0.026 in the mean square.
+        assert 0.02 < gap(found, given.right) < 0.05
+    else:
+        assert not bool(found.any())
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "strided"])
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("counts", [[COUNTS], [COUNTS, [1, 0, 2, 3]], [[0] * E]])
+def test_main_grads_get_them_in_place(
+    group: dist.ProcessGroup, counts: list[list[int]], overwrite: bool, kind: str
+) -> None:
+    given = Operands(counts)
+    (added,) = fp8_weight_grads.weight_grads(given.fc, given.pairs, given.groups)  # type: ignore[arg-type]
+    before = float(added.abs().max()) + 1.0
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+    pitch = 130 if kind == "strided" else 128
+    main_grads = torch.full((E, 256, pitch), before, dtype=dtype)[..., :128]
+    parts = [w.requires_grad_() for w in given.weight.detach().unbind(0)]
+    for part, main_grad in zip(parts, main_grads, strict=True):
+        part.main_grad = main_grad  # type: ignore[attr-defined]
+        part.overwrite_main_grad = overwrite  # type: ignore[attr-defined]
+    fc = ExpertWeights(parts, E)
+    found = fp8_weight_grads.weight_grads(fc, given.pairs, given.groups, True)  # type: ignore[arg-type]
+    assert len(found) == E and all(p.grad_added_to_main_grad for p in parts)  # type: ignore[attr-defined]
+    expected = added.float() + (0.0 if overwrite else before)
+    torch.testing.assert_close(main_grads.float(), expected, rtol=1e-2, atol=1e-2 * before)
+
+
+def test_a_gradient_for_main_grads_of_fp32_is_not_rounded(group: dist.ProcessGroup) -> None:
+    given = Operands([COUNTS])
+    given.weight.main_grad = torch.zeros(given.weight.shape)  # type: ignore[attr-defined]
+    fp8_weight_grads.add_to_main_grads(given.fc, given.pairs, given.groups)  # type: ignore[arg-type]
+    main_grad: Tensor = given.weight.main_grad  # type: ignore[attr-defined]
+    assert not torch.equal(main_grad, main_grad.bfloat16().float())
+
+
+def gradients_of(group: dist.ProcessGroup, recompute: tuple[str, ...] = (), **settings: Any) -> Any:
+    ids, (x, probs, w1, w2), grad = leaves_of()
+    y = local_moe(group, x, ids, probs, w1, w2, fp8=True, recompute=recompute, **settings)
+    y.backward(grad)
+    return x.grad, probs.grad, w1.grad, w2.grad
+
+
+@pytest.mark.parametrize("recompute", [(), ("hidden",), ("rows",), ("rows", "hidden")])
+def test_what_is_recomputed_gives_the_same_gradients(
+    group: dist.ProcessGroup, recompute: tuple[str, ...]
+) -> None:
+    kept, again = gradients_of(group), gradients_of(group, recompute)
+    same = "hidden" not in recompute  # else fc1's output is not rounded to a byte
+    for found, right in zip(again, kept, strict=True):
+        assert torch.equal(found, right) if same else gap(found, right) < 0.06
+
+
+def test_deferred_they_are_computed_when_the_scheduler_says(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = gradients_of(group)
+    ids, (x, probs, w1, w2), grad = leaves_of()
+    scheduler = WeightGradScheduler()
+    scheduler.enable()
+    waiting: list[Any] = []
+    plain = scheduler.submit
+    monkeypatch.setattr(scheduler, "submit", lambda *given: waiting.append(given))
+    y = local_moe(group, x, ids, probs, w1, w2, fp8=True, scheduler=scheduler)
+    y.backward(grad)
+    assert [name for name, *_ in waiting] == ["moe fc2", "moe fc1"]
+    assert w1.grad is None and w2.grad is None
+    for given in waiting:
+        plain(*given)
+    for leaf, right in zip((x, probs, w1, w2), kept, strict=True):
+        assert leaf.grad is not None and torch.equal(leaf.grad, right)
+
+
+def test_rows_are_turned_when_a_weight_gradient_is_computed_and_never_in_bf16(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turned: list[int] = []
+    plain = fp8_weight_grads.turn_rows
+
+    def turn_rows(x: Fp8Rows, offsets: Tensor) -> Any:
+        turned.append(x.values.shape[1])
+        return plain(x, offsets)
+
+    monkeypatch.setattr(fp8_weight_grads, "turn_rows", turn_rows)
+    in_both: list[int] = []
+    casts: list[int] = []
+    backward, pack_rows = fp8_experts.swiglu_backward_cast, fp8_experts.pack_rows
+    monkeypatch.setattr(
+        fp8_experts, "swiglu_backward_cast", lambda *given: in_both.append(1) or backward(*given)
+    )
+    monkeypatch.setattr(
+        fp8_experts, "pack_rows", lambda *given: casts.append(1) or pack_rows(*given)
+    )
+    gradients_of(group)
+    assert turned == [H, F, 2 * F, H]  # dy, a, dh, x
+    assert in_both == [] and len(casts) == 2  # x and dy
+    turned.clear()
+    in_bf16 = gradients_of(group, fp8_weight_grads=False)
+    assert turned == [] and in_both == [1]
+    for found, right in zip(gradients_of(group)[2:], in_bf16[2:], strict=True):
+        assert 0.015 < gap(found, right) < 0.06
+    turned.clear()
+    ids, (x, probs, w1, w2), grad = leaves_of()
+    w1.requires_grad_(False)
+    local_moe(group, x, ids, probs, w1, w2, fp8=True).backward(grad)
+    assert turned == [H, F]
+
+
+@pytest.mark.parametrize("counts", [COUNTS, [0] * E])
+def test_rows_without_probabilities_and_no_rows_at_all(
+    group: dist.ProcessGroup, counts: list[int]
+) -> None:
+    _, (_, _, w1, w2), _ = leaves_of()
+    found = []
+    for probs in (None, torch.ones(sum(counts))):
+        x = rows_of(counts, H, 7).bfloat16().requires_grad_()
+        w1.grad = w2.grad = None
+        y = expert_rows(x, probs, counts, w1, w2, fp8=True)
+        y.backward(torch.ones_like(y))
+        assert w1.grad is not None and w2.grad is not None
+        assert not bool(w1.grad[1].any())
+        assert bool(w1.grad.any()) == bool(sum(counts))
+        found.append((w1.grad, w2.grad))
+    for value, right in zip(*found, strict=True):
+        assert torch.equal(value, right)
+
+
+def test_the_setting_of_a_layer_and_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"hidden_size": 128, "ffn_hidden_size": 128, "num_experts": 2, "top_k": 1}
+
+    def chosen(**settings: Any) -> bool:
+        class Layer:
+            config = MoEConfig.of(shape | {"fp8_recipe": "blockwise"} | settings)
+            name = "layer"
+
+        return bool(backends._settings(Layer())["fp8_weight_grads"])  # type: ignore[arg-type]
+
+    try:
+        for own, process, wanted in (
+            *((None, "fp8", True), (None, "bf16", False)),
+            *(("fp8", "bf16", True), ("bf16", "fp8", False)),
+        ):
+            set_config(FluidConfig(moe_fp8_weight_grads=process))
+            assert chosen(fp8_weight_grads=own) == wanted
+        set_config(FluidConfig())
+        assert chosen()
+    finally:
+        set_config(None)
+    with pytest.raises(ConfigError, match="found 'fp32', allowed: fp8, bf16, or None"):
+        MoEConfig.of(shape | {"fp8_weight_grads": "fp32"})
+    with pytest.raises(ConfigError, match="moe_fp8_weight_grads"):
+        FluidConfig(moe_fp8_weight_grads="fp16")
+    assert not autograd.Call.__dataclass_fields__["fp8_weight_grads"].default
