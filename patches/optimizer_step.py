@@ -127,7 +127,7 @@ class _OnePass:
         self._known = self._addresses()
         self._launches = []
         for group in self._inner.param_groups:
-            by_kind: dict[torch.dtype | None, list[tuple[Tensor, ...]]] = {}
+            by_kind: dict[torch.dtype | None, list[tuple[Tensor | None, ...]]] = {}
             for param in group["params"]:
                 state, target = self._inner.state[param], targets.get(id(param))
                 if target is not None and target.data_ptr() == param.data_ptr():
@@ -143,9 +143,10 @@ class _OnePass:
         """Whether every parameter is dense and in fp32, and so are its gradient and moments."""
         for param in self.params:
             state = self._inner.state.get(param) or {}
-            tensors = (param, param.grad, state.get("exp_avg"), state.get("exp_avg_sq"))
-            for t in tensors:
-                if type(t) not in (Tensor, torch.nn.Parameter) or not t.is_contiguous():
+            for t in (param, param.grad, state.get("exp_avg"), state.get("exp_avg_sq")):
+                if t is None or type(t) not in (Tensor, torch.nn.Parameter):
+                    return False
+                if not t.is_contiguous():
                     return False
                 if t.dtype != torch.float32 or t.numel() != param.numel() or not _runs_on(t):
                     return False
@@ -209,19 +210,25 @@ class _OnePass:
             group["step"] += 1
             numbers = _numbers(group, scale)
             for kind, table in launches:
-                constants = {
+                constants: dict[str, object] = {
                     "KIND": _TYPES[kind],
                     "DECOUPLED": bool(self._inner.adam_w_mode),
-                    "SCALED": scale is not None,
                     "CHUNK": _CHUNK,
                     "BLOCK": _BLOCK,
+                    "PLAIN": _interpreted(),
                 }
-                given = (table.lines, table.chunks, *numbers)
+                given: tuple[Tensor | int, ...] = (table.lines, table.chunks, *numbers)
                 _adam()(table.chunks.shape[0], given, **constants)
 
 
 def _runs_on(tensor: Tensor) -> bool:
     return tensor.is_cuda
+
+
+def _interpreted() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
 
 
 def _step(inner: Any, kept: _OnePass) -> None:

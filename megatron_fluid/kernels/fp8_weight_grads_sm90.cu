@@ -24,12 +24,11 @@ constexpr int SCALES = BLOCK * 4;    // bytes of a step's scales of right
 constexpr int PITCH = BLOCK * 4 + 32;  // bytes between rows of old sums, by 8 banks, so that none collide
 constexpr int STEP = OWN + CONSUMERS * (SLAB / UNIT) * PIECE;
 
-// STAGING: of a warpgroup's results in bf16, or of its fp32 sums, which cost a stage. MULTIPLY, LOAD: registers of a thread. EARLY: pairs
-// of scales that a thread reads while it waits for a product, as far as registers go.
+// STAGING: of a warpgroup's results in bf16, or of its fp32 sums, which cost a stage. MULTIPLY, LOAD: registers of a thread.
 template <bool ADDS>
 struct Room {
   static constexpr int STAGES = ADDS ? 3 : 4, STAGING = ADDS ? SLAB * PITCH : 2 * CHUNK;
-  static constexpr int MULTIPLY = ADDS ? 152 : 160, LOAD = 512 - CONSUMERS * MULTIPLY, EARLY = ADDS ? 0 : 2;
+  static constexpr int MULTIPLY = 152, LOAD = 512 - CONSUMERS * MULTIPLY;
   static_assert(1024 + STAGES * (STEP + SCALES) + CONSUMERS * STAGING <= 225 * 1024);
   static_assert(ADDS || STAGES * SCALES % 1024 == 0, "staged results are swizzled by their addresses");
 };
@@ -188,7 +187,6 @@ __device__ __forceinline__ void multiply_slab(
   // Rows of this thread's sums: this one and that 8 below.
   const int line = tile.row + warpgroup * SLAB + thread / 32 * 16 + thread % 32 / 4;
   const float* left_scales = job.left_scales + (u64)tile.block * job.high + line;
-  constexpr int EARLY = Room<ADDS>::EARLY;
   float a = 0.0f, b = 0.0f;
   if (tile.blocks > 0) {  // behind the last block there may be no scales
     a = left_scales[0];
@@ -212,13 +210,10 @@ __device__ __forceinline__ void multiply_slab(
 #pragma unroll
     for (int i = 0; i < 4; i++) product<128, 0, 0, true>(part, left + i * (32 >> 4), right + i * (32 >> 4), i);
     wgmma_commit();
-    float2 early[EARLY + 1];
-#pragma unroll
-    for (int j = 0; j < EARLY; j++) early[j] = scales_of(mine, j);
     wgmma_wait<0>(part);
 #pragma unroll
     for (int j = 0; j < 16; j++) {
-      const float2 c = j < EARLY ? early[min(j, EARLY)] : scales_of(mine, j);
+      const float2 c = scales_of(mine, j);
       total[4 * j] = fmaf(part[4 * j], a * c.x, total[4 * j]);
       total[4 * j + 1] = fmaf(part[4 * j + 1], a * c.y, total[4 * j + 1]);
       total[4 * j + 2] = fmaf(part[4 * j + 2], b * c.x, total[4 * j + 2]);

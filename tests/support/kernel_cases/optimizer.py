@@ -10,7 +10,7 @@ from tests.support.kernel_cases import KernelCase
 __all__ = ["CASES"]
 
 _NUMBERS = ("i32",) * 10
-_SHAPE = {"DECOUPLED": True, "SCALED": True, "CHUNK": 8192, "BLOCK": 2048}
+_SHAPE = {"DECOUPLED": True, "CHUNK": 8192, "BLOCK": 2048, "PLAIN": False}
 
 CASES = [
     KernelCase(
@@ -19,8 +19,8 @@ CASES = [
         ("*i64:16", "*i32:16", *_NUMBERS),
         {"KIND": kind, **_SHAPE},
         num_warps=8,
-        wanted=("ld.global.v4.b32", "st.global.v4.b32", "fma.rn.f32", "div.rn.f32"),
-        unwanted=("div.full",),
+        wanted=("ld.global.v4.b32", "st.global.v4.b32", "fma.rn.ftz.f32", "rcp.approx.ftz"),
+        unwanted=("div.full", "div.rn"),
     )
     for name, kind in (("bf16", tl.bfloat16), ("fp16", tl.float16), ("fp32", None))
 ]
