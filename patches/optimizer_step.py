@@ -32,7 +32,7 @@ from megatron_fluid.patches.optimizer_copies import copy_slices, is_plain, same_
 
 __all__ = ["clip_later", "step_in_one_pass"]
 
-_CHUNK, _BLOCK, _WARPS = 8192, 2048, 8
+_BLOCK, _WARPS = 2048, 8  # measured: docs/tuning_notes.md#optimizer
 _MOST_PROGRAMS = (1 << 31) - 1
 _KINDS = (torch.bfloat16, torch.float16)
 _grad = operator.attrgetter("grad")
@@ -213,7 +213,6 @@ class _OnePass:
                 constants: dict[str, object] = {
                     "KIND": _TYPES[kind],
                     "DECOUPLED": bool(self._inner.adam_w_mode),
-                    "CHUNK": _CHUNK,
                     "BLOCK": _BLOCK,
                     "PLAIN": _interpreted(),
                 }
@@ -272,7 +271,7 @@ class _Table:
         rows = [[0 if t is None else t.data_ptr() for t in line] for line in lines]
         sizes = [line[1].numel() for line in lines]  # type: ignore[union-attr]
         device = lines[0][1].device  # type: ignore[union-attr]
-        counts = torch.tensor([-(-size // _CHUNK) for size in sizes])
+        counts = torch.tensor([-(-size // _BLOCK) for size in sizes])
         owner = torch.repeat_interleave(torch.arange(len(rows)), counts)
         first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
         number = torch.arange(len(owner)) - first

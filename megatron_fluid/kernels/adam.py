@@ -112,50 +112,46 @@ def adam_kernel(
     table,  # int64 [parameters, COLUMNS]: 16-byte aligned addresses
     chunks,  # int32 [programs, 2]: parameter and number of the chunk of it
     scale, beta1, rest1, beta2, rest2, correction1, correction2, eps, decay, rate,
-    KIND: tl.constexpr, DECOUPLED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    PLAIN: tl.constexpr,
+    KIND: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Numbers are the bits of fp32 ones: scale of the gradient, beta1, 1 - beta1, beta2, 1 - beta2,
     both bias corrections, epsilon, weight decay and learning rate. KIND: dtype of the model's
     parameter, None without one. DECOUPLED: AdamW's decay. PLAIN: as _updated has it. Grid
-    (programs,); a program has CHUNK elements of a parameter, BLOCK at a time."""
+    (programs,); a program has BLOCK elements of a parameter."""
     line = table + tl.load(chunks + tl.program_id(0) * 2).to(tl.int64) * _COLUMNS
-    first = tl.load(chunks + tl.program_id(0) * 2 + 1).to(tl.int64) * CHUNK
+    first = tl.load(chunks + tl.program_id(0) * 2 + 1).to(tl.int64) * BLOCK
     elements = tl.load(line + 5)
-    g_at = _pointer(line, 0, tl.float32) + first
-    p_at = _pointer(line, 1, tl.float32) + first
-    m_at = _pointer(line, 2, tl.float32) + first
-    v_at = _pointer(line, 3, tl.float32) + first
-    inverse1 = _reciprocal(_fp32(correction1), PLAIN)
-    inverse2 = _reciprocal(_fp32(correction2), PLAIN)
-    whole = first + CHUNK <= elements  # without a mask, accesses are wide
-    for start in range(0, CHUNK, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        if whole:
-            g = tl.load(g_at + at)
-            p = tl.load(p_at + at)
-            m = tl.load(m_at + at)
-            v = tl.load(v_at + at)
-        else:
-            inside = first + at < elements
-            g = tl.load(g_at + at, mask=inside, other=0.0)
-            p = tl.load(p_at + at, mask=inside, other=0.0)
-            m = tl.load(m_at + at, mask=inside, other=0.0)
-            v = tl.load(v_at + at, mask=inside, other=0.0)
-        p, m, v = _updated(
-            g, p, m, v, _fp32(scale), _fp32(beta1), _fp32(rest1), _fp32(beta2), _fp32(rest2),
-            inverse1, inverse2, _fp32(eps), _fp32(decay), _fp32(rate), DECOUPLED, PLAIN,
-        )  # fmt: skip
-        if whole:
-            tl.store(p_at + at, p)
-            tl.store(m_at + at, m)
-            tl.store(v_at + at, v)
-            if KIND is not None:
-                tl.store(_pointer(line, 4, KIND) + first + at, p.to(KIND))
-        else:
-            inside = first + at < elements
-            tl.store(p_at + at, p, mask=inside)
-            tl.store(m_at + at, m, mask=inside)
-            tl.store(v_at + at, v, mask=inside)
-            if KIND is not None:
-                tl.store(_pointer(line, 4, KIND) + first + at, p.to(KIND), mask=inside)
+    column = tl.arange(0, BLOCK)
+    g_at = _pointer(line, 0, tl.float32) + first + column
+    p_at = _pointer(line, 1, tl.float32) + first + column
+    m_at = _pointer(line, 2, tl.float32) + first + column
+    v_at = _pointer(line, 3, tl.float32) + first + column
+    whole = first + BLOCK <= elements  # without a mask, accesses are wide
+    inside = first + column < elements
+    if whole:
+        g = tl.load(g_at)
+        p = tl.load(p_at)
+        m = tl.load(m_at)
+        v = tl.load(v_at)
+    else:
+        g = tl.load(g_at, mask=inside, other=0.0)
+        p = tl.load(p_at, mask=inside, other=0.0)
+        m = tl.load(m_at, mask=inside, other=0.0)
+        v = tl.load(v_at, mask=inside, other=0.0)
+    p, m, v = _updated(
+        g, p, m, v, _fp32(scale), _fp32(beta1), _fp32(rest1), _fp32(beta2), _fp32(rest2),
+        _reciprocal(_fp32(correction1), PLAIN), _reciprocal(_fp32(correction2), PLAIN),
+        _fp32(eps), _fp32(decay), _fp32(rate), DECOUPLED, PLAIN,
+    )  # fmt: skip
+    if whole:
+        tl.store(p_at, p)
+        tl.store(m_at, m)
+        tl.store(v_at, v)
+        if KIND is not None:
+            tl.store(_pointer(line, 4, KIND) + first + column, p.to(KIND))
+    else:
+        tl.store(p_at, p, mask=inside)
+        tl.store(m_at, m, mask=inside)
+        tl.store(v_at, v, mask=inside)
+        if KIND is not None:
+            tl.store(_pointer(line, 4, KIND) + first + column, p.to(KIND), mask=inside)

@@ -23,7 +23,9 @@ from tests.support.machine import GPUS, RANKS, SHARED
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS < 1, reason="needs a GPU, found none"),
-    pytest.mark.skipif(SHARED, reason="peer rounds need NCCL, which refuses ranks that share a GPU"),
+    pytest.mark.skipif(
+        SHARED, reason="peer rounds need NCCL, which refuses ranks that share a GPU"
+    ),
 ]
 WORLD = max(min(RANKS, 4), 1)
 LAYER = {

@@ -10,7 +10,7 @@ from tests.support.kernel_cases import KernelCase
 __all__ = ["CASES"]
 
 _NUMBERS = ("i32",) * 10
-_SHAPE = {"DECOUPLED": True, "CHUNK": 8192, "BLOCK": 2048, "PLAIN": False}
+_SHAPE = {"DECOUPLED": True, "BLOCK": 2048, "PLAIN": False}
 
 CASES = [
     KernelCase(
