@@ -106,7 +106,7 @@ def main() -> None:
     """Train, and hand over the rows."""
     watch = _Watch(json.loads(os.environ["WIRE_PLAN"]))
     torch.set_num_threads(1)
-    pretrain_rank.Watch = lambda: watch  # type: ignore[assignment, misc]
+    pretrain_rank.Watch = lambda traced=None: watch  # type: ignore[assignment, misc]
     pretrain_rank.main()
     if dist.is_initialized():
         dist.destroy_process_group()
