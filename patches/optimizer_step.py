@@ -17,7 +17,6 @@ fp32, Megatron-FSDP, quantised parameters.
 from __future__ import annotations
 
 import functools
-import math
 import operator
 import struct
 import weakref
@@ -67,16 +66,16 @@ def clip_later(original: Callable[..., None]) -> Callable[..., None]:
     def fluid_clip(
         parameters: Iterable[Tensor] | Tensor,
         max_norm: float,
-        total_norm: float,
+        total_norm: float | Tensor,
         use_decoupled_grad: bool = False,
     ) -> None:
         whole = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         kept = _steppers.get(id(whole[0])) if whole else None
         if kept is not None:
-            clip = functools.partial(original, whole, max_norm, total_norm)
-            plain = not use_decoupled_grad and isinstance(total_norm, (int, float))
-            factor = max_norm / (total_norm + 1.0e-6) if plain else math.nan
-            if kept.takes(whole, factor, clip):
+            kept.drop()
+            if not use_decoupled_grad and kept.takes(whole):
+                clip = functools.partial(original, whole, max_norm, total_norm)
+                kept.leave(max_norm / (total_norm + 1.0e-6), clip)
                 return
         original(whole, max_norm, total_norm, use_decoupled_grad)
 
@@ -118,13 +117,14 @@ class _OnePass:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._inner = optimizer, optimizer.optimizer
         self.params = [p for group in self._inner.param_groups for p in group["params"]]
-        self._clip: tuple[float, Callable[[], None]] | None = None
+        self._clip: tuple[Tensor, Callable[[], None]] | None = None
         self._copies = copy_slices(optimizer)
         self.whole = bool(self.params) and self._copies.whole and self._fit()
         if not self.whole:
             return
         targets = {id(shard): part for shard, part in self._copies.slices()}
         self._known = self._addresses()
+        self._one = torch.ones(1, dtype=torch.float32, device=self.params[0].device)
         self._launches = []
         for group in self._inner.param_groups:
             by_kind: dict[torch.dtype | None, list[tuple[Tensor | None, ...]]] = {}
@@ -171,17 +171,22 @@ class _OnePass:
             return False
         return self._copies.current(self._optimizer) and self._addresses() == self._known
 
-    def takes(self, params: Sequence[Tensor], factor: float, clip: Callable[[], None]) -> bool:
-        """Whether the next step scales the gradients of `params` by `factor`, if that is below one.
-        clip: Megatron's own way, should that step be left to Megatron."""
+    def takes(self, params: Sequence[Tensor]) -> bool:
+        """Whether the next step scales the gradients of `params`."""
+        return same_objects(params, self.params) and self.current()
+
+    def leave(self, factor: float | Tensor, clip: Callable[[], None]) -> None:
+        """Have the next step scale gradients by `factor` if that is below one, as Megatron does. A
+        tensor, fp32 [1], is not read by the host. clip: Megatron's own way, should that step be
+        left to it."""
+        if isinstance(factor, Tensor):
+            self._clip = factor.clamp_max(1.0), clip
+        elif factor < 1.0:
+            self._clip = torch.full_like(self._one, factor), clip
+
+    def drop(self) -> None:
+        """Forget a factor whose step was left out."""
         self._clip = None
-        if not same_objects(params, self.params) or not self.current():
-            return False
-        if not 0.0 <= factor < math.inf:  # a norm that is no number: as Megatron has it
-            return False
-        if factor < 1.0:
-            self._clip = factor, clip
-        return True
 
     def clip_now(self) -> None:
         """Scale the gradients by what was left for this step."""
@@ -204,11 +209,11 @@ class _OnePass:
 
     def step(self) -> None:
         """FusedAdam.step, and the copies."""
-        scale = None if self._clip is None else self._clip[0]
-        self._clip = None
+        scale = self._one if self._clip is None else self._clip[0]
+        self.drop()
         for group, launches in zip(self._inner.param_groups, self._launches, strict=True):
             group["step"] += 1
-            numbers = _numbers(group, scale)
+            numbers = _numbers(group)
             for kind, table in launches:
                 constants: dict[str, object] = {
                     "KIND": _TYPES[kind],
@@ -216,7 +221,7 @@ class _OnePass:
                     "BLOCK": _BLOCK,
                     "PLAIN": _interpreted(),
                 }
-                given: tuple[Tensor | int, ...] = (table.lines, table.chunks, *numbers)
+                given: tuple[Tensor | int, ...] = (table.lines, table.chunks, scale, *numbers)
                 _adam()(table.chunks.shape[0], given, **constants)
 
 
@@ -287,7 +292,7 @@ def _bits(value: float) -> int:
     return found
 
 
-def _numbers(group: dict[str, Any], scale: float | None) -> tuple[int, ...]:
+def _numbers(group: dict[str, Any]) -> tuple[int, ...]:
     """The kernel's numbers, each rounded where Transformer Engine rounds it."""
     fp32 = torch.tensor([*group["betas"]], dtype=torch.float32)
     rest = (1 - fp32).tolist()
@@ -296,5 +301,4 @@ def _numbers(group: dict[str, Any], scale: float | None) -> tuple[int, ...]:
     if group["bias_correction"]:
         correction1, correction2 = 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
     moments = (beta1, rest[0], beta2, rest[1], correction1, correction2)
-    values = (1.0 if scale is None else scale, *moments)
-    return tuple(map(_bits, (*values, group["eps"], group["weight_decay"], group["lr"])))
+    return tuple(map(_bits, (*moments, group["eps"], group["weight_decay"], group["lr"])))

@@ -20,6 +20,7 @@ __all__ = ["kernel_times", "kind_of", "time_with_kernel"]
 # In this order: the first that is found in a kernel's name.
 _KINDS = {
     "expert GEMMs of megatron_fluid": r"^(grouped|sent|gather|scatter|fp8)_\w+$",
+    "sums of tensors by torch": r"CUDAFunctor_?add",
     "attention": r"flash|fmha|attention|attn|cudnn.*sdpa",
     "GEMMs of libraries": r"gemm|nvjet|cutlass|xmma|cublas",
     "optimizer": r"multi_tensor|adam|l2norm",

@@ -104,18 +104,19 @@ def _updated(
 
 @triton.jit(
     do_not_specialize=[
-        "scale", "beta1", "rest1", "beta2", "rest2", "correction1", "correction2", "eps", "decay",
+        "beta1", "rest1", "beta2", "rest2", "correction1", "correction2", "eps", "decay",
         "rate",
     ]
 )  # fmt: skip
 def adam_kernel(
     table,  # int64 [parameters, COLUMNS]: 16-byte aligned addresses
     chunks,  # int32 [programs, 2]: parameter and number of the chunk of it
-    scale, beta1, rest1, beta2, rest2, correction1, correction2, eps, decay, rate,
+    scale,  # fp32 [1]: of the gradient
+    beta1, rest1, beta2, rest2, correction1, correction2, eps, decay, rate,
     KIND: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Numbers are the bits of fp32 ones: scale of the gradient, beta1, 1 - beta1, beta2, 1 - beta2,
-    both bias corrections, epsilon, weight decay and learning rate. KIND: dtype of the model's
+    """Numbers are the bits of fp32 ones: beta1, 1 - beta1, beta2, 1 - beta2, both bias corrections,
+    epsilon, weight decay and learning rate. KIND: dtype of the model's
     parameter, None without one. DECOUPLED: AdamW's decay. PLAIN: as _updated has it. Grid
     (programs,); a program has BLOCK elements of a parameter."""
     line = table + tl.load(chunks + tl.program_id(0) * 2).to(tl.int64) * _COLUMNS
@@ -139,7 +140,7 @@ def adam_kernel(
         m = tl.load(m_at, mask=inside, other=0.0)
         v = tl.load(v_at, mask=inside, other=0.0)
     p, m, v = _updated(
-        g, p, m, v, _fp32(scale), _fp32(beta1), _fp32(rest1), _fp32(beta2), _fp32(rest2),
+        g, p, m, v, tl.load(scale), _fp32(beta1), _fp32(rest1), _fp32(beta2), _fp32(rest2),
         _reciprocal(_fp32(correction1), PLAIN), _reciprocal(_fp32(correction2), PLAIN),
         _fp32(eps), _fp32(decay), _fp32(rate), DECOUPLED, PLAIN,
     )  # fmt: skip

@@ -9,14 +9,14 @@ from tests.support.kernel_cases import KernelCase
 
 __all__ = ["CASES"]
 
-_NUMBERS = ("i32",) * 10
+_NUMBERS = ("i32",) * 9
 _SHAPE = {"DECOUPLED": True, "BLOCK": 2048, "PLAIN": False}
 
 CASES = [
     KernelCase(
         f"adam into {name}",
         adam_kernel,
-        ("*i64:16", "*i32:16", *_NUMBERS),
+        ("*i64:16", "*i32:16", "*fp32:16", *_NUMBERS),
         {"KIND": kind, **_SHAPE},
         num_warps=8,
         wanted=("ld.global.v4.b32", "st.global.v4.b32", "fma.rn.ftz.f32", "rcp.approx.ftz"),

@@ -17,6 +17,11 @@ from benchmarks.harness.kernel_times import kind_of, time_with_kernel
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"),
         ("void multi_tensor_apply_kernel<AdamFunctorMaster>", "optimizer"),
         ("Memcpy DtoD (Device -> Device)", "copies and fills"),
+        (
+            "void at::native::unrolled_elementwise_kernel<at::native::CUDAFunctor_add<float>, "
+            "at::native::memory::LoadWithCast<2>>",
+            "sums of tensors by torch",
+        ),
         ("permute_kernel", "tokens moved, cast and activated"),
         ("rmsnorm_fwd_general_kernel", "normalisation"),
         ("triton_red_fused_sum", "other"),

@@ -146,11 +146,17 @@ class _Copies:
         yield from zip(self._optimizer.shards, self._optimizer.models, strict=True)
 
 
-def _clip(parameters: Any, max_norm: float, total_norm: float, decoupled: bool = False) -> None:
+def _clip(parameters: Any, max_norm: float, total_norm: Any, decoupled: bool = False) -> None:
+    """Megatron's: by a factor on the host, or by one of the device, which it does not read."""
     factor = max_norm / (total_norm + 1.0e-6)
-    if factor < 1.0:
-        for parameter in parameters:
-            parameter.grad.mul_(torch.tensor(factor, dtype=torch.float32))
+    if isinstance(factor, torch.Tensor):
+        factor.clamp_max_(1.0)
+    elif factor < 1.0:
+        factor = torch.tensor(factor, dtype=torch.float32)
+    else:
+        return
+    for parameter in parameters:
+        parameter.grad.mul_(factor)
 
 
 @pytest.fixture
@@ -175,8 +181,9 @@ def _runs(module: Any, kind: torch.dtype, between: Any, **settings: Any) -> tupl
             norm = float(torch.cat([shard.grad for shard in optimizer.shards]).norm())
             if between is not None:
                 between(optimizer, number)
-            # The last step's norm is below the bound.
-            other(list(optimizer.shards), 1.0 if number < 5 else 2 * norm, norm)
+            given = torch.tensor([norm]) if number % 2 else norm
+            # The norms of two steps are below the bound.
+            other(list(optimizer.shards), 1.0 if number < 4 else 2 * norm, given)
             assert one(optimizer)
     return theirs, ours
 
@@ -229,18 +236,24 @@ def test_hooks_of_the_optimizer_run_around_every_step(patched: Any) -> None:
     assert seen == ["before", "after"] * 12
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("norm", [float("nan"), float("inf")])
-def test_a_norm_that_is_no_number_goes_megatrons_way(patched: Any, norm: float) -> None:
-    optimizer, calls = _Optimizer([40], torch.bfloat16), []
-    step = patched.step_in_one_pass(_Optimizer.step)
-    clip = patched.clip_later(lambda *arguments: calls.append(arguments))
-    optimizer.fill()
-    step(optimizer)
-    clip(list(optimizer.shards), 1.0, 5.0)
-    assert not calls
-    clip(list(optimizer.shards), 1.0, norm)
-    kept = optimizer._fluid_one_pass  # type: ignore[attr-defined]
-    assert len(calls) == (norm != norm) and (kept._clip is None) == (norm != norm)
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_norm_that_is_no_number_does_what_it_does_in_megatron(
+    patched: Any, norm: float, on_device: bool
+) -> None:
+    theirs, ours = (_Optimizer([40], torch.bfloat16) for _ in range(2))
+    step, clip = patched.step_in_one_pass(_Optimizer.step), patched.clip_later(_clip)
+    for optimizer, one, other in ((theirs, _Optimizer.step, _clip), (ours, step, clip)):
+        optimizer.fill()
+        one(optimizer)
+        optimizer.fill()
+        other(list(optimizer.shards), 1.0, torch.tensor([norm]) if on_device else norm)
+        one(optimizer)
+    assert ours.optimizer.steps == 1
+    torch.testing.assert_close(theirs.shards[0], ours.shards[0], equal_nan=True)
+    # As in Megatron: only a factor on the device that is no number reaches the gradients.
+    assert bool(ours.shards[0].isnan().all()) == (on_device and norm != norm)
 
 
 def test_a_factor_is_not_used_in_a_later_step(patched: Any) -> None:
@@ -250,9 +263,22 @@ def test_a_factor_is_not_used_in_a_later_step(patched: Any) -> None:
     step(optimizer)
     kept = optimizer._fluid_one_pass  # type: ignore[attr-defined]
     clip(list(optimizer.shards), 1.0, 100.0)
-    assert kept._clip is not None and kept._clip[0] == pytest.approx(0.01)
-    clip(list(optimizer.shards), 1.0, torch.tensor(0.5))  # Megatron's, after a step that was left
+    assert kept._clip is not None and float(kept._clip[0]) == pytest.approx(0.01)
+    clip(list(optimizer.shards), 1.0, 0.5)  # the step between was left out
     assert kept._clip is None
+
+
+def test_parameters_that_are_not_all_are_clipped_at_once(patched: Any) -> None:
+    optimizer = _Optimizer([40, 50], torch.bfloat16)
+    step, clip = patched.step_in_one_pass(_Optimizer.step), patched.clip_later(_clip)
+    optimizer.fill()
+    step(optimizer)
+    optimizer.fill()
+    before = [shard.grad.clone() for shard in optimizer.shards if shard.grad is not None]
+    clip(optimizer.shards[:1], 1.0, 10.0)
+    factor = torch.tensor(1 / (10.0 + 1e-6))
+    assert torch.equal(optimizer.shards[0].grad, before[0] * factor)
+    assert torch.equal(optimizer.shards[1].grad, before[1])
 
 
 @pytest.mark.parametrize(
