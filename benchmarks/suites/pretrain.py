@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,6 +158,21 @@ def _why(log: Path) -> str:
     return (named or lines or ["nothing was said"])[0 if named else -1][:300]
 
 
+@contextlib.contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that the processes of a variant end, too: they are a session of
+    their own, and one that is left keeps the GPU's memory."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; 1 if a variant failed."""
     parser = argparse.ArgumentParser(
@@ -210,6 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(_ending_on_sigterm())
         return _run(options, problems, variants, absent, ranks, logs)
 
 

@@ -7,6 +7,11 @@ import argparse
 import functools
 import importlib.util
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +22,8 @@ from benchmarks.cases.parallel_layouts import LAYOUTS
 from benchmarks.cases.pretrain import CASES, VARIANTS, common_flags, flags_of
 from benchmarks.report.descriptions import SUITES
 from benchmarks.suites import pretrain
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @functools.cache
@@ -124,6 +131,44 @@ def test_a_tiny_model_is_measured_with_and_without_overlap(
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-4)
     assert any("2 on (rounds" in words for words in ours["overlap"])
     assert rows["fluid"]["iters"] == 3 and ours["tokens_per_s"] > 0
+
+
+def _ends(pid: int) -> bool:
+    """Whether the process ends within a few seconds."""
+    for _ in range(200):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.process
+@pytest.mark.timeout(60)
+def test_sigterm_ends_the_processes_of_a_variant_too(tmp_path: Path) -> None:
+    started, program = tmp_path / "started", tmp_path / "python"
+    program.write_text(
+        f"#!/bin/sh\necho $$ > {started}.part\nmv {started}.part {started}\nsleep 50\n"
+    )
+    program.chmod(0o755)
+    code = (
+        "import sys\nfrom benchmarks.suites import pretrain\n"
+        f"sys.executable = {str(program)!r}\n"
+        f"pretrain.main(['--cases', 'tiny', '--variants', 'fluid', '--logs', {str(tmp_path)!r}])"
+    )
+    suite = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    try:
+        until = time.monotonic() + 50
+        while not started.exists():
+            assert suite.poll() is None and time.monotonic() < until
+            time.sleep(0.05)
+        pid = int(started.read_text())
+        suite.terminate()
+        assert suite.wait(10) == 128 + signal.SIGTERM
+    finally:
+        suite.kill()
+    assert _ends(pid)
 
 
 @pytest.mark.slow

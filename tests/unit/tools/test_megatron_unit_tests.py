@@ -20,6 +20,7 @@ from tools.run_megatron_unit_tests import (
     _sessions,
     compare,
     counts,
+    holds_tests,
     problems,
     read_outcomes,
     read_results,
@@ -188,3 +189,9 @@ def test_what_is_kept_names_what_differs_and_what_ran_twice(
     (tmp_path / "kept.json").write_text(json.dumps([small]))
     last = megatron_test_table.table().splitlines()[-1]
     assert last == "| 8 CPU ranks, abcdef0 | 2 of 3 | 2 | 1 | 0 of 1, 1 refused by name | 2 | 1 |"
+
+
+def test_a_file_whose_tests_are_all_within_a_string_is_not_run() -> None:
+    source = "class TestLayer:\n    def test_forward(self) -> None:\n        pass\n"
+    assert holds_tests(source)
+    assert not holds_tests(f'import pytest\n"""\n{source}"""\n')
