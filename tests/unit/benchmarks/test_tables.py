@@ -205,6 +205,16 @@ def test_ours_as_a_graph_has_a_column_and_a_traced_iteration_a_table(tmp_path: P
     assert "| qwen3-30b-a3b | fluid_whole_graph | 150.0 | 130.0 | 100.5 | 20.0 |  |" in text
 
 
+def test_the_share_of_the_wire_that_is_hidden_has_a_column(tmp_path: Path) -> None:
+    rows = of("moe-2x1-wire-1", "train", {"plain": 800.0, "fluid": 400.0})
+    rows[1].config["hidden_share"] = 0.944
+    rows += of("moe-2x1-wire-0", "train", {"plain": 390.0, "fluid": 400.0})
+    on_gpus(tmp_path / "slow_wire.json", "slow_wire", rows, 4)
+    text = summary(tmp_path)
+    assert "| ours | times faster | of the wire's time hidden |" in text
+    assert "| 400.00 ms | 2.00 | 94% |" in text and "| 400.00 ms | 0.97 |  |" in text
+
+
 def test_a_case_without_rivals_has_empty_cells(tmp_path: Path) -> None:
     write_results("other", ROWS, 1, tmp_path / "other.json", command="x")
     assert "| ag-1024-1-1 | forward |  | 12.5 us |  |  |" in summary(tmp_path)
