@@ -375,6 +375,6 @@ def between_hosts(folder: Path = RESULTS) -> str:
         f"{faster(layer)}, without overlap {_time(layer['fluid_no_overlap'])}. Of the wire's time "
         f"{hidden['main-2x1-wire-1', 'train']:.0%} and {hidden['moe-2x1-wire-1', 'train']:.0%} are "
         "hidden. That is two hosts which one machine plays, on CPU cores, measured by `make "
-        f"bench-hosts`, which needs no GPU ([several nodes](docs/several_nodes.md)): commit {document['commit']}, "
-        f"{document['date'][:10]}. {_age(document)}"
+        "bench-hosts`, which needs no GPU ([several nodes](docs/several_nodes.md)): commit "
+        f"{document['commit']}, {document['date'][:10]}. {_age(document)}"
     ).strip()
