@@ -17,6 +17,7 @@ fp32, Megatron-FSDP, quantised parameters.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import struct
 import weakref
@@ -167,7 +168,10 @@ class _OnePass:
         params = [p for group in self._inner.param_groups for p in group["params"]]
         if not same_objects(params, self.params) or "step" in self._inner.__dict__:
             return False
-        if self._optimizer.optimizer is not self._inner or None in map(_grad, params):
+        if self._optimizer.optimizer is not self._inner:
+            return False
+        # Not `None in`: that asks each tensor whether it equals None, which takes over 10 us each.
+        if any(map(operator.is_, map(_grad, params), itertools.repeat(None))):
             return False
         return self._copies.current(self._optimizer) and self._addresses() == self._known
 

@@ -223,6 +223,21 @@ def test_a_gradient_or_moment_that_was_replaced_is_seen(patched: Any) -> None:
     _agree(*_runs(patched, torch.bfloat16, between))
 
 
+def test_a_gradient_that_is_missing_is_found_and_no_tensor_asked_whether_it_equals_none(
+    patched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = _Optimizer([40, 50], torch.bfloat16)
+    optimizer.fill()
+    patched.step_in_one_pass(_Optimizer.step)(optimizer)
+    kept = optimizer._fluid_one_pass  # type: ignore[attr-defined]
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "__eq__", lambda tensor, other: bool(asked.append(other)))
+    assert kept.current() and kept.takes(optimizer.shards)
+    assert not asked
+    optimizer.shards[1].grad = None
+    assert not kept.current() and not kept.takes(optimizer.shards)
+
+
 @pytest.mark.interpreter
 def test_hooks_of_the_optimizer_run_around_every_step(patched: Any) -> None:
     seen: list[str] = []
