@@ -293,6 +293,29 @@ PATCHES: tuple[Patch, ...] = (
         reason="the factor goes to the step that follows, which reads the gradients anyway",
     ),
     Patch(
+        name="optimizer-gradient-norm",
+        target="megatron.core.optimizer.optimizer:MegatronOptimizer.get_grads_for_grad_norm",
+        signature="(self, grad_norm_group=None)",
+        replacement="megatron_fluid.patches.optimizer_loops:grads_for_norm",
+        reason="eight attributes of each of hundreds of experts' parameters are looked at in every "
+        "step",
+    ),
+    Patch(
+        name="local-tensors",
+        target="megatron.core.utils:to_local_if_dtensor",
+        signature="(tensor)",
+        replacement="megatron_fluid.patches.optimizer_loops:local_tensor",
+        reason="the norm of gradients enters torch.no_grad for each of them, which is for DTensors",
+    ),
+    Patch(
+        name="gathered-parameters",
+        target="megatron.core.distributed.param_and_grad_buffer:"
+        "_ParamAndGradBucketGroup._post_param_sync",
+        signature="(self)",
+        replacement="megatron_fluid.patches.optimizer_loops:post_param_sync",
+        reason="each gathered parameter is asked three times whether it is quantised",
+    ),
+    Patch(
         name="column-parallel-linear",
         target="megatron.core.tensor_parallel.layers:ColumnParallelLinear._forward_impl",
         signature="(self, input, weight, *args, **kwargs)",

@@ -224,6 +224,79 @@ def test_a_gradient_or_moment_that_was_replaced_is_seen(patched: Any) -> None:
 
 
 @pytest.mark.interpreter
+def test_moments_that_are_gone_are_made_anew_after_megatrons_clipping(patched: Any) -> None:
+    def between(optimizer: _Optimizer, number: int) -> None:
+        state = optimizer.optimizer.state
+        if number == 2:
+            state.clear()
+        if number == 3:
+            del state[optimizer.shards[1]]["exp_avg_sq"]
+
+    theirs, ours = _runs(patched, torch.bfloat16, between)
+    _agree(theirs, ours)
+    assert ours.optimizer.steps == 3
+
+
+@pytest.mark.interpreter
+def test_moments_that_two_parameters_exchange_are_seen(patched: Any) -> None:
+    theirs, ours = (_Optimizer([40, 40], torch.bfloat16) for _ in range(2))
+    step = patched.step_in_one_pass(_Optimizer.step)
+    for optimizer, one in ((theirs, _Optimizer.step), (ours, step)):
+        for number in range(4):
+            optimizer.fill()
+            if number == 2:  # the order of the moments stays as it was
+                state = optimizer.optimizer.state
+                shards, moments = list(state), list(state.values())
+                state.clear()
+                state.update(zip(reversed(shards), moments, strict=True))
+            one(optimizer)
+    _agree(theirs, ours)
+    assert ours.optimizer.steps == 2
+
+
+def test_a_state_of_more_than_moments_is_left_to_megatron(patched: Any) -> None:
+    optimizer = _Optimizer([40], torch.bfloat16)
+    step = patched.step_in_one_pass(_Optimizer.step)
+    optimizer.optimizer.state[torch.nn.Parameter(torch.zeros(3))] = {}
+    for _ in range(3):
+        optimizer.fill()
+        step(optimizer)
+    assert optimizer.optimizer.steps == 3
+
+
+@pytest.mark.interpreter
+def test_a_gradient_that_is_replaced_after_the_clipping_is_clipped_all_the_same(
+    patched: Any,
+) -> None:
+    theirs, ours = (_Optimizer([40, 50], torch.bfloat16) for _ in range(2))
+    step, clip = patched.step_in_one_pass(_Optimizer.step), patched.clip_later(_clip)
+    for optimizer, one, other in ((theirs, _Optimizer.step, _clip), (ours, step, clip)):
+        for number in range(3):
+            optimizer.fill()
+            other(list(optimizer.shards), 1.0, 100.0)
+            if number == 1:
+                optimizer.shards[0].grad = 1.0 * optimizer.shards[0].grad
+            one(optimizer)
+    _agree(theirs, ours)
+    assert ours.optimizer.steps == 2
+
+
+def test_a_gradient_that_is_missing_is_found_and_no_tensor_asked_whether_it_equals_none(
+    patched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = _Optimizer([40, 50], torch.bfloat16)
+    optimizer.fill()
+    patched.step_in_one_pass(_Optimizer.step)(optimizer)
+    kept = optimizer._fluid_one_pass  # type: ignore[attr-defined]
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "__eq__", lambda tensor, other: bool(asked.append(other)))
+    assert kept.current()
+    assert not asked
+    optimizer.shards[1].grad = None
+    assert not kept.current()
+
+
+@pytest.mark.interpreter
 def test_hooks_of_the_optimizer_run_around_every_step(patched: Any) -> None:
     seen: list[str] = []
 
