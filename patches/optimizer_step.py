@@ -22,13 +22,15 @@ import operator
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda.triton_launch import Launcher
 from megatron_fluid.patches.optimizer_copies import copy_slices, is_plain, same_objects
+
+if TYPE_CHECKING:
+    from megatron_fluid.cuda.triton_launch import Launcher
 
 __all__ = ["clip_later", "step_in_one_pass"]
 
@@ -255,6 +257,7 @@ _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
 
 @functools.cache
 def _adam() -> Launcher:
+    from megatron_fluid.cuda.triton_launch import Launcher
     from megatron_fluid.kernels.adam import adam_kernel
 
     return Launcher(adam_kernel, _WARPS)

@@ -34,7 +34,7 @@ WING_FLOORS = (
     ("engine", "limits", "checkpoint_errors", "dataset_helpers")
     + ("gradient_readiness", "optimizer_copies", "peer_watch", "profile_steps")
     + ("rank_findings",),
-    ("cpu", "failed_waits", "optimizer_step"),
+    ("cpu", "failed_waits", "optimizer_step", "optimizer_loops"),
     ("__init__",),
     ("arguments", "overlap_decision", "weight_gradients"),
     ("linears", "moe"),
