@@ -5,9 +5,10 @@ Legend: attention.overlap.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -52,13 +53,16 @@ class AttentionWeights:
     @classmethod
     def of(cls, members: Sequence[Tensor | None]) -> AttentionWeights:
         """The inverse of ``all``."""
-        named: dict[str, Any] = dict(zip(_MEMBERS, members, strict=False))
-        return cls(**named, core=tuple(t for t in members[len(_MEMBERS) :] if t is not None))
+        w_qkv, w_out, b_qkv, b_out, q_norm, k_norm, *rest = members
+        assert w_qkv is not None and w_out is not None
+        core = tuple(t for t in rest if t is not None)
+        return cls(w_qkv, w_out, b_qkv, b_out, q_norm, k_norm, core)
 
 
 _MEMBERS = ("w_qkv", "w_out", "b_qkv", "b_out", "q_norm", "k_norm")
 
 
+@functools.cache
 def names_of(core: int) -> tuple[str, ...]:
     """Names of ``x`` and of the members of weights with so many ``core`` tensors."""
     return "x", *_MEMBERS, *(core_name(i) for i in range(core))

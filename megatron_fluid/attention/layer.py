@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from megatron_fluid.attention.attention_kernels import CoreCase, choose_kernel
 from megatron_fluid.attention.config import AttentionConfig
 from megatron_fluid.attention.exchange.buffers import HeadBuffers
+from megatron_fluid.attention.exchange.local import LocalExchange
 from megatron_fluid.attention.exchange.registry import EXCHANGES
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
+from megatron_fluid.attention.one_rank import one_rank_attention
 from megatron_fluid.attention.overlap import AttentionCall, AttentionWeights, overlapped_attention
 from megatron_fluid.attention.packed import Rotary, RotaryTable
-from megatron_fluid.attention.tables import cached_tables
+from megatron_fluid.attention.tables import cached_tables, capturing
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.copies import copy_sharing
 from megatron_fluid.comm.layer_inputs import Form, check_input
@@ -104,6 +106,7 @@ class SelfAttention(nn.Module):
         self.q_layernorm = nn.RMSNorm(dim, config.norm_eps, **made) if config.qk_norm else None
         self.k_layernorm = nn.RMSNorm(dim, config.norm_eps, **made) if config.qk_norm else None
         choose_kernel(config.kernel, self._case(self.linear_qkv.weight))
+        self._last_call: tuple[tuple[Any, ...], AttentionCall] | None = None  # with its key
         self._taken: Form | None = None  # the last input's dtype and device that were looked at
         self._met = False  # whether a forward has looked at what the other ranks build
         like = self.linear_qkv.weight
@@ -132,7 +135,8 @@ class SelfAttention(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> SelfAttention:
         """A layer with parameters of its own; process group, transport and scheduler are one for
         all layers."""
-        return copy_sharing(self, memo, self.group, self.connection, self.scheduler)
+        shared = self.group, self.connection, self.scheduler, self._last_call
+        return copy_sharing(self, memo, *shared)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SelfAttention:
         self._taken = None  # parameters may get another dtype or device
@@ -181,6 +185,15 @@ class SelfAttention(nn.Module):
 
     def call(self, x: Tensor, sequence_length: int | None = None) -> AttentionCall:
         """The layout, transport and kernel of a forward of ``x``; see ``forward``."""
+        # All that it follows from; the last one serves until something changes.
+        of_layer = self.connection, self.heads, self._head_groups, self.dx_chunks, self.training
+        key = self.exchange, x.shape, x.dtype, x.device, sequence_length, of_layer
+        last = self._last_call
+        if last is None or last[0] != key or capturing():  # a capture keeps the tables it reads
+            last = self._last_call = key, self._make_call(x, sequence_length)
+        return last[1]
+
+    def _make_call(self, x: Tensor, sequence_length: int | None) -> AttentionCall:
         config, hidden = self.config, self.linear_qkv.in_features
         if x.dim() != 3 or x.shape[2] != hidden:
             allowed = f"[local rows, batch, {hidden}]"
@@ -236,8 +249,20 @@ class SelfAttention(nn.Module):
             cast = AttentionWeights(*(None if t is None else t.to(dtype) for t in weights.all()))  # type: ignore[arg-type]
             with torch.autocast(x.device.type, enabled=False):
                 x = x.to(dtype)
-                return overlapped_attention(x, cast, self.call(x, sequence_length))
-        return overlapped_attention(x, weights, self.call(x, sequence_length), scheduler)
+                return self._attend(x, cast, self.call(x, sequence_length), None)
+        return self._attend(x, weights, self.call(x, sequence_length), scheduler)
+
+    def _attend(
+        self,
+        x: Tensor,
+        weights: AttentionWeights,
+        call: AttentionCall,
+        scheduler: WeightGradScheduler | None,
+    ) -> Tensor:
+        queues = scheduler is not None and scheduler.is_enabled()
+        if isinstance(call.exchange, LocalExchange) and not queues:
+            return one_rank_attention(x, weights, call)
+        return overlapped_attention(x, weights, call, scheduler)
 
     def extra_repr(self) -> str:
         h, c = self.heads, self.config

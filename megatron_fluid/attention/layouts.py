@@ -41,6 +41,14 @@ class HeadPart:
     head_dim: int
     value_dim: int
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Tables are found by parts, several times a call."""
+        return hash((self.q_heads, self.kv_of_q, self.qkv_rows, self.head_dim, self.value_dim))
+
     @cached_property
     def uniform(self) -> bool:
         """Whether each key/value head of the part serves equally many of its query heads."""
@@ -237,10 +245,12 @@ class SequenceLayout:
 
     @cached_property
     def _spans(self) -> tuple[tuple[slice, ...], ...]:
-        pieces = self.world if self.kind == "contiguous" else 2 * self.world
+        # One rank has the whole sequence in one piece, whatever the layout.
+        straight = self.kind == "contiguous" or self.world == 1
+        pieces = self.world if straight else 2 * self.world
         cuts = [self._cut(i, pieces) for i in range(pieces + 1)]
         chunk = [slice(a, b) for a, b in pairwise(cuts)]
-        if self.kind == "contiguous":
+        if straight:
             return tuple((chunk[rank],) for rank in range(self.world))
         return tuple((chunk[rank], chunk[2 * self.world - 1 - rank]) for rank in range(self.world))
 

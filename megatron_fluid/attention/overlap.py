@@ -90,7 +90,7 @@ def forward(
         part = heads.part(exchange.rank, g)
         raw, packed = sent.take(g, prepare)
         attended, state = attend(call, part, packed, weights.core, keep)
-        output = attended.detach().contiguous().view(length, batch, part.output_width)
+        output = attended.contiguous().view(length, batch, part.output_width)
         rows = exchange.send_rows(f"{call.name} output", g, output, True, call.output_chunks)
         returning.append(rows)
         if state is not None:

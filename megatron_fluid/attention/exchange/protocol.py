@@ -15,7 +15,7 @@ those of a rank's head group, D head dim, W ranks, C columns of a packed part.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -79,12 +79,18 @@ class Prepare:
     norm: Norm | None = None
     table: RotaryTable | None = None
 
-    def apply(self, raw: Tensor, target: Tensor, part: HeadPart, rows: slice) -> None:
-        """Normalise these rows of ``raw`` into ``target`` (the same tensor without a norm), and
-        rotate them."""
-        if self.norm is not None:
-            normalize(raw[rows], target[rows], part, self.norm)
-        rotate_(target[rows], part, None if self.table is None else self.table.rows(rows))
+    def apply(self, raw: Tensor, target: Tensor, part: HeadPart, rows: slice | None = None) -> None:
+        """Normalise these rows (None: all) of ``raw`` into ``target`` (the same tensor without a
+        norm), and rotate them."""
+        norm, table = self.norm, self.table
+        if norm is None and table is None:
+            return
+        if rows is not None:
+            raw, target = raw[rows], target[rows]
+            table = None if table is None else table.rows(rows)
+        if norm is not None:
+            normalize(raw, target, part, norm)
+        rotate_(target, part, table)
 
 
 class HeadsInFlight(Protocol):
@@ -148,7 +154,7 @@ class HeadExchange(ABC):
         """Send every peer its rows of ``buffer`` [S, B, C], this rank's heads of a head group."""
 
     @abstractmethod
-    def collect(self, returning: Sequence[Any], of_output: bool) -> Iterator[tuple[slice, Tensor]]:
+    def collect(self, returning: Sequence[Any], of_output: bool) -> Iterable[tuple[slice, Tensor]]:
         """Receive all heads of this rank's rows: yield (rows, whole) as rows of whole [s, B, all
         columns] become complete. ``returning``: of ``send_rows``, every head group in order.
 

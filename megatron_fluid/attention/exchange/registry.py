@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_fluid.attention.exchange.buffers import shared_head_buffers
 from megatron_fluid.attention.exchange.collective import CollectiveExchange
+from megatron_fluid.attention.exchange.local import LocalExchange
 from megatron_fluid.attention.exchange.protocol import HeadExchange
 from megatron_fluid.attention.exchange.rounds import RoundsExchange, groups_between_hosts
 from megatron_fluid.attention.exchange.symmetric import (
@@ -20,7 +21,7 @@ from megatron_fluid.attention.exchange.symmetric import (
     heads_unsupported_reason,
 )
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
-from megatron_fluid.comm.p2p_rounds import shared_rounds
+from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
 from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
 
 __all__ = ["EXCHANGES", "ExchangeKind", "symmetric_heads_unsupported_reason"]
@@ -64,6 +65,14 @@ def _groups_over_nvlink(_: object, heads: HeadLayout, length: int, batch: int, s
     return choose_groups(heads, length, batch, size)
 
 
+def _over_rounds(
+    rounds: P2PRounds | None, heads: HeadLayout, sequence: SequenceLayout
+) -> HeadExchange:
+    if heads.single:
+        return LocalExchange(heads, sequence)
+    return RoundsExchange(rounds, heads, sequence)
+
+
 EXCHANGES: dict[str, ExchangeKind] = {
     "symmetric": ExchangeKind(
         symmetric_heads_unsupported_reason,
@@ -71,6 +80,6 @@ EXCHANGES: dict[str, ExchangeKind] = {
         functools.lru_cache(maxsize=64)(SymmetricExchange),  # its tables are looked up once
         _groups_over_nvlink,
     ),
-    "rounds": ExchangeKind(_serves_all, shared_rounds, RoundsExchange, groups_between_hosts),
+    "rounds": ExchangeKind(_serves_all, shared_rounds, _over_rounds, groups_between_hosts),
     "collective": ExchangeKind(_serves_all, lambda group: group, CollectiveExchange, _one_group),
 }

@@ -1,0 +1,118 @@
+"""Attention of one rank, where nothing moves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fluid.attention import layer as layer_module
+from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreKernel
+from megatron_fluid.attention.exchange.collective import CollectiveExchange
+from megatron_fluid.attention.exchange.local import LocalExchange
+from megatron_fluid.attention.exchange.registry import EXCHANGES
+from megatron_fluid.attention.exchange.rounds import RoundsExchange
+from megatron_fluid.attention.layer import SelfAttention
+from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
+from megatron_fluid.attention.overlap import overlapped_attention
+from megatron_fluid.attention.packed import Rotary
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
+
+
+def _layer(**settings: Any) -> SelfAttention:
+    torch.manual_seed(0)
+    return SelfAttention(16, 4, num_kv_heads=2, sequence_layout="zigzag", **settings)
+
+
+def _input(length: int = 7) -> Tensor:
+    return torch.randn(length, 2, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def _results(layer: SelfAttention, x: Tensor, y: Tensor) -> list[Tensor]:
+    y.square().sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("rotary", [None, Rotary(4)])
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_chain_of_nodes_has_the_bits_of_the_one_node_over_either_exchange(
+    rotary: Rotary | None, qk_norm: bool, bias: bool
+) -> None:
+    layer = _layer(rotary=rotary, qk_norm=qk_norm, qkv_bias=bias, output_bias=bias)
+    x = _input()
+    found = _results(layer, x, layer(x))
+    assert len(found) == 4 + 2 * qk_norm + 2 * bias
+    local = layer.call(x)
+    rounds = RoundsExchange(None, local.exchange.heads, local.exchange.sequence)
+    for exchange in (local.exchange, rounds):
+        call = dataclasses.replace(local, exchange=exchange)
+        layer.zero_grad()
+        x = _input()
+        expected = _results(layer, x, overlapped_attention(x, layer.weights(), call))
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_weight_gradients_are_queued_where_the_scheduler_asks_for_them() -> None:
+    scheduler = WeightGradScheduler()
+    layer, x = _layer(scheduler=scheduler), _input()
+    expected = _results(layer, x, layer(x))
+    layer.zero_grad()
+    scheduler.enabled, x = True, _input()
+    found = _results(layer, x, layer(x))
+    assert type(layer(x).grad_fn).__name__ == "_OverlappedAttentionBackward"
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_heads_are_let_go_in_backward_and_not_kept_under_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[StorageWeakRef] = []
+
+    def run(q: Tensor, *rest: Any) -> Tensor:
+        seen.append(StorageWeakRef(q.untyped_storage()))
+        return CORE_KERNELS["sdpa"].run(q, *rest)
+
+    monkeypatch.setattr(
+        layer_module, "choose_kernel", lambda *_: CoreKernel("seen", lambda _: None, run)
+    )
+    layer, x = _layer(rotary=Rotary(4), qk_norm=True), _input()
+    y = layer(x)
+    assert not seen[0].expired()
+    y.sum().backward()
+    assert seen[0].expired()
+    y = checkpoint(layer, x, use_reentrant=False)
+    assert len(seen) == 2 and seen[1].expired()
+    y.sum().backward()
+    assert len(seen) == 3 and seen[2].expired()
+
+
+def test_one_rank_moves_nothing_unless_it_has_head_groups() -> None:
+    make = EXCHANGES["rounds"].make
+    sequence = SequenceLayout(7, 1, "zigzag")
+    assert isinstance(make(None, HeadLayout(4, 2, 4, 1), sequence), LocalExchange)
+    assert isinstance(make(None, HeadLayout(4, 2, 4, 1, groups=2), sequence), RoundsExchange)
+
+
+def test_a_call_is_made_anew_only_where_something_changed() -> None:
+    layer, x = _layer(dropout=0.5), _input()
+    call = layer.call(x)
+    assert layer.call(_input()) is call
+    assert layer.call(_input(5)).exchange.sequence.length == 5
+    assert layer.call(x.bfloat16()).case.dtype == torch.bfloat16
+    assert layer.eval().call(x).case.dropout == 0.0
+    assert layer.train().call(x).case.dropout == 0.5
+    layer.dx_chunks = 3
+    assert layer.call(x).dx_chunks == 3
+    layer.exchange = "collective"
+    assert isinstance(layer.call(x).exchange, CollectiveExchange)
+    layer.exchange, layer.head_groups = "rounds", 2
+    assert layer.call(x).exchange.heads.groups == 2
