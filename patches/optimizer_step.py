@@ -228,7 +228,7 @@ class _OnePass:
             numbers = _numbers(group)
             for kind, table in launches:
                 constants: dict[str, object] = {
-                    "KIND": _TYPES[kind],
+                    "KIND": _triton_type(kind),
                     "DECOUPLED": bool(self._inner.adam_w_mode),
                     "BLOCK": _BLOCK,
                     "PLAIN": _interpreted(),
@@ -263,18 +263,12 @@ def _adam() -> Launcher:
     return Launcher(adam_kernel, _WARPS)
 
 
-class _Types(dict[torch.dtype | None, Any]):
-    """Triton's names of dtypes."""
+@functools.cache
+def _triton_type(kind: torch.dtype | None) -> Any:
+    """Triton's name of a dtype, None for None."""
+    import triton.language as tl
 
-    def __missing__(self, kind: torch.dtype | None) -> Any:
-        import triton.language as tl
-
-        self[None] = None
-        self[torch.bfloat16], self[torch.float16] = tl.bfloat16, tl.float16
-        return self[kind]
-
-
-_TYPES = _Types()
+    return {None: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[kind]
 
 
 class _Table:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.fused_adam import Copies
+
 TE = importlib.util.find_spec("transformer_engine") is not None
 pytestmark = [
     pytest.mark.gpu,
@@ -53,19 +55,6 @@ class _Optimizer:
         return True
 
 
-class _Copies:
-    whole = True
-
-    def __init__(self, optimizer: _Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def current(self, optimizer: _Optimizer) -> bool:
-        return optimizer is self._optimizer
-
-    def slices(self) -> Any:
-        return zip(self._optimizer.shards, self._optimizer.models, strict=True)
-
-
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_every_bit_is_transformer_engines(
@@ -76,7 +65,7 @@ def test_every_bit_is_transformer_engines(
     from megatron_fluid.patches import optimizer_step
 
     monkeypatch.setattr(optimizer_step, "is_plain", lambda optimizer: True)
-    monkeypatch.setattr(optimizer_step, "copy_slices", _Copies)
+    monkeypatch.setattr(optimizer_step, "copy_slices", Copies)
     theirs, ours = _Optimizer(kind, decoupled), _Optimizer(kind, decoupled)
     step = optimizer_step.step_in_one_pass(_Optimizer.step)
     later = optimizer_step.clip_later(clip)

@@ -4,11 +4,12 @@ are not)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["FusedAdam"]
+__all__ = ["Copies", "FusedAdam"]
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -51,3 +52,19 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 FusedAdam.__module__ = "transformer_engine.pytorch.optimizers.fused_adam"
+
+
+class Copies:
+    """Where an optimizer with `shards` and `models` copies each shard: in place of copy_slices of
+    patches/optimizer_copies.py."""
+
+    whole = True
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def current(self, optimizer: Any) -> bool:
+        return optimizer is self._optimizer
+
+    def slices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield from zip(self._optimizer.shards, self._optimizer.models, strict=True)

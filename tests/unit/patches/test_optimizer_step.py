@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support.fused_adam import Copies
 from tests.support.kernel_references import stored
 from tests.support.launch import run_ranks
 
@@ -133,19 +134,6 @@ class _Optimizer:
         return True
 
 
-class _Copies:
-    whole = True
-
-    def __init__(self, optimizer: _Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def current(self, optimizer: _Optimizer) -> bool:
-        return optimizer is self._optimizer
-
-    def slices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        yield from zip(self._optimizer.shards, self._optimizer.models, strict=True)
-
-
 def _clip(parameters: Any, max_norm: float, total_norm: Any, decoupled: bool = False) -> None:
     """Megatron's: by a factor on the host, or by one of the device, which it does not read."""
     factor = max_norm / (total_norm + 1.0e-6)
@@ -165,7 +153,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(optimizer_step, "_runs_on", lambda tensor: True)
     monkeypatch.setattr(optimizer_step, "is_plain", lambda optimizer: True)
-    monkeypatch.setattr(optimizer_step, "copy_slices", _Copies)
+    monkeypatch.setattr(optimizer_step, "copy_slices", Copies)
     return optimizer_step
 
 
