@@ -109,6 +109,7 @@ SUITES = {
             "megatron_te_allgather": "allgather dispatcher",
             "megatron_te_overlap_wgrad": "alltoall dispatcher with weight gradients overlapped",
             "megatron_te_single_launch": "Transformer Engine's single-launch grouped GEMM",
+            "megatron_te_cutlass": "alltoall dispatcher, Transformer Engine's CUTLASS grouped GEMM",
             "megatron_te_fp8": "alltoall dispatcher, fp8 blockwise",
             "torch_grouped": "torch's grouped GEMM between torch's operations",
             "liger": "Liger's fused MoE",
@@ -119,6 +120,10 @@ SUITES = {
             "fluid_graph": "ours, replayed from a CUDA graph",
             "fluid_megatron": _MEGATRON,
             "fluid_megatron_te": f"{_MEGATRON}, with Transformer Engine's experts",
+            "fluid_megatron_te_cutlass": f"{_MEGATRON}, with Transformer Engine's experts and its "
+            "CUTLASS grouped GEMM",
+            "fluid_megatron_te_fp8": f"{_MEGATRON}, with Transformer Engine's experts in fp8 "
+            "blockwise",
             "fluid_experts_alltoall": "our experts behind Megatron's alltoall dispatcher",
             "fluid_experts_allgather": "our experts behind Megatron's allgather dispatcher",
             "fluid_fp8": "ours, experts in fp8 blockwise",

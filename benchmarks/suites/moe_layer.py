@@ -18,11 +18,11 @@ Every variant gets tokens from which its own router computes the same random log
     fluid_fp8         the same with fp8_recipe="blockwise", on Hopper GPUs
     fluid_graph       the same with a capacity factor, its forward replayed from a CUDA graph
     fluid_megatron    Megatron's layer with our path by patch
-    fluid_megatron_te our exchange by patch, and Transformer Engine's experts; in
-                      fluid_megatron_fp8, too
+    fluid_megatron_te our exchange by patch, and Transformer Engine's experts
     fluid_experts_*   our experts behind Megatron's dispatcher
     megatron_te_*     Megatron's own; `single_launch` with Transformer Engine's grouped GEMM of one
                       launch
+    *_cutlass         with the GEMMs of all experts as one launch of CUTLASS in Transformer Engine
     *_fp8             with --fp8-format e4m3 --fp8-recipe blockwise
     torch_grouped, liger    on one GPU: moe_rivals.py
 
@@ -84,18 +84,23 @@ ROUTINGS = ("balanced", "zipf")
 MEGATRON = {
     "fluid_megatron": ("alltoall", False, "auto"),
     "fluid_megatron_te": ("alltoall", False, "auto"),
+    "fluid_megatron_te_cutlass": ("alltoall", False, "auto"),
+    "fluid_megatron_te_fp8": ("alltoall", False, "auto"),
     "fluid_experts_alltoall": ("alltoall", False, "experts"),
     "fluid_experts_allgather": ("allgather", False, "experts"),
     "megatron_te_alltoall": ("alltoall", False, "megatron"),
     "megatron_te_allgather": ("allgather", False, "megatron"),
     "megatron_te_overlap_wgrad": ("alltoall", True, "megatron"),
     "megatron_te_single_launch": ("alltoall", False, "megatron"),
+    "megatron_te_cutlass": ("alltoall", False, "megatron"),
     "fluid_megatron_fp8": ("alltoall", False, "auto"),
     "megatron_te_fp8": ("alltoall", False, "megatron"),
 }
 FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise"}  # of Megatron's variants that end so
 # Read when a layer is built.
 ENVIRONMENT = {"megatron_te_single_launch": {"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": "1"}}
+# Read at every GEMM.
+CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
 OVER_SEVERAL = ("fluid_no_overlap", "megatron_te_overlap_wgrad")
 """Variants that differ from another on several GPUs alone."""
 VARIANTS = ("floor", "fluid", "fluid_fp8", "fluid_graph", "fluid_no_overlap", *MEGATRON, *RIVALS)
@@ -145,6 +150,19 @@ def _readings(
                 torch.cuda.synchronize()
         found[variant] = readings
     return found
+
+
+def _with_cutlass(call: Callable[[], object]) -> Callable[[], object]:
+    """`call` with one launch for the GEMMs of all experts in Transformer Engine."""
+
+    def alone() -> None:
+        os.environ[CUTLASS] = "1"
+        try:
+            call()
+        finally:
+            del os.environ[CUTLASS]
+
+    return alone
 
 
 def _hidden_share(timings: dict[str, Timing]) -> dict[str, float]:
@@ -222,7 +240,7 @@ def _layers(
             case,
             device,
             *megatron,
-            keep_experts=variant == "fluid_megatron_te",
+            keep_experts=variant.startswith("fluid_megatron_te"),
             **(FP8 if variant.endswith("fp8") else {}),
         )
         for variant, megatron in MEGATRON.items()
@@ -306,7 +324,8 @@ def _measure_case(
         calls: dict[str, Callable[[], object]] = {"floor": floor}
         memory: dict[str, dict[str, int]] = {}
         for variant, layer in layers.items():
-            call = calls[variant] = (step_call if train else forward_call)(layer, x)
+            call = (step_call if train else forward_call)(layer, x)
+            calls[variant] = call = _with_cutlass(call) if variant.endswith("cutlass") else call
             if train:
                 call()
                 memory[variant] = memory_of(call, device, layer, x)
