@@ -347,8 +347,7 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.tensor_parallel.layers:fused_weight_gradient_mlp_cuda",
         replacement="megatron_fluid.patches.fused_weight_gradients:stand_in",
         adds=True,
-        reason="without Apex's extension there is nothing by which the linears add a weight "
-        "gradient to main_grad",
+        reason="without Apex's extension the linears cannot add weight gradients to main_grad",
         **_WITHOUT_APEX,
     ),
     Patch(
