@@ -52,7 +52,8 @@ class Machine:
 
     @classmethod
     def detect(cls) -> Machine:
-        """This process: ranks from the launcher, devices and importable kernels from here."""
+        """This process: ranks from the launcher, devices and kernels from here."""
+        from megatron.core.tensor_parallel import layers
 
         def importable(name: str) -> bool:
             return importlib.util.find_spec(name) is not None
@@ -62,7 +63,8 @@ class Machine:
             ranks=int(os.environ.get("WORLD_SIZE", "1")),
             cuda=cuda,
             transformer_engine=cuda and importable("transformer_engine"),
-            wgrad_kernel=importable("fused_weight_gradient_mlp_cuda"),
+            # Apex's, or megatron_fluid's in its place.
+            wgrad_kernel=cuda and bool(layers._grad_accum_fusion_available),
             softmax_kernel=importable("scaled_masked_softmax_cuda"),
         )
 
@@ -204,7 +206,7 @@ def default_settings(given: Mapping[str, Any], machine: Machine) -> dict[str, An
         default(no_persist_layer_norm=True)
     elif value("num_experts", None):
         default(moe_grouped_gemm=True)
-    if not machine.wgrad_kernel:
+    if not machine.wgrad_kernel or value("use_torch_fsdp2", False):
         default(gradient_accumulation_fusion=False)
     if not machine.softmax_kernel:
         default(masked_softmax_fusion=False)

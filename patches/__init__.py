@@ -69,6 +69,17 @@ _WITH_TRANSFORMER_ENGINE: dict[str, Any] = {
     "condition": "where Transformer Engine is installed",
 }
 
+
+def _apex_is_missing() -> bool:
+    """Whether Megatron's linears, once imported, have not found Apex's extension."""
+    return "fused_weight_gradient_mlp_cuda" not in sys.modules
+
+
+_WITHOUT_APEX: dict[str, Any] = {
+    "when": _apex_is_missing,
+    "condition": "where Apex's fused_weight_gradient_mlp_cuda cannot be imported",
+}
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         name="arguments",
@@ -330,6 +341,31 @@ PATCHES: tuple[Patch, ...] = (
         replacement="megatron_fluid.patches.linears.megatron:row_forward",
         reason="the reduce-scatter of the sequence hidden behind the GEMM; the layer offers no "
         "hook between them",
+    ),
+    Patch(
+        name="weight-gradient-kernel",
+        target="megatron.core.tensor_parallel.layers:fused_weight_gradient_mlp_cuda",
+        replacement="megatron_fluid.patches.fused_weight_gradients:stand_in",
+        adds=True,
+        reason="without Apex's extension the linears cannot add weight gradients to main_grad",
+        **_WITHOUT_APEX,
+    ),
+    Patch(
+        name="gradient-accumulation-fusion",
+        target="megatron.core.tensor_parallel.layers:_grad_accum_fusion_available",
+        replacement="megatron_fluid.patches.fused_weight_gradients:availability",
+        reason="without Apex's extension the setting is refused for the whole model, Transformer "
+        "Engine's linears too, which do not need it",
+        **_WITHOUT_APEX,
+    ),
+    Patch(
+        name="deferred-embedding-gradients",
+        target="megatron.core.utils:drain_embedding_wgrad_compute",
+        signature="(config, embedding_activation_buffer, grad_output_buffer, weight, tp_group)",
+        replacement="megatron_fluid.patches.fused_weight_gradients:drain_embedding_gradients",
+        trigger="megatron.core.tensor_parallel.layers",
+        reason="--defer-embedding-wgrad-compute imports Apex's extension by itself",
+        **_WITHOUT_APEX,
     ),
     Patch(
         name="te-linear",

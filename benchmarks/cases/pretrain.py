@@ -67,14 +67,14 @@ class Variant:
     """One way to train: flags and environment beside those that all share.
 
     ``fluid``: megatron_fluid is imported and overlaps; else nothing of ours is in the process.
-    ``needs``: a module without which the variant cannot be run. ``without``: flags of
+    ``needs``: modules without which the variant cannot be run. ``without``: flags of
     common_flags that it leaves out. ``one_rank``: why it runs on one rank alone, if so.
     """
 
     fluid: bool = False
     flags: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    needs: str | None = None
+    needs: Sequence[str] = ()
     without: Sequence[str] = ()
     one_rank: str | None = None
 
@@ -82,9 +82,8 @@ class Variant:
         """Why this machine cannot run the variant on so many ranks, or None."""
         if ranks > 1 and self.one_rank is not None:
             return f"on {ranks} ranks {self.one_rank}"
-        if self.needs is None or importlib.util.find_spec(self.needs) is not None:
-            return None
-        return f"{self.needs} is not importable"
+        absent = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        return f"{absent[0]} is not importable" if absent else None
 
 
 _GRAPH = [
@@ -98,51 +97,50 @@ _UNCHECKED = ["--no-check-for-nan-in-loss-and-grad"]
 _WHOLE_GRAPH = ["--cuda-graph-impl", "full_iteration", "--te-rng-tracker", *_UNCHECKED]
 _OVERLAPS = ["--overlap-grad-reduce", "--overlap-param-gather"]
 _FP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise"]
+_ENGINE = ["transformer_engine"]
 _APEX = "fused_weight_gradient_mlp_cuda"
 # All experts' weights of a layer as two parameters. Megatron asks for the fused operation with it,
 # and Transformer Engine for both variables.
 _GROUPED_WEIGHT: dict[str, Any] = {
     "flags": ["--moe-single-grouped-weight", "--use-transformer-engine-op-fuser"],
     "environment": {"NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1", "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"},
-    "needs": "transformer_engine",
+    "needs": _ENGINE,
 }
 
 VARIANTS = {
     "megatron": Variant(),
-    "megatron_graph": Variant(flags=_GRAPH, needs="transformer_engine"),
+    "megatron_graph": Variant(flags=_GRAPH, needs=_ENGINE),
     "megatron_fused_gemm": Variant(
-        environment={"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}, needs="transformer_engine"
+        environment={"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}, needs=_ENGINE
     ),
     # As fluid_whole_graph, but for the graph of a whole iteration: row counts that the host reads
     # keep Megatron from it.
     "megatron_graph_unchecked": Variant(
-        flags=[*_GRAPH, *_UNCHECKED], needs="transformer_engine", without=_OVERLAPS
+        flags=[*_GRAPH, *_UNCHECKED], needs=_ENGINE, without=_OVERLAPS
     ),
     "megatron_single_launch": Variant(
-        flags=_GRAPH,
-        environment={"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": "1"},
-        needs="transformer_engine",
+        flags=_GRAPH, environment={"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": "1"}, needs=_ENGINE
     ),
     "megatron_grouped_weight": Variant(**_GROUPED_WEIGHT),
-    "megatron_apex": Variant(needs=_APEX),
-    "megatron_fp8": Variant(flags=_FP8, needs="transformer_engine"),
-    "megatron_graph_fp8": Variant(flags=[*_GRAPH, *_FP8], needs="transformer_engine"),
+    "megatron_apex": Variant(needs=[_APEX]),
+    "megatron_graph_apex": Variant(
+        flags=[*_GRAPH, *_UNCHECKED], needs=[*_ENGINE, _APEX], without=_OVERLAPS
+    ),
+    "megatron_fp8": Variant(flags=_FP8, needs=_ENGINE),
+    "megatron_graph_fp8": Variant(flags=[*_GRAPH, *_FP8], needs=_ENGINE),
     "fluid": Variant(fluid=True),
-    "fluid_graph": Variant(fluid=True, flags=_GRAPH, needs="transformer_engine"),
+    "fluid_graph": Variant(fluid=True, flags=_GRAPH, needs=_ENGINE),
     "fluid_whole_graph": Variant(
         fluid=True,
         flags=_WHOLE_GRAPH,
-        needs="transformer_engine",
+        needs=_ENGINE,
         without=_OVERLAPS,
         one_rank="the exchange reads row counts on the host",
     ),
     "fluid_grouped_weight": Variant(fluid=True, **_GROUPED_WEIGHT),
-    "fluid_apex": Variant(fluid=True, needs=_APEX),
-    "fluid_fp8": Variant(
-        fluid=True, flags=["--fluid-moe-fp8", "ours", *_FP8], needs="transformer_engine"
-    ),
+    "fluid_fp8": Variant(fluid=True, flags=["--fluid-moe-fp8", "ours", *_FP8], needs=_ENGINE),
     "fluid_graph_fp8": Variant(
-        fluid=True, flags=["--fluid-moe-fp8", "ours", *_GRAPH, *_FP8], needs="transformer_engine"
+        fluid=True, flags=["--fluid-moe-fp8", "ours", *_GRAPH, *_FP8], needs=_ENGINE
     ),
 }
 
@@ -186,7 +184,8 @@ def common_flags(case: PretrainCase, ranks: int, iterations: int, gpu: bool) -> 
 def flags_of(variant: Variant, ranks: int, gpu: bool) -> list[str]:
     """The flags of one variant beside :func:`common_flags`."""
     flags = list(variant.flags)
-    if variant.needs != _APEX:
+    # Megatron refuses the fusion without Apex, where ours has a kernel of its own.
+    if not (gpu and variant.fluid) and _APEX not in variant.needs:
         flags.append("--no-gradient-accumulation-fusion")
     if variant.fluid:
         flags += ["--fluid-moe-backend", "local" if gpu and ranks == 1 else "auto"]

@@ -69,6 +69,8 @@ SUITES = {
             "megatron_grouped_weight": "with a layer's experts as two parameters "
             "(--moe-single-grouped-weight)",
             "megatron_apex": "with Apex's fused weight gradients",
+            "megatron_graph_apex": "with Apex's fused weight gradients and the flags of "
+            "megatron_graph_unchecked",
             "megatron_fp8": "fp8 blockwise",
             "megatron_graph_fp8": "fp8 blockwise, with partial CUDA graphs",
         },
@@ -77,7 +79,6 @@ SUITES = {
             "fluid_whole_graph": "ours, forward and backward of an iteration as one CUDA graph, "
             "with the flags of megatron_graph_unchecked",
             "fluid_grouped_weight": "ours with a layer's experts as two parameters",
-            "fluid_apex": "ours with Apex's fused weight gradients",
             "fluid_fp8": "ours, fp8 blockwise",
             "fluid_graph_fp8": "ours, fp8 blockwise, with partial CUDA graphs",
         },

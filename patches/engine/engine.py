@@ -37,7 +37,7 @@ from megatron_fluid.patches.engine.patch import (
 
 __all__ = ["Engine"]
 
-_ABSENT = object()  # the attribute was not in its owner's own dict: inherited
+_ABSENT = object()  # the attribute was not in its owner's own dict: inherited, or not there
 
 
 @dataclass(eq=False)
@@ -273,7 +273,7 @@ class Engine:
         try:
             for parent in parents:
                 owner = getattr(owner, parent)
-            original = getattr(owner, attribute)
+            original = getattr(owner, attribute, *([None] if patch.adds else []))
         except AttributeError as error:
             raise PatchError(
                 self._misfit(patch, patch.signature or "it to exist", f"nothing ({error})")

@@ -32,6 +32,8 @@ class Patch:
         when: decides at that moment whether it is needed.
         condition: what `when` asks, in words, for the report.
         group: heading in the report.
+        adds: the target may be missing; its factory is then given None, and reverting takes the
+            attribute away again.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Patch:
     when: Callable[[], bool] | None = None
     condition: str = ""
     group: str = MEGATRON
+    adds: bool = False
 
     @property
     def module(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import types
 from typing import Any
 
 import pytest
@@ -73,17 +72,12 @@ def _mesh(data_group: Any, tensor_group: Any, ep_size: int = 1) -> torch.Tensor:
 
 def _both(rank: int, world_size: int, fused: bool) -> dict[str, Any]:
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
-    from megatron.core.tensor_parallel import layers
 
     from tests.support import tiny_gpt
 
     adapter.is_te_min_version = lambda *_, **__: True
     adapter._get_dp_tp_mesh = _mesh
     if fused:
-        layers._grad_accum_fusion_available = True
-        layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
-            wgrad_gemm_accum_fp32=lambda x, dy, main_grad: main_grad.addmm_(dy.t(), x)
-        )
         import megatron.core.extensions.transformer_engine as extension
 
         extension.te_general_gemm = None

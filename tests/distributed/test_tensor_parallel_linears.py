@@ -92,9 +92,7 @@ def _gradients(rank: int, ranks: int) -> None:
     for mode in ("column", "row"):
         for fused, marked, bias in ((False, True, True), (True, True, False), (True, False, True)):
             linear, case = _build(mode, bias=bias), f"{mode}, fused {fused}, marked {marked}"
-            linear.gradient_accumulation_fusion = (
-                fused  # the configuration refuses it without apex, which is not needed here
-            )
+            linear.gradient_accumulation_fusion = fused
             weight = linear.weight
             if fused:
                 weight.main_grad, weight.overwrite_main_grad = torch.full_like(weight, 7.0), True

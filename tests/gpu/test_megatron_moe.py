@@ -9,7 +9,6 @@ tests.gpu.test_megatron_moe` prints the figures.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -183,23 +182,6 @@ def _layer_case(
     return errors
 
 
-def _model(config: Any) -> torch.nn.Module:
-    """tiny_gpt.gpt, whose output layer does not fuse its gradient: Megatron's own linears want an
-    extension of apex for it."""
-    from megatron.core import tensor_parallel
-
-    from tests.support import tiny_gpt
-
-    class Unfused(tensor_parallel.ColumnParallelLinear):
-        def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
-            plain = copy.copy(config)
-            plain.gradient_accumulation_fusion = False
-            super().__init__(*args, config=plain, **kwargs)
-
-    with mock.patch.object(tensor_parallel, "ColumnParallelLinear", Unfused):
-        return tiny_gpt.gpt(config)
-
-
 def _train_case(
     implementation: str, overrides: dict[str, Any], fluid: dict[str, Any]
 ) -> dict[str, Any]:
@@ -219,7 +201,7 @@ def _train_case(
                 **overrides,
             )
             run = tiny_gpt.train(
-                _model(config),
+                tiny_gpt.gpt(config),
                 microbatches=2,
                 distributed_optimizer=True,
                 overlap_grad_reduce=True,

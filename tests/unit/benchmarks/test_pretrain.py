@@ -48,7 +48,8 @@ def test_every_flag_is_one_of_megatrons(case: str, ranks: int) -> None:
         assert unknown == [], name
         assert args.num_experts % ranks == 0
         assert args.moe_router_topk <= args.num_experts
-        assert args.gradient_accumulation_fusion == name.endswith("apex")
+        # Megatron refuses it without Apex.
+        assert args.gradient_accumulation_fusion == (variant.fluid or name.endswith("apex")), name
 
 
 @pytest.mark.parametrize(
@@ -81,14 +82,23 @@ def test_every_variant_has_words() -> None:
 
 def test_what_cannot_be_run_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for name in ("megatron_apex", "fluid_apex"):
-        assert VARIANTS[name].missing(1) == "fused_weight_gradient_mlp_cuda is not importable"
+    apex = "fused_weight_gradient_mlp_cuda"
+    assert VARIANTS["megatron_apex"].missing(1) == f"{apex} is not importable"
     assert "transformer_engine" in str(VARIANTS["megatron_graph"].missing(1))
     assert VARIANTS["megatron"].missing(4) is None is VARIANTS["fluid"].missing(1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == apex else name)
+    assert VARIANTS["megatron_graph_apex"].missing(1) == f"{apex} is not importable"
+    assert VARIANTS["megatron_graph"].missing(1) is None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert VARIANTS["fluid_whole_graph"].missing(1) is None
+    assert VARIANTS["megatron_graph_apex"].missing(4) is None
     words = "on 4 ranks the exchange reads row counts on the host"
     assert VARIANTS["fluid_whole_graph"].missing(4) == words
+
+
+def test_without_a_gpu_nothing_asks_for_the_fusion() -> None:
+    for name in ("megatron", "fluid"):
+        assert "--no-gradient-accumulation-fusion" in flags_of(VARIANTS[name], 1, gpu=False)
 
 
 def test_peak_flops_of_known_devices_alone() -> None:

@@ -135,6 +135,13 @@ def test_machines_differ_only_where_they_must() -> None:
     assert "bf16" not in pd.default_settings({"fp16": True}, GPU)
     assert "bf16" not in pd.default_settings({}, CPU)
     assert pd.default_settings({}, GPU)["transformer_impl"] == "local"
+    # Megatron's own default is to fuse, which torch's FSDP does not go with.
+    fused = replace(GPU, wgrad_kernel=True)
+    name = "gradient_accumulation_fusion"
+    assert pd.default_settings({}, GPU)[name] is False and name not in pd.default_settings(
+        {}, fused
+    )
+    assert pd.default_settings({"use_torch_fsdp2": True}, fused)[name] is False
     with_te = pd.default_settings({}, replace(GPU, transformer_engine=True))
     assert "transformer_impl" not in with_te
     assert with_te["moe_grouped_gemm"] is True

@@ -149,6 +149,25 @@ def test_only_objects_that_can_be_called_are_replaced_where_held_by_value(fakeme
     assert functions.SWITCH is False
 
 
+def test_what_is_missing_is_added_where_the_patch_says_so_and_taken_away_again(
+    fakemega: Any,
+) -> None:
+    given: list[object] = []
+
+    def triple(original: object) -> Callable[[int], int]:
+        given.append(original)
+        return lambda x: 3 * x
+
+    functions = fakemega("functions")
+    made = engine(Patch("triple", "fakemega.functions:triple", triple, "test", adds=True))
+    made.apply()
+    assert functions.triple(2) == 6 and given == [None]
+    made.revert()
+    assert not hasattr(functions, "triple")
+    with pytest.raises(PatchError, match="expected it to exist, found nothing"):
+        engine(Patch("triple", "fakemega.functions:triple", triple, "test")).apply()
+
+
 def test_a_wrong_signature_changes_nothing_and_says_everything(fakemega: Any) -> None:
     wrong = Patch("wrong", "fakemega.layers:Layer.klass", tag, "test", signature="(cls, x, group)")
     made = engine(DOUBLE, FORWARD, wrong)

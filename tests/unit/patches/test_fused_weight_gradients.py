@@ -1,0 +1,254 @@
+"""Gradient accumulation fusion of Megatron's linears where Apex is not installed: accepted, exact,
+left to Apex where that is, and refused again once the patches are reverted."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.fresh_program import run_code
+from tests.support.launch import run_ranks
+from tests.support.whole_linear import whole_linear
+
+pytest.importorskip("megatron.core")
+
+from megatron_fluid.patches.fused_weight_gradients import (
+    wgrad_gemm_accum_fp16,
+    wgrad_gemm_accum_fp32,
+)
+
+APEX = "fused_weight_gradient_mlp_cuda"
+NAMES = ("weight-gradient-kernel", "gradient-accumulation-fusion", "deferred-embedding-gradients")
+S, B, H, OUT = 8, 2, 6, 10  # the whole sequence, batch, hidden, outputs
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec(APEX) is not None, reason="Apex is installed, so nothing is patched"
+)
+
+
+def _linear(mode: str, dtype: torch.dtype = torch.float32) -> Any:
+    from megatron.core.tensor_parallel import layers
+
+    from tests.support import tiny_gpt
+
+    config = tiny_gpt.config_of(
+        num_moe_experts=None,
+        moe_ffn_hidden_size=None,
+        expert_model_parallel_size=1,
+        params_dtype=dtype,
+        gradient_accumulation_fusion=True,
+    )
+    named: dict[str, Any] = {
+        "config": config,
+        "init_method": torch.nn.init.normal_,
+        "bias": False,
+        "skip_bias_add": False,
+    }
+    if mode == "row":
+        return layers.RowParallelLinear(H, OUT, input_is_parallel=True, **named)
+    return layers.ColumnParallelLinear(H, OUT, **named)
+
+
+def _refusal() -> str:
+    try:
+        _linear("column")
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _errors(rank: int, ranks: int) -> dict[str, float]:
+    """The largest relative error of main_grad after two microbatches, by case."""
+    from megatron_fluid.config import FluidConfig, set_config
+    from tests.support import tiny_gpt
+
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    tiny_gpt.parallel(tensor_model_parallel_size=ranks)
+    set_config(FluidConfig(tp_overlap="off"))
+    group = dist.group.WORLD
+    assert group is not None
+    bf16, fp32 = torch.bfloat16, torch.float32
+    found = {}
+    for mode in ("column", "row"):
+        for dtype, of_main in ((fp32, fp32), (bf16, fp32), (bf16, bf16)):
+            for batch in (B, 0):
+                linear = _linear(mode, dtype)
+                weight = linear.weight
+                weight.grad_added_to_main_grad = False
+                buffer = torch.full((weight.numel() + 3,), 7.0, dtype=of_main)
+                weight.main_grad = buffer[3:].view(weight.shape)  # a view, as of DDP's buffers
+                expected = torch.full(weight.shape, 7.0, dtype=torch.float64)
+                for microbatch in range(2):
+                    torch.manual_seed(10 * microbatch + rank)
+                    shape = (S // ranks, batch, H) if mode == "column" else (S, batch, H // ranks)
+                    x = torch.randn(shape, dtype=dtype).requires_grad_()
+                    out, _ = linear(x)
+                    upstream = torch.randn(out.shape, dtype=dtype)
+                    out.backward(upstream)
+                    tensors = {"x": x, "weight": weight}
+                    expected += whole_linear(mode, group, tensors, upstream)["weight"]
+                assert weight.grad_added_to_main_grad
+                assert torch.all(buffer[:3] == 7)
+                error = (weight.main_grad.double() - expected).abs().max() / expected.abs().max()
+                found[f"{mode}, {dtype} into {of_main}, {batch}"] = float(error)
+    return found
+
+
+def test_the_linears_gradients_are_those_of_float64() -> None:
+    for errors in run_ranks(_errors, 2):
+        assert len(errors) == 12
+        for case, error in errors.items():
+            # What is added to fp32 was not rounded to the model's bf16 before.
+            assert error < (2**-7 if "into torch.bfloat16" in case else 1e-6), case
+            assert error == 0 or not case.endswith(", 0"), case
+
+
+def _refused_without(rank: int, ranks: int) -> dict[str, Any]:
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel import layers
+
+    from megatron_fluid import patches
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel()
+    drain = schedules.drain_embedding_wgrad_compute
+    found: dict[str, Any] = {"patched": _refusal()}
+    patches.revert(*NAMES)
+    found["reverted"] = _refusal()
+    found["flag"] = layers._grad_accum_fusion_available
+    found["kernel"] = hasattr(layers, APEX)
+    found["drain"] = schedules.drain_embedding_wgrad_compute is getattr(drain, "__wrapped__", None)
+    for name in NAMES:
+        with patches.patched(*(other for other in NAMES if other != name)):
+            found[f"without {name}"] = _refusal()
+    found["again"] = layers._grad_accum_fusion_available, hasattr(layers, APEX)
+    return found
+
+
+def test_megatron_refuses_it_again_once_the_patches_are_reverted() -> None:
+    (found,) = run_ranks(_refused_without, 1)
+    assert found["patched"] == ""
+    assert APEX in found["reverted"]
+    assert found["flag"] is False and found["kernel"] is False and found["drain"] is True
+    # The flag alone would let a model be built whose backward finds nothing to call.
+    assert APEX in found["without weight-gradient-kernel"]
+    assert APEX in found["without gradient-accumulation-fusion"]
+    assert found["again"] == (False, False)
+
+
+def _drained(rank: int, ranks: int) -> dict[str, Any]:
+    from megatron.core import utils
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_fluid import patches
+
+    weight = torch.nn.Parameter(torch.zeros(OUT, H, dtype=torch.bfloat16))
+    weight.main_grad = torch.zeros(OUT, H)  # type: ignore[attr-defined]
+    config = SimpleNamespace(gradient_accumulation_fusion=True, sequence_parallel=False)
+    torch.manual_seed(1)
+    inputs = [torch.randn(S, B, H).bfloat16().requires_grad_() for _ in range(3)]
+    upstream = [torch.randn(S, B, OUT).bfloat16() for _ in range(3)]
+    expected = sum(
+        torch.einsum("sbo,sbh->oh", dy.double(), x.double())
+        for dy, x in zip(upstream, inputs, strict=True)
+    )
+    schedules.drain_embedding_wgrad_compute(
+        config, [*inputs], [*upstream], weight, dist.group.WORLD
+    )
+    found: dict[str, Any] = {
+        "error": float((weight.main_grad - expected).abs().max()),  # type: ignore[operator]
+        "graph": weight.main_grad.requires_grad,  # type: ignore[union-attr]
+        "left": APEX in sys.modules,
+    }
+    patches.revert(*NAMES)
+    try:
+        utils.drain_embedding_wgrad_compute(config, inputs, upstream, weight, dist.group.WORLD)
+    except ImportError as error:
+        found["reverted"] = str(error)
+    return found
+
+
+def test_deferred_gradients_of_the_output_layer_find_the_kernel_and_nobody_else_does() -> None:
+    (found,) = run_ranks(_drained, 1)
+    assert found["error"] < 1e-4
+    assert found["graph"] is False and found["left"] is False
+    assert APEX in found["reverted"]
+
+
+def _trained(rank: int, ranks: int) -> dict[bool, tuple[list[float], list[float]]]:
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel()
+    found = {}
+    for fused in (False, True):
+        config = tiny_gpt.config_of(
+            num_moe_experts=None, moe_ffn_hidden_size=None, gradient_accumulation_fusion=fused
+        )
+        run = tiny_gpt.train(
+            tiny_gpt.gpt(config), iterations=8, microbatches=2, overlap_grad_reduce=True
+        )
+        found[fused] = run.losses, run.gradient_norms
+    return found
+
+
+def test_a_model_trains_as_without_the_fusion() -> None:
+    (found,) = run_ranks(_trained, 1)
+    for plain, fused in zip(found[False], found[True], strict=True):
+        assert fused == pytest.approx(plain, rel=1e-5)
+    assert found[True][0][-1] < 0.9 * found[True][0][0]
+
+
+WITH_APEX = f"""
+import megatron_fluid
+from megatron.core import utils
+from megatron.core.tensor_parallel import layers
+import {APEX}
+assert layers.{APEX} is {APEX} and layers._grad_accum_fusion_available is True
+assert not hasattr(utils.drain_embedding_wgrad_compute, "__wrapped__")
+rows = {{row.patch: row for row in megatron_fluid.patches.report()}}
+for name in {NAMES}:
+    print(name, rows[name].state, rows[name].reason, sep="; ")
+"""
+
+
+def test_apexs_own_extension_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / f"{APEX}.py").touch()
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{WITH_APEX}"
+    run = run_code(code, environment={**os.environ, "PYTHONPATH": path})
+    assert run.returncode == 0, run.stderr
+    words = f"not needed; only where Apex's {APEX} cannot be imported"
+    assert run.stdout.splitlines() == [f"{name}; {words}" for name in NAMES]
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_any_leading_dimensions_and_strides_are_summed(rows: int, contiguous: bool) -> None:
+    draw = torch.Generator().manual_seed(rows)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    x, dy, start = normal(rows, 2, H), normal(rows, 2, OUT), normal(OUT, 2 * H)
+    expected = start[:, :H].double() + torch.einsum("sbo,sbh->oh", dy.double(), x.double())
+    for accumulate, of_main in (
+        (wgrad_gemm_accum_fp32, torch.float32),
+        (wgrad_gemm_accum_fp16, torch.bfloat16),
+    ):
+        main = start.to(of_main, copy=True)[:, :H]
+        main = main.contiguous() if contiguous else main
+        accumulate(x.to(of_main), dy.to(of_main), main)
+        rounded = of_main == torch.bfloat16
+        torch.testing.assert_close(
+            main.double(), expected, rtol=2e-2 if rounded else 1e-5, atol=3e-2 if rounded else 1e-5
+        )
