@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from benchmarks.harness.results import RESULTS, read_results
 from benchmarks.report.descriptions import SUITES
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = [
@@ -86,8 +88,8 @@ def draw_overview(results: Path | str = RESULTS / "moe_layer.json", chart: Path 
 
 def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
     """Bars of one message: tokens/s of whole training iterations, Megatron's and ours, with the
-    spread of iterations; a panel a model. Written next to the results unless `picture` is
-    given."""
+    spread of iterations; a row a model. Beside them the losses of each variant's steps, which lie
+    on each other. Written next to the results unless `picture` is given."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -95,10 +97,12 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
     plain = dict.fromkeys(("megatron", "fluid"), "without CUDA graphs")
     words = {**(suite.others or {}), **suite.ours, **plain}
     cases = list(dict.fromkeys(row["case"] for row in document["rows"]))
-    most = max(sum(row["case"] == case for row in document["rows"]) for case in cases)
-    figure = Figure(figsize=(6.4 * len(cases), 1.5 + 0.42 * most), layout="constrained")
-    panels = figure.subplots(1, len(cases), squeeze=False)[0]
-    for axis, case in zip(panels, cases, strict=True):
+    numbers = [sum(row["case"] == case for row in document["rows"]) for case in cases]
+    heights = [1.0 + 0.5 * number for number in numbers]
+    figure = Figure(figsize=(12, 0.8 + sum(heights)), layout="constrained")
+    ratios_of = {"height_ratios": heights, "width_ratios": [3, 2]}
+    panels = figure.subplots(len(cases), 2, squeeze=False, gridspec_kw=ratios_of)
+    for (axis, losses), case in zip(panels, cases, strict=True):
         rows = [row for row in document["rows"] if row["case"] == case][::-1]
         rates = [row["config"]["tokens_per_s"] / 1e3 for row in rows]
         # tokens/s of the slow and of the fast iterations: the tokens are the same
@@ -117,12 +121,13 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
         )
         for place, (rate, more) in enumerate(zip(rates, high, strict=True)):
             axis.text(rate + more, place, f" {rate:,.1f}", va="center", fontsize=8)
-        axis.set_yticks(range(len(rows)), names)
+        axis.set_yticks(range(len(rows)), [textwrap.fill(name, 44) for name in names])
         axis.set_xlim(0, 1.2 * max(map(sum, zip(rates, high, strict=True))))
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_title(f"{case}, {rows[0]['config']['layers']} layers", fontsize=9)
         axis.set_xlabel("thousand tokens/s (line: 10th to 90th percentile)", fontsize=8)
         axis.tick_params(labelsize=8)
+        _draw_steps(losses, rows)
     figure.suptitle(
         f"Training iterations through Megatron's loop, {_device(document)}", fontsize=10
     )
@@ -134,6 +139,22 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
         fontsize=8,
     )
     return _save(figure, picture or Path(results).with_suffix(".png"))
+
+
+def _draw_steps(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The losses of the variants with most steps: Megatron's broad, ours thin above them."""
+    steps = max(len(row["config"]["losses"]) for row in rows)
+    for row in rows:
+        losses, ours = row["config"]["losses"], row["variant"].startswith("fluid")
+        if len(losses) == steps:
+            style: dict[str, Any] = (
+                {"color": _OURS, "lw": 1.0, "zorder": 3} if ours else {"color": _OTHERS, "lw": 3.5}
+            )
+            axis.plot(range(1, steps + 1), losses, **style)
+    axis.set_xlabel("step", fontsize=8)
+    axis.set_ylabel("loss, nats a token", fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def draw_exposed(results: Path | str, picture: Path | None = None) -> Path:

@@ -12,7 +12,7 @@ from benchmarks.harness.results import Row, write_results
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.report.pictures import draw_all, draw_exposed, draw_losses
+from benchmarks.report.pictures import draw_all, draw_exposed, draw_losses, draw_pretrain
 from benchmarks.report.timeline import _kind, draw_timeline
 
 
@@ -59,6 +59,18 @@ def test_losses_of_runs_are_drawn_with_what_a_seed_changes(tmp_path: Path) -> No
         ]
         results = write_results("losses", rows, 1, tmp_path / f"{shift}.json", command="x")
         drawn.append(draw_losses(results).read_bytes())
+    assert drawn[0].startswith(b"\x89PNG") and drawn[0] != drawn[1]
+
+
+def test_whole_iterations_are_drawn_with_their_losses(tmp_path: Path) -> None:
+    drawn = []
+    for last in (3.0, 4.0):
+        rows = []
+        for variant, steps in (("megatron", [9.0, 8.0]), ("fluid", [9.0, 8.0, last])):
+            config = {"tokens_per_s": 1e4, "layers": 2, "losses": steps}
+            rows.append(Row("tiny", "train", variant, 10.0, 9.0, 12.0, 3, config))
+        results = write_results("pretrain", rows, 1, tmp_path / f"{last}.json", command="x")
+        drawn.append(draw_pretrain(results).read_bytes())
     assert drawn[0].startswith(b"\x89PNG") and drawn[0] != drawn[1]
 
 
