@@ -30,6 +30,9 @@ __all__ = ["turn_rows", "turn_rows_kernel"]
 
 _MOST_EXPERTS = 1024
 _FEATURES = 128  # of a program
+# Blocks whose programs are neighbours: they read whole rows together and write this many times 128
+# bytes of a feature, so that pages of the memory that are open serve more than one program.
+_NEIGHBOURS = 8
 # Bytes that a thread loads at once, so that a warp has one row: with 16 a feature's places are
 # spread over more threads, and finding their largest takes more instructions than the cast.
 _STEP = 4
@@ -91,11 +94,14 @@ def turn_rows_kernel(
     pitch,
     blocks,  # P / 128
     WIDTH: tl.constexpr, FEATURES: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
-    STEP: tl.constexpr, ROUND: tl.constexpr,
+    STEP: tl.constexpr, NEIGHBOURS: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P / 128, WIDTH / FEATURES): a program has one block of places. It finds the block's
-    expert itself, and ends where the block is in no use."""
-    block = tl.program_id(0)
+    """Grid (P / 128 rounded up to NEIGHBOURS times WIDTH / FEATURES): a program has one block of
+    places. It finds the block's expert itself, and ends where the block is in no use."""
+    place_in = tl.program_id(0) % (NEIGHBOURS * (WIDTH // FEATURES))
+    block = tl.program_id(0) // (NEIGHBOURS * (WIDTH // FEATURES)) * NEIGHBOURS
+    block += place_in % NEIGHBOURS
+    part = place_in // NEIGHBOURS
     expert = tl.arange(0, PADDED)
     ends = tl.load(offsets + expert, mask=expert < EXPERTS, other=0)
     begins = tl.load(offsets + expert - 1, mask=(expert > 0) & (expert < EXPERTS), other=0)
@@ -107,8 +113,8 @@ def turn_rows_kernel(
     last = tl.sum(tl.where(mine, ends, 0), 0)
     if last == 0:
         return
-    column = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
-    scales += (tl.program_id(1) * FEATURES // 128) * pitch.to(tl.int64)
+    column = part * FEATURES + tl.arange(0, FEATURES)
+    scales += (part * FEATURES // 128) * pitch.to(tl.int64)
     row_bytes = apart.to(tl.int64) * STEP
     # Four places of a feature are one word, so that a transpose moves words and not bytes.
     word = tl.arange(0, 32)
@@ -165,7 +171,8 @@ def turn_rows(x: Fp8Rows, offsets: Tensor) -> TurnedRows:
     given = (values, scales, offsets, out.view(torch.int32), out_scales)
     sizes = (values.stride(0) // step, scales.shape[1], blocks)
     constants = {"WIDTH": width, "FEATURES": _FEATURES, "EXPERTS": experts}
-    constants |= {"PADDED": power_of_two(experts), "STEP": step}
+    constants |= {"PADDED": power_of_two(experts), "STEP": step, "NEIGHBOURS": _NEIGHBOURS}
     rounds = bool(triton.knobs.runtime.interpret)
-    _turn(blocks, (*given, *sizes), width // _FEATURES, **constants, ROUND=rounds)
+    programs = -(-blocks // _NEIGHBOURS) * _NEIGHBOURS * (width // _FEATURES)
+    _turn(programs, (*given, *sizes), **constants, ROUND=rounds)
     return TurnedRows(out, out_scales)

@@ -91,6 +91,7 @@ CASES = [
             turn_rows_kernel,
             (*(_FP8, _SCALES, _COUNT, _COUNT, _SCALES), *("i32", "i32", "i32")),
             {"WIDTH": 7168, "FEATURES": 128, "EXPERTS": experts, "PADDED": padded, "STEP": 4}
+            | {"NEIGHBOURS": 8}
             | _EXACT,
             num_warps=8,
             wanted=(_CAST, "max.NaN.f32", "st.global.v4"),
