@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +69,7 @@ class MegatronOffload:
     """
 
     def __init__(self, parts: tuple[str, ...], delayed: bool) -> None:
-        self.parts = parts
+        self.parts: Collection[str] = parts
         self._delayed = delayed
 
     def put(self, part: str, tensors: Sequence[Tensor]) -> _Group | None:
