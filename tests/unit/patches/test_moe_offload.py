@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_fluid.config import FluidConfig
+from megatron_fluid.patches.moe import offload
 from tests.support.launch import run_ranks
 
 SWIGLU: dict[str, Any] = {}
@@ -245,3 +248,29 @@ def test_the_managers_settings_hold() -> None:
         assert names == ["expert_fc1", "expert_fc1", "moe_act"]
     summary = found["large tensors alone"]["summary"]
     assert summary == {"expert_fc1": 0, "moe_act": 64 * 96 * 4}
+
+
+def test_recomputation_of_what_is_offloaded_is_said_to_have_no_effect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    offload._say_unused.cache_clear()
+    config: Any = SimpleNamespace(
+        fine_grained_activation_offloading=True,
+        offload_modules=["core_attn", "moe_act"],
+        delay_offload_until_cuda_graph=False,
+    )
+    for recompute in ("rows", "hidden", "hidden"):
+        made = offload.offload_of(config, FluidConfig(moe_recompute=recompute))
+        assert made is not None and made.parts == ("hidden",)
+    (record,) = caplog.records
+    assert "--fluid-moe-recompute hidden has no effect on moe_act" in record.message
+    config.offload_modules = ["core_attn"]
+    assert offload.offload_of(config, FluidConfig()) is None
+
+
+def test_a_second_backward_of_one_forward_is_refused_by_name() -> None:
+    chunk = SimpleNamespace(on_group_commit_backward=lambda _: None, tensor_pop=lambda tag: tag)
+    group = offload._Group(chunk, "moe_act", [torch.ones(1)])
+    assert torch.equal(group.take()[0], torch.ones(1))
+    with pytest.raises(RuntimeError, match="moe_act is offloaded.*retain_graph"):
+        group.take()
