@@ -26,7 +26,7 @@ from megatron_fluid.backward.functions import apply, goes_on_to, graph_is_kept, 
 from megatron_fluid.backward.main_grad import ReadyReport, ready_report
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm import CompandedRows, Fp8Rows, fp8_unsupported_reason
+from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows, fp8_unsupported_reason
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.biases import ExpertBiases
 from megatron_fluid.moe.expert_weights import ExpertWeights
@@ -40,6 +40,7 @@ from megatron_fluid.moe.experts import (
     merge_rows,
     weight_grads,
 )
+from megatron_fluid.moe.kept import KeptPart, Offload, keep
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
 __all__ = ["Call", "make_call", "run_experts"]
@@ -60,6 +61,7 @@ class Call:
         biases: of fc1 and fc2, or None. Their gradients are autograd's in any case.
         fp8: whether forward and dgrad are computed in fp8 (moe/fp8_experts.py).
         fp8_weight_grads: whether weight gradients are, too (moe/fp8_weight_grads.py).
+        offload: what puts rows or hidden away between forward and backward, or None.
     """
 
     transport: TokenTransport
@@ -76,6 +78,7 @@ class Call:
     fp8: bool = False
     captured: bool = False
     fp8_weight_grads: bool = False
+    offload: Offload | None = None
 
     @property
     def packs(self) -> bool:
@@ -111,6 +114,7 @@ def make_call(
     biases: tuple[ExpertBiases, ExpertBiases] | None = None,
     fp8: bool = False,
     fp8_weight_grads: bool = True,
+    offload: Offload | None = None,
 ) -> Call:
     """The call of a layer under the settings of this moment.
 
@@ -129,6 +133,8 @@ def make_call(
         biases: of fc1 and fc2.
         fp8: compute forward and dgrad in fp8 e4m3 with a scale for each block.
         fp8_weight_grads: with fp8: compute weight gradients so, too. False: in bf16.
+        offload: what puts rows or hidden away between forward and backward. Its parts are not
+            recomputed.
 
     Raises:
         ConfigError: the transport cannot recompute what is asked for; fp8 of experts that cannot be
@@ -137,12 +143,16 @@ def make_call(
     if not set(recompute) <= set(transport.recomputable):
         allowed = f"some of {', '.join(transport.recomputable)}"
         raise ConfigError.of("recompute", sorted(recompute), allowed)
+    if offload is not None:
+        recompute = set(recompute).difference(offload.parts)
     fc1, fc2 = projections
     if fp8:
         kind = activation.name if activation.built_in else f"{activation.name}, the caller's own"
         weight = fc1.params[0]
         given = (fc1.in_width, fc2.in_width, kind, weight.dtype, weight.device)
         reason = fp8_unsupported_reason(*given) or (biases and "fp8 experts have no biases")
+        if reason is None and offload is not None:
+            reason = "what fp8 experts keep cannot be put away"
         if reason is not None:
             raise ConfigError.of(f"{name}: fp8_recipe", "blockwise", f"None, because {reason}")
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
@@ -160,7 +170,7 @@ def make_call(
         fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
     settings = scheduler, name, deferred, fused_main_grad, report, recompute
     precision = fp8, captured, fp8 and fp8_weight_grads
-    return Call(transport, activation, fc1, fc2, *settings, biases, *precision)
+    return Call(transport, activation, fc1, fc2, *settings, biases, *precision, offload)
 
 
 def run_experts(call: Call, x: Tensor, probs: Tensor | None) -> Tensor:
@@ -170,6 +180,9 @@ def run_experts(call: Call, x: Tensor, probs: Tensor | None) -> Tensor:
     trained = call.bypasses_autograd and (call.fc1.requires_grad() or call.fc2.requires_grad())
     inputs = (x, *params) if probs is None else (x, probs, *params)
     if not (torch.is_grad_enabled() and (trained or any(t.requires_grad for t in inputs))):
+        if call.offload is not None:
+            for part in call.offload.parts:
+                call.offload.put(part, ())
         return forward_pass(call, x, probs, keep=False)[0]
     # The anchor keeps the function in the graph where the weights are no inputs of it.
     anchor = graph_anchor(x.device) if trained else None
@@ -335,22 +348,6 @@ def _bias_grads(
     return [gradient for biases, sums in pairs for gradient in biases.as_gradients(sums)]
 
 
-def _tensors(
-    values: Sequence[_Rows | CompandedRows | None],
-) -> tuple[list[Tensor | None], tuple[Any, ...]]:
-    """Values as autograd saves them, and the types of those that are two tensors each."""
-    found: list[Tensor | None] = []
-    for value in values:
-        found += value if isinstance(value, tuple) else [value]
-    return found, tuple(type(value) if isinstance(value, tuple) else None for value in values)
-
-
-def _rows_of(saved: Sequence[Tensor], kinds: Sequence[Any]) -> list[Any]:
-    """What _tensors was given."""
-    left = iter(saved)
-    return [kind(next(left), next(left)) if kind else next(left) for kind in kinds]
-
-
 class _Experts(torch.autograd.Function):
     """Autograd's view of forward_pass and backward_pass: it saves, restores and orders.
 
@@ -365,8 +362,9 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         out, kept = forward_pass(call, x, probs, keep=True)
         rows = [x] if "rows" in call.recompute else [own for own, _, _ in kept]
-        saved, ctx.kinds = _tensors((*rows, *(hidden for _, _, hidden in kept)))
-        ctx.save_for_backward(*saved)
+        first, ctx.rows = keep("rows", rows, call.offload)
+        second, ctx.hidden = keep("hidden", [hidden for _, _, hidden in kept], call.offload)
+        ctx.save_for_backward(*second, *first)
         ctx.routes = [(segment.probs, segment.groups) for _, segment, _ in kept]
         ctx.call, ctx.versions = call, call.versions()
         # Of ctx.next_functions, which know tensors only; 0 without an anchor.
@@ -377,13 +375,17 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # The first access refuses a second backward of a graph that was not kept.
-        saved = _rows_of(ctx.saved_tensors, ctx.kinds)
+        saved = iter(ctx.saved_tensors)
         call: Call = ctx.call
-        rows, hidden = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        kept_rows: KeptPart = ctx.rows
+        kept_hidden: KeptPart = ctx.hidden
         if call.versions() != ctx.versions:
             what = "expert weights were changed in place between forward and backward"
             raise RuntimeError(f"{call.name}: {what}")
         groups = [groups for _, groups in ctx.routes]
+        hidden = kept_hidden.values(saved)
+        # What nothing is recomputed from, dW of fc1 alone needs: it may take its time to come back.
+        rows = kept_rows.values(saved) if call.recompute else []
         # Rows that only dW of fc1 needs are gathered when it is their turn.
         later = call.transport.regathers and set(call.recompute) == {"rows"}
         if "rows" in call.recompute and not later:
@@ -393,6 +395,7 @@ class _Experts(torch.autograd.Function):
         consume = "hidden" in call.recompute or not graph_is_kept()
         exchange, dh, pairs2 = backward_pass(call, grad, ctx.routes, hidden, consume)
         del hidden
+        rows = rows or kept_rows.values(saved)
 
         def pairs1(rows: Sequence[Any] = rows, dh: Sequence[_Rows] = dh) -> _Pairs:
             found = _recomputed(call, rows[0]) if later else rows
@@ -423,15 +426,20 @@ class _Experts(torch.autograd.Function):
             del fc2
             if wanted and call.fc1.requires_grad():
                 fc1()
+            del fc1
         else:
             split, end = len(call.fc1.params), len(needed) - len(db)
             none: list[Any] = [None]
             dw2 = fc2() if any(needed[split:end]) else None
             del fc2  # and what dw2 was made of: dw1 may have the memory
             dw1 = fc1() if any(needed[:split]) else None
+            del fc1
             dw = [*(dw1 or none * split), *(dw2 or none * len(call.fc2.params))]
         if not graph_is_kept():
             ctx.call = None  # who keeps the output keeps this, and the weights' memory with it
+        # Not before, so that what comes back for a layer below does not meet this one's tensors.
+        kept_hidden.finish()
+        kept_rows.finish()
         exchange.finish(later=ctx.needs_input_grad[0])
         dx, dprobs = (*exchange.results, None)[:2]
         return dx, dprobs, None, None, *dw, *db

@@ -30,6 +30,7 @@ from megatron_fluid.moe.expert_weights import (
     expert_projections,
 )
 from megatron_fluid.moe.experts import RowGroups, grouped_product
+from megatron_fluid.moe.kept import Offload
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
 __all__ = ["expert_rows"]
@@ -81,6 +82,7 @@ def expert_rows(
     biases: GivenBiases | None = None,
     fp8: bool = False,
     fp8_weight_grads: bool = True,
+    offload: Offload | None = None,
 ) -> Tensor:
     """What the experts make of their rows: [N, H]. Differentiable in rows, probs, weights and
     biases.
@@ -91,7 +93,7 @@ def expert_rows(
         counts: rows of each expert, on the host. [El]
         w1, w2: [El, F1, H] and [El, H, F], stacked or one matrix for each expert.
         activation: a name in moe.activations.ACTIVATIONS, or a callable.
-        scheduler, fused_main_grad, recompute, name, fp8, fp8_weight_grads: see
+        scheduler, fused_main_grad, recompute, name, fp8, fp8_weight_grads, offload: see
             moe.autograd.make_call; of recompute "hidden" alone can be had, since the rows are the
             caller's.
         biases: of fc1 [El, F1] and fc2 [El, H] (see moe/biases.py), or None.
@@ -110,7 +112,7 @@ def expert_rows(
     groups = RowGroups.of_counts(counts)
     groups.offsets = groups.offsets.to(rows.device, non_blocking=True)
     added = expert_biases(biases, *fcs, name)
-    settings = scheduler, name, fused_main_grad, recompute, added, fp8, fp8_weight_grads
+    settings = scheduler, name, fused_main_grad, recompute, added, fp8, fp8_weight_grads, offload
     call = make_call(_InPlace(groups), act, fcs, *settings)
     plain = contextlib.nullcontext()
     if torch.is_autocast_enabled(rows.device.type):

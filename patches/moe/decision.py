@@ -228,7 +228,7 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
             if config.moe_backend == "hierarchical":
                 return None, f"{experts or fusion}; and layers between two levels are fused"
             # Of layers that are fused nowhere, choose_backend has said so.
-            backend, fusion = "rounds", None
+            backend, fusion = "rounds", backend_fusion_reason(layer.config, "rounds")
             experts = backend_experts_reason(layer.config, backend)
         if experts is None and fusion is not None:
             experts = separate

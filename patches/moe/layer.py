@@ -40,6 +40,7 @@ from megatron_fluid.patches.moe.compile_ahead import compile_layer_ahead
 from megatron_fluid.patches.moe.decision import MoEDecisions
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts, prepare_fp8
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
+from megatron_fluid.patches.moe.offload import offload_of
 from megatron_fluid.patches.moe.own_experts import OwnExperts, SeparateExperts
 from megatron_fluid.patches.moe.router import route
 
@@ -392,6 +393,10 @@ class LocalLayer(_ChoicesLayer):
     backend = "local"
     # As top-k gives them and compile_ahead.py expects them, in whichever order experts lie.
     indices_dtype, takes_any_probs = torch.int64, True
+
+    def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
+        super().__init__(layer, config)
+        self._settings["offload"] = offload_of(layer.config, config)
 
     def route(
         self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool

@@ -106,6 +106,17 @@ def _captures_experts(config: TransformerConfig) -> bool:
     return not modules <= outside
 
 
+_offloads_in_experts = offloads("expert_fc1", "moe_act")
+
+
+def _offloads_as_megatron_alone(config: TransformerConfig) -> bool:
+    """Whether offloading takes part in experts in a way that ours do not have."""
+    if offloads("fused_group_mlp")(config):
+        return True
+    again = config.recompute_granularity == "full"
+    return _offloads_in_experts(config) and bool(again or config.fp8 or graphs_hold_layers(config))
+
+
 def _asks_for_flex(config: TransformerConfig) -> bool:
     """Whether Megatron's flex dispatcher, which is never a default, is wanted as it is: no backend
     of ours was asked for by name."""
@@ -215,8 +226,10 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit("cpu_offloading", "offloading hooks into the experts' linears"),
     Limit(
         "offload_modules",
-        "offloading expert_fc1, moe_act or fused_group_mlp hooks into the experts",
-        offloads("expert_fc1", "moe_act", "fused_group_mlp"),
+        "fused_group_mlp hooks into Transformer Engine's fused expert, and expert_fc1 and moe_act "
+        "are not offloaded of experts in fp8, nor of layers that are recomputed or captured as a "
+        "whole (else these two are honoured)",
+        _offloads_as_megatron_alone,
     ),
 )
 
@@ -361,6 +374,8 @@ def backend_experts_reason(config: TransformerConfig, backend: str) -> str | Non
 
 def backend_fusion_reason(config: TransformerConfig, backend: str) -> str | None:
     """Why a layer that may be fused on some backend runs phase by phase on this one; or None."""
+    if backend != "local" and _offloads_in_experts(config):
+        return f"offload_modules={config.offload_modules!r}: backend {backend} keeps its own rows"
     if backend == "rounds":
         return None
     if config.moe_apply_probs_on_input:

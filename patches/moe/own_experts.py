@@ -33,6 +33,7 @@ from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.moe.expert_rows import expert_rows
 from megatron_fluid.patches.gradient_readiness import ParameterGathers
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts
+from megatron_fluid.patches.moe.offload import offload_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -123,6 +124,7 @@ class SeparateExperts(OwnExperts):
             "recompute": set(moe_recompute(config)) & {"hidden"},
             "fp8": computes_in_fp8(layer),
             "fp8_weight_grads": config.moe_fp8_weight_grads == "fp8",
+            "offload": offload_of(layer.config, config),
             "name": self.name,
         }
         if layer.config.delay_wgrad_compute:

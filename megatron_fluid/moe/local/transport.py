@@ -35,6 +35,7 @@ from megatron_fluid.moe.expert_weights import (
     expert_projections,
 )
 from megatron_fluid.moe.experts import RowGroups, grouped_product, have_triton
+from megatron_fluid.moe.kept import Offload
 from megatron_fluid.moe.rounds.plan import Permutation, count_choices
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
@@ -220,6 +221,7 @@ def local_moe(
     biases: GivenBiases | None = None,
     fp8: bool = False,
     fp8_weight_grads: bool = True,
+    offload: Offload | None = None,
 ) -> Tensor:
     """sum over k of probs[t, k] * expert(topk_ids[t, k])(x[t]), on one rank: [T, H]. Differentiable
     in x, probs, w1 and w2.
@@ -229,7 +231,7 @@ def local_moe(
         x, topk_ids, probs, w1, w2: as for nvlink_moe (moe/nvlink/transport.py), in any dtype.
         activation: a name in moe.activations.ACTIVATIONS, or a callable.
         plan: of plan_local, in place of planning here.
-        scheduler, fused_main_grad, recompute, name, fp8, fp8_weight_grads: see
+        scheduler, fused_main_grad, recompute, name, fp8, fp8_weight_grads, offload: see
             moe.autograd.make_call.
         biases: of fc1 [El, F1] and fc2 [El, H] (see moe/biases.py), or None.
 
@@ -254,7 +256,7 @@ def local_moe(
         probs = probs.float()
     x, transport = _transport_of(plan, x)
     added = expert_biases(biases, *fcs, name)
-    settings = scheduler, name, fused_main_grad, recompute, added, fp8, fp8_weight_grads
+    settings = scheduler, name, fused_main_grad, recompute, added, fp8, fp8_weight_grads, offload
     call = make_call(transport, act, fcs, *settings)
     if not torch.is_autocast_enabled(x.device.type):
         return run_experts(call, x, probs)

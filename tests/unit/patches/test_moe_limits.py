@@ -27,6 +27,7 @@ from megatron_fluid.patches.moe.limits import (
     EXPERT_LIMITS,
     FUSION_LIMITS,
     LAYER_LIMITS,
+    backend_fusion_reason,
     exchange_unsupported_reason,
     experts_unsupported_reason,
     fusion_unsupported_reason,
@@ -63,7 +64,7 @@ EXPERTS: dict[str, tuple[Any, Any]] = {
     "moe_paged_stash": (True, False),
     "moe_ncclep_zero_copy": (True, False),
     "cpu_offloading": (True, False),
-    "offload_modules": (["moe_act"], ["core_attn"]),
+    "offload_modules": (["fused_group_mlp"], ["expert_fc1", "moe_act"]),
 }
 FUSION: dict[str, tuple[Any, Any]] = {
     "overlap_moe_expert_parallel_comm": (True, False),
@@ -129,6 +130,42 @@ def test_a_limit_names_its_setting_and_no_other(
     assert experts_unsupported_reason(config) == (reason if experts else None)
     if setting != "delay_wgrad_compute":
         assert fusion_unsupported_reason(config) == (reason if setting in FUSION else None)
+
+
+@pytest.mark.parametrize("module", ["expert_fc1", "moe_act"])
+def test_offloading_is_ours_but_of_what_is_fp8_recomputed_or_captured_as_a_whole(
+    supported: TransformerConfig, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = copy.copy(supported)
+    config.fine_grained_activation_offloading, config.offload_modules = True, [module]
+    config.recompute_granularity, config.recompute_modules = "selective", ["moe_act"]
+    assert unsupported_reason(config) is None
+    monkeypatch.setattr(limits, "fp8_reason", lambda config: None)
+    for changed in (
+        {"recompute_granularity": "full"},
+        {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []},
+        {"cuda_graph_impl": "full_iteration"},
+    ):
+        other = copy.copy(config)
+        for name, value in changed.items():
+            setattr(other, name, value)
+        reason = experts_unsupported_reason(other)
+        assert reason is not None and reason.startswith("offload_modules="), changed
+        assert exchange_unsupported_reason(other) is None
+
+
+def test_layers_whose_experts_offload_are_fused_on_one_rank_alone(
+    supported: TransformerConfig,
+) -> None:
+    config = copy.copy(supported)
+    for chosen, whole in ((["core_attn"], True), (["moe_act"], False), (["expert_fc1"], False)):
+        config.fine_grained_activation_offloading, config.offload_modules = True, chosen
+        assert backend_fusion_reason(config, "local") is None
+        for backend in ("rounds", "hierarchical"):
+            reason = backend_fusion_reason(config, backend)
+            assert (reason is None) is whole
+            assert reason is None or reason.startswith("offload_modules=")
 
 
 def test_flex_gives_way_to_a_backend_that_is_named(supported: TransformerConfig) -> None:

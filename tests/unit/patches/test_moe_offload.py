@@ -1,0 +1,276 @@
+"""Megatron's fine-grained activation offloading of experts that are ours: its own manager, on a
+CPU, with the same bits as without."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_fluid.config import FluidConfig
+from megatron_fluid.patches.moe import offload
+from tests.support.launch import run_ranks
+
+SWIGLU: dict[str, Any] = {}
+BIASED: dict[str, Any] = {
+    "add_bias_linear": True,
+    "gated_linear_unit": False,
+    "activation_func": F.gelu,
+}
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+# Backend, fields of the FluidConfig, settings of the model.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "local": ("local", {}, SWIGLU),
+    "local, biases and moe_act recomputed": ("local", {}, BIASED | RECOMPUTED),
+    "local, all recomputed": ("local", {"moe_recompute": "both"}, BIASED),
+    "local, deferred": ("local", {"defer_weight_grads": True}, SWIGLU),
+    "experts": ("experts", {}, BIASED | RECOMPUTED),
+    "experts, hidden recomputed": ("experts", {"moe_recompute": "hidden"}, SWIGLU),
+    "phase by phase": (
+        "local",
+        {},
+        {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    ),
+}
+MODULES = (["expert_fc1"], ["moe_act"], ["expert_fc1", "moe_act"])
+STEPS, MICROBATCHES = 3, 2
+
+
+def _steps(
+    modules: Sequence[str], case: str, replay: bool = False, **overrides: Any
+) -> dict[str, Any]:
+    """Losses and gradients of every step, without an optimizer, and what the manager did in each.
+
+    Args:
+        modules: that are offloaded, none without.
+        case: of CASES, or a backend.
+        replay: each forward runs as in replays of CUDA graphs of attention: Megatron launches the
+            copies that it delays in the next layer.
+    """
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+        FineGrainedActivationOffloadingInterface as Offloading,
+    )
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+        PipelineOffloadManager,
+    )
+
+    from megatron_fluid.patches.moe import layer as moe_layer
+    from tests.support import tiny_gpt
+    from tests.support.offloading_on_cpu import manager_on_cpu
+
+    backend, fields, settings = CASES.get(case, (case, {}, SWIGLU))
+    settings = {"moe_grouped_gemm": True, "min_offloaded_tensor_size": 1, **settings, **overrides}
+    if modules:
+        settings |= {"fine_grained_activation_offloading": True, "offload_modules": modules}
+    grouped = "megatron_fluid.patches.moe.expert_parameters._te_linear_types"
+    with (
+        manager_on_cpu() as log,
+        tiny_gpt.plug_in(True, moe_backend=backend, **fields),
+        mock.patch(grouped, return_value=(tiny_gpt.GroupedLinear,)),
+    ):
+        config = tiny_gpt.config_of(**settings)
+        model = tiny_gpt.gpt(config, tiny_gpt.grouped_spec(config))
+        config.delay_offload_until_cuda_graph = replay
+        if replay:
+            for block in model.decoder.layers:
+                block.register_forward_pre_hook(lambda *_: _flush(log, Offloading))
+        size = tiny_gpt.SEQUENCE
+        mask = torch.triu(torch.ones(1, 1, size, size, dtype=torch.bool), 1)
+        found: dict[str, Any] = {"losses": [], "gradients": [], "log": []}
+        for _ in range(STEPS):
+            Offloading.reset()
+            log.clear()
+            model.zero_grad()
+            for microbatch in range(MICROBATCHES):
+                tokens, labels, positions = tiny_gpt.batch(0, 0, microbatch)
+                if replay:
+                    Offloading.enter_replay()
+                loss = model(tokens, positions, mask, labels=labels).mean()
+                if replay:
+                    Offloading.exit_replay()
+                loss.backward()
+                found["losses"].append(loss.item())
+            named = model.named_parameters()
+            found["gradients"].append({k: p.grad.clone() for k, p in named if p.grad is not None})
+            found["log"].append(list(log))
+        layer = model.decoder.layers[0].mlp
+        found["ours"] = moe_layer.experts_reason_of(layer)
+        found["exchange"] = moe_layer.backend_of(layer)[0]
+        found["phases"] = moe_layer.DECISIONS.fusion_reason_of(layer)
+        manager = PipelineOffloadManager.get_instance()
+        found["summary"] = dict(manager.offload_summary_bytes) if modules else {}
+        found["parameters"] = len(list(model.parameters()))
+        with torch.no_grad():
+            log.clear()
+            model.eval()(tokens, positions, mask, labels=labels)
+            found["evaluated"] = list(log)
+    return found
+
+
+def _flush(log: list[tuple[Any, ...]], offloading: Any) -> None:
+    log.append(("flushed",))
+    offloading.flush_delayed_groups()
+
+
+def _same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["ours"] is None and expected["ours"] is None
+    assert found["exchange"] == expected["exchange"]
+    assert found["losses"] == expected["losses"]
+    for step, plain in zip(found["gradients"], expected["gradients"], strict=True):
+        assert len(step) == found["parameters"] and step.keys() == plain.keys()
+        for name, gradient in step.items():
+            assert torch.equal(gradient, plain[name]), name
+
+
+def _only(log: list[tuple[Any, ...]], what: str) -> list[tuple[Any, ...]]:
+    return [entry[1:] for entry in log if entry[0] == what]
+
+
+def _every_case(rank: int, world: int) -> dict[str, Any]:
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=1)
+    found: dict[str, Any] = {}
+    for case, modules in itertools.product(CASES, ([], *MODULES)):
+        body = lambda: _steps(modules, case)  # noqa: B023, E731 (called at once)
+        found[case, "+".join(modules)] = tiny_gpt.guarded(body)
+    return found
+
+
+@pytest.fixture(scope="module")
+def every_case() -> dict[str, Any]:
+    (found,) = run_ranks(_every_case, 1)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("modules", MODULES, ids="+".join)
+def test_offloaded_experts_are_ours_and_have_the_same_bits(
+    every_case: dict[str, Any], case: str, modules: list[str]
+) -> None:
+    plain, found = every_case[case, ""], every_case[case, "+".join(modules)]
+    assert "error" not in plain, plain["error"]
+    assert "error" not in found, found["error"]
+    _same(found, plain)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("modules", MODULES, ids="+".join)
+def test_each_group_holds_its_tensor_alone_and_is_asked_for_it_once(
+    every_case: dict[str, Any], case: str, modules: list[str]
+) -> None:
+    found = every_case[case, "+".join(modules)]
+    assert "error" not in found, found["error"]
+    rows = 32 * CASES[case][2].get("moe_router_topk", 2)  # of 32 tokens
+    hidden = 48 if "gated_linear_unit" in CASES[case][2] else 96
+    shapes = {"expert_fc1": (rows, 32), "moe_act": (rows, hidden)}
+    forward = [(name, shapes[name]) for name in modules] * 2  # of two layers
+    bytes_of = {name: 4 * rows * columns for name, (rows, columns) in shapes.items()}
+    for step, log in enumerate(found["log"]):
+        assert _only(log, "saved") == forward * MICROBATCHES
+        assert _only(log, "started") == [(name,) for name, _ in forward] * MICROBATCHES
+        assert _only(log, "committed") == _only(log, "started")
+        assert sorted(_only(log, "asked for")) == sorted(forward * MICROBATCHES)
+        # After the first step, which learns the groups, the last of each name stays.
+        groups = modules * (1 if step else 2) * MICROBATCHES
+        assert _only(log, "copied") == [(name, bytes_of[name]) for name in groups]
+    assert found["summary"] == {name: bytes_of[name] for name in modules}
+
+
+def test_a_forward_without_gradients_passes_the_groups_and_saves_nothing(
+    every_case: dict[str, Any],
+) -> None:
+    for case in CASES:
+        log = every_case[case, "expert_fc1+moe_act"]["evaluated"]
+        assert not {entry[0] for entry in log} & {"saved", "asked for"}, case
+
+
+def _two_ranks(rank: int, world: int) -> dict[str, Any]:
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=2)
+    bodies = {
+        "plain": lambda: _steps([], "rounds"),
+        "offloaded": lambda: _steps(MODULES[-1], "rounds"),
+    }
+    return {name: tiny_gpt.guarded(body) for name, body in bodies.items()}
+
+
+def test_layers_of_several_ranks_offload_phase_by_phase() -> None:
+    for found in run_ranks(_two_ranks, 2):
+        for result in found.values():
+            assert "error" not in result, result["error"]
+        plain, offloaded = found["plain"], found["offloaded"]
+        assert plain["ours"] is None and offloaded["ours"] is None
+        assert plain["exchange"] == offloaded["exchange"] == "rounds"
+        assert plain["phases"] is None and offloaded["phases"].startswith("offload_modules=")
+        assert offloaded["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+        for log in offloaded["log"]:
+            names = [name for name, _ in _only(log, "asked for")]
+            assert names == ["moe_act", "expert_fc1"] * 2 * MICROBATCHES
+            assert _only(log, "copied")
+
+
+def _managed_otherwise(rank: int, world: int) -> dict[str, Any]:
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=1)
+    both = MODULES[-1]
+    bodies = {
+        "plain": lambda: _steps([], "local"),
+        "delayed": lambda: _steps(both, "local", replay=True),
+        "fraction": lambda: _steps(both, "local", activation_offload_fraction=0.5),
+        "large tensors alone": lambda: _steps(both, "local", min_offloaded_tensor_size=64 * 96),
+    }
+    return {name: tiny_gpt.guarded(body) for name, body in bodies.items()}
+
+
+def test_the_managers_settings_hold() -> None:
+    both = MODULES[-1]
+    (found,) = run_ranks(_managed_otherwise, 1)
+    for name, result in found.items():
+        assert "error" not in result, f"{name}: {result['error']}"
+        _same(result, found["plain"])
+    for log in found["delayed"]["log"]:
+        first, second = [n for n, entry in enumerate(log) if entry == ("flushed",)][:2]
+        assert _only(log[first:second], "saved") and not _only(log[first:second], "copied")
+        names = [name for name, _ in _only(log[second : second + 10], "copied")]
+        assert names == both
+    # Of the first microbatch one of layer 0's two groups, of the second layer 0's two of four.
+    for log in found["fraction"]["log"][1:]:
+        names = [name for name, _ in _only(log, "copied")]
+        assert names == ["expert_fc1", "expert_fc1", "moe_act"]
+    summary = found["large tensors alone"]["summary"]
+    assert summary == {"expert_fc1": 0, "moe_act": 64 * 96 * 4}
+
+
+def test_recomputation_of_what_is_offloaded_is_said_to_have_no_effect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    offload._say_unused.cache_clear()
+    config: Any = SimpleNamespace(
+        fine_grained_activation_offloading=True,
+        offload_modules=["core_attn", "moe_act"],
+        delay_offload_until_cuda_graph=False,
+    )
+    for recompute in ("rows", "hidden", "hidden"):
+        made = offload.offload_of(config, FluidConfig(moe_recompute=recompute))
+        assert made is not None and made.parts == ("hidden",)
+    (record,) = caplog.records
+    assert "--fluid-moe-recompute hidden has no effect on moe_act" in record.message
+    config.offload_modules = ["core_attn"]
+    assert offload.offload_of(config, FluidConfig()) is None
+
+
+def test_a_second_backward_of_one_forward_is_refused_by_name() -> None:
+    chunk = SimpleNamespace(on_group_commit_backward=lambda _: None, tensor_pop=lambda tag: tag)
+    group = offload._Group(chunk, "moe_act", [torch.ones(1)])
+    assert torch.equal(group.take()[0], torch.ones(1))
+    with pytest.raises(RuntimeError, match="moe_act is offloaded.*retain_graph"):
+        group.take()
