@@ -278,6 +278,13 @@ PATCHES: tuple[Patch, ...] = (
         reason="gradients that no microbatch has written are zeroed before they are reduced",
     ),
     Patch(
+        name="gradient-zeroing-graph",
+        target="megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__",
+        signature="(self, *args, **kwargs)",
+        replacement="megatron_fluid.patches.gradient_zeroing:whole_iteration",
+        reason="a graph of a whole iteration writes them too, and no replay says so",
+    ),
+    Patch(
         name="optimizer-gradients",
         target="megatron.core.optimizer.distrib_optimizer:"
         "DistributedOptimizer._copy_model_grads_to_main_grads",

@@ -17,16 +17,20 @@ Gradients that are fresh are zeroed after all before anybody else looks at them:
   wanted: its kernels may add to main_grad (`_Guard`);
 - the optimizer takes its gradients (optimizer_copies.py).
 
-A replay of a CUDA graph runs none of this. Where a graph may hold experts all is zeroed, and what
-is captured always adds.
+A replay of a CUDA graph runs none of this. Where a graph may hold layers with experts all is
+zeroed, and so is, from then on, what anybody captures. A graph of a whole iteration
+(--cuda-graph-impl full_iteration) writes what was fresh when it was captured, and `whole_iteration`
+stands around its replays: what is fresh and not written by the graph is zeroed before, and what it
+has written is no longer fresh after.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,9 +42,11 @@ from megatron_fluid.backward.fresh_grads import (
     group_of,
     group_with,
     settle,
+    settle_all,
 )
+from megatron_fluid.backward.fresh_grads import whole_iteration as captured_groups
 
-__all__ = ["GradientZeroing", "reset", "serve_elsewhere", "start_grad_sync"]
+__all__ = ["GradientZeroing", "reset", "serve_elsewhere", "start_grad_sync", "whole_iteration"]
 
 # What a CUDA graph may hold while the experts run outside of it.
 _OUTSIDE = frozenset({"attn", "mlp", "mamba", "moe_router", "moe_preprocess"})
@@ -65,7 +71,9 @@ class _Served(GradGroup):
     def needs_no_zeros(self, buffer: Tensor) -> bool:
         """Whether the next backward will write the gradients, as far as one can tell: those that
         lie in `buffer`."""
-        if self.elsewhere or not (self.fresh or (self.written and self.synced)):
+        if self.elsewhere or self.captured:
+            return False
+        if not (self.fresh or (self.written and self.synced)):
             return False
         first: Tensor = self.params[0].main_grad  # type: ignore[attr-defined]
         return first.data_ptr() == _place(buffer, self.spans[0])
@@ -172,8 +180,9 @@ def _off_reason(ddp: Any) -> str | None:
         return "parameters are gathered into the gradients' memory"
     if config.cuda_graph_impl != "none":
         modules = {module.name for module in config.cuda_graph_modules or ()}
-        if config.cuda_graph_impl == "full_iteration" or not modules or not modules <= _OUTSIDE:
-            return "a CUDA graph may hold experts, and its replays add"
+        whole = config.cuda_graph_impl == "full_iteration"
+        if not whole and (not modules or not modules <= _OUTSIDE):
+            return "a CUDA graph may hold layers with experts, and its replays add"
     return None
 
 
@@ -270,3 +279,48 @@ def start_grad_sync(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
 
     return fluid_start
+
+
+def whole_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `FullCudaGraphWrapper.__call__`, which captures an iteration's forward and backward, and
+    then replays them."""
+
+    @functools.wraps(original)
+    def fluid_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("forward_only", True):
+            return original(self, *args, **kwargs)
+        graph = self.cuda_graph["training"]
+        if graph is not None:
+            with _replayed(graph):
+                return original(self, *args, **kwargs)
+        with captured_groups() as found:  # or an iteration before that
+            result = original(self, *args, **kwargs)
+        if (graph := self.cuda_graph["training"]) is not None:
+            served = [group for group in found if isinstance(group, _Served)]
+            graph._fluid_writes = [(group, group.synced) for group in served]
+        return result
+
+    return fluid_call
+
+
+@contextlib.contextmanager
+def _replayed(graph: Any) -> Iterator[None]:
+    """The time of one replay, of which Python sees nothing."""
+    writes: list[tuple[_Served, bool]] = graph.__dict__.get("_fluid_writes", [])
+    fresh = [group for group, _ in writes if group.fresh]
+    for group in fresh:
+        group.clear()
+    settle_all()  # the others, to which the graph adds
+    # Nobody has zeroed these since they were written: the graph's share is added.
+    sums = [p for group, _ in writes if group.written for p in group.params]
+    before = [param.main_grad.clone() for param in sums]  # type: ignore[attr-defined]
+    try:
+        yield
+    except BaseException:  # such as a data set that has come to its end, before the replay
+        for group in fresh:
+            group.mark()
+        raise
+    if sums:
+        torch._foreach_add_([param.main_grad for param in sums], before)  # type: ignore[attr-defined]
+    for group, synced in writes:
+        group.written, group.synced = True, group.synced or synced

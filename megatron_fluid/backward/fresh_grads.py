@@ -6,13 +6,18 @@ writes whole: it marks them fresh (`GradGroup.mark`), and what main_grad holds i
 
 Whoever adds to main_grad or reads it asks before: `begin` a call that can write all of them,
 `settle` and `settle_all` anybody else. These write the zeros that are missing.
+
+What is captured in a CUDA graph always adds: a replay asks nobody, and there may be several in an
+iteration. Its gradients are then never fresh again (`captured`). But for a graph of a whole
+iteration (`whole_iteration`), whose owner knows when it is replayed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import repeat
 from typing import Any
 
@@ -27,6 +32,7 @@ __all__ = [
     "group_with",
     "settle",
     "settle_all",
+    "whole_iteration",
     "written",
 ]
 
@@ -35,6 +41,8 @@ _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 # The groups that are fresh, by identity: of none, as in all microbatches but the first, nobody
 # looks at a parameter.
 _fresh: dict[int, weakref.ref[GradGroup]] = {}
+# Of a graph of a whole iteration that is captured now: the groups that it writes.
+_whole: list[GradGroup] | None = None
 
 
 class GradGroup:
@@ -42,10 +50,14 @@ class GradGroup:
 
     Args:
         params: each with a dense main_grad. They know their group from now on.
+
+    Attributes:
+        captured: whether a CUDA graph adds to the gradients, whose replays nobody sees: the group
+            is not to be marked.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        self.params = tuple(params)
+        self.params, self.captured = tuple(params), False
         for param in self.params:
             setattr(param, _NAME, self)
 
@@ -108,10 +120,14 @@ def begin(params: Sequence[Tensor]) -> bool:
     Where it is, the call says `written` after its last launch. Where not, it adds: zeros that were
     missing have been written.
     """
+    graphed = _capturing(params[0])
+    if graphed and _whole is None:
+        settle(params)
+        _never_again(params)
     if not _fresh:
         return False
     group = group_of(params)
-    if group is not None and group.fresh and not _capturing(params[0]):
+    if group is not None and group.fresh:
         return True
     settle(params)
     return False
@@ -121,6 +137,32 @@ def written(params: Sequence[Tensor]) -> None:
     """The gradients of `params`, a group that `begin` has answered for, are on their way."""
     if (group := group_with(params[0])) is not None:
         group.clear()
+        if _whole is not None and _capturing(params[0]):
+            _whole.append(group)
+
+
+def _never_again(params: Sequence[Tensor]) -> None:
+    """A graph has been captured that adds to the gradients of `params`."""
+    groups = {group_with(param) for param in params}
+    if None in groups:
+        alone = [param for param in params if group_with(param) is None]
+        groups = groups - {None} | {GradGroup(alone)}
+    for group in groups:
+        if group is not None:
+            group.captured = True
+
+
+@contextmanager
+def whole_iteration() -> Iterator[list[GradGroup]]:
+    """The time in which a CUDA graph of a whole iteration is captured, or the iteration runs: gives
+    the groups that the graph will write, to be read behind it. Each replay follows upon their
+    marks, or upon zeros, and its owner clears the marks."""
+    global _whole
+    _whole = found = list[GradGroup]()
+    try:
+        yield found
+    finally:
+        _whole = None
 
 
 def settle(params: Iterable[Tensor]) -> None:
@@ -144,8 +186,8 @@ def _capturing(tensor: Tensor) -> bool:
 
 
 def _zero(grads: list[Tensor]) -> None:
-    """Write zeros now. A CUDA graph that is captured meanwhile must not hold them: its replays,
-    which may be several in an iteration, add."""
+    """Write zeros now. A CUDA graph that is captured meanwhile must not hold them: its replays
+    add."""
     if not _capturing(grads[0]):
         torch._foreach_zero_(grads)
         return

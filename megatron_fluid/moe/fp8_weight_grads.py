@@ -11,7 +11,6 @@ Legend: N rows (sorted by expert), El experts, A and B widths of a weight gradie
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
