@@ -175,7 +175,7 @@ def _is_observer(hook: Callable[..., Any]) -> bool:
 
 
 def _is_guard(hook: Callable[..., Any]) -> bool:
-    return type(hook).__module__ == _GUARDS
+    return getattr(hook, "__module__", None) == _GUARDS
 
 
 def _is_parameter_gather(hook: Callable[..., Any]) -> bool:

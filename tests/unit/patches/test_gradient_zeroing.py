@@ -3,6 +3,7 @@ noted down, and a replay does it again without a word to anybody."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_fluid.backward import fresh_grads
 from megatron_fluid.patches import gradient_zeroing
+from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 
 MICROBATCHES, SIZE = 3, 6
 
@@ -290,3 +292,25 @@ def test_settings_that_rule_it_out(
     reason = gradient_zeroing._off_reason(ddp)
     assert reason is None if words is None else words in str(reason)
     assert gradient_zeroing._off_reason(torch.nn.Linear(1, 1)) is not None
+
+
+def test_guards_are_no_hooks_that_our_path_would_have_to_run(model: Model) -> None:
+    """Nor are those that a copied module took along."""
+    modules = model.ddp.module
+    before = ModuleHooks(experts=modules)
+    iterations(model, lambda: model.backward(lambda launch: launch(), None), 2)
+    assert len(modules._forward_pre_hooks) == len(model.projections)
+    assert model.reset() == BOTH
+    for hooks in (
+        before,
+        ModuleHooks(experts=modules),
+        ModuleHooks(experts=copy.deepcopy(modules)),
+    ):
+        assert not hooks.registered() and hooks.foreign() is None
+        hooks.run_parameter_gather()
+    modules.register_forward_pre_hook(lambda module, inputs: None)
+    assert before.registered() and "pre-hook" in str(before.foreign())
+    assert model.grads().isnan().all()
+    for hook in modules._forward_pre_hooks.values():
+        hook(modules, ())
+    assert not model.grads().any()
