@@ -273,6 +273,29 @@ PATCHES: tuple[Patch, ...] = (
         "without a visit of autograd for each of hundreds of parameters",
     ),
     Patch(
+        name="gradient-zeroing",
+        target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.reset",
+        signature="(self)",
+        replacement="megatron_fluid.patches.gradient_zeroing:reset",
+        reason="the first microbatch writes the experts' gradients; zeroing them and reading the "
+        "zeros moves twice as many bytes",
+    ),
+    Patch(
+        name="gradient-zeroing-guard",
+        target="megatron.core.distributed.param_and_grad_buffer:"
+        "_ParamAndGradBucketGroup.start_grad_sync",
+        signature="(self, force_all_reduce=False)",
+        replacement="megatron_fluid.patches.gradient_zeroing:start_grad_sync",
+        reason="gradients that no microbatch has written are zeroed before they are reduced",
+    ),
+    Patch(
+        name="gradient-zeroing-graph",
+        target="megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__",
+        signature="(self, *args, **kwargs)",
+        replacement="megatron_fluid.patches.gradient_zeroing:whole_iteration",
+        reason="a graph of a whole iteration writes them too, and no replay says so",
+    ),
+    Patch(
         name="optimizer-gradients",
         target="megatron.core.optimizer.distrib_optimizer:"
         "DistributedOptimizer._copy_model_grads_to_main_grads",

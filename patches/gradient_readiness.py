@@ -20,7 +20,9 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_fluid.backward.fresh_grads import settle
 from megatron_fluid.backward.main_grad import set_ready_report
+from megatron_fluid.patches.gradient_zeroing import GradientZeroing
 
 __all__ = ["ParameterGathers", "backward_post_hook"]
 
@@ -79,7 +81,7 @@ class _Report:
     def __init__(self, ddp: Any) -> None:
         from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-        self._ddp = weakref.ref(ddp)
+        self._ddp, self._zeroing = weakref.ref(ddp), GradientZeroing(ddp)
         self._is_graph_capturing = is_graph_capturing
 
     def accepts(self) -> bool:
@@ -95,6 +97,7 @@ class _Report:
         return local or not ddp.ddp_config.overlap_grad_reduce
 
     def __call__(self, params: Sequence[Tensor]) -> None:
+        self._zeroing.reported(params)
         ddp = self._ddp()
         if ddp is None or not ddp.ddp_config.overlap_grad_reduce:
             return
@@ -154,6 +157,13 @@ def backward_post_hook(original: Callable[..., Any]) -> Callable[..., Any]:
         if report is None:
             report = self._fluid_report = _Report(self)
         set_ready_report(param, report)
-        return original(self, param)
+        hook = original(self, param)
+
+        @functools.wraps(hook)
+        def fluid_post_hook(*unused: Any) -> Any:
+            settle((param,))  # what autograd has is added to main_grad
+            return hook(*unused)
+
+        return fluid_post_hook
 
     return fluid_hook

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fluid.backward.fresh_grads import settle_all
+
 __all__ = ["copy_main_params", "copy_model_grads", "copy_slices", "is_plain", "same_objects"]
 
 _main_grad = operator.attrgetter("main_grad")
@@ -33,7 +35,14 @@ def copy_main_params(original: Callable[..., None]) -> Callable[..., None]:
 def copy_model_grads(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap `DistributedOptimizer._copy_model_grads_to_main_grads`, which gives each shard its part
     of main_grad: no value is copied where both are fp32."""
-    return _served(original, "_fluid_grad_views", lambda optimizer: _GradViews(optimizer))
+    copy = _served(original, "_fluid_grad_views", lambda optimizer: _GradViews(optimizer))
+
+    @functools.wraps(original)
+    def fluid_copy_grads(self: Any) -> None:
+        settle_all()  # where no reduction of the gradients was asked for
+        copy(self)
+
+    return fluid_copy_grads
 
 
 def _served(

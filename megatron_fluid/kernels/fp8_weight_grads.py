@@ -48,7 +48,7 @@ __all__ = [
 _WEIGHTS, _SUMS = "fp8_weights", "fp8_weight_sums"
 _MOST_EXPERTS = 1024
 _ADDED = torch.float32, torch.int64  # dtypes of what is added to, and of addresses
-_NUMBERS = struct.Struct("=9Q").pack_into
+_NUMBERS = struct.Struct("=10Q").pack_into
 
 
 class TurnedRows(NamedTuple):
@@ -121,13 +121,15 @@ def add_fp8_weight_grads(
     outputs: Tensor | Sequence[Tensor],
     ends: Sequence[int] | None = None,
     programs: int | None = None,
+    overwrite: bool = False,
 ) -> None:
     """outputs[e] += left[:, rows of e] @ right[:, rows of e].T, summed in fp32: El fp32 matrices
     [A, B].
 
     addresses: int64 [El] on the device, where the outputs begin; a CPU does not read them. The
     kernel reads, adds and writes: streams must order calls for the same outputs. Outputs of experts
-    without rows are not touched. `takes_main_grads` of kernels/grouped_gemm.py says whether the
+    without rows are not touched. overwrite: outputs[e] = instead of +=, zero for an expert without
+    rows; what was there is not read. `takes_main_grads` of kernels/grouped_gemm.py says whether the
     outputs fit. The other arguments are those of fp8_weight_grads.
 
     Raises:
@@ -145,9 +147,16 @@ def add_fp8_weight_grads(
     if not left.values.is_cuda:
         found_grads = turned_weight_grads(left, right, host_ends(offsets, ends))
         for output, grad in zip(outputs, found_grads, strict=True):
-            output += grad
+            if overwrite:
+                output.copy_(grad)
+            else:
+                output += grad
     elif left.values.shape[1]:
-        _module(left.values.device.index).launch(left, right, offsets, None, addresses, programs)
+        own = _module(left.values.device.index)
+        own.launch(left, right, offsets, None, addresses, programs, overwrite)
+    elif overwrite:
+        for output in outputs:
+            output.zero_()
 
 
 def compile_fp8_weight_grads_ahead(device: torch.device) -> None:
@@ -192,20 +201,21 @@ class _Module(HopperKernels):
     def __init__(self) -> None:
         super().__init__(FP8_WEIGHT_GRADS, torch.float8_e4m3fn)
         self._own, self._both, self._result = TensorMaps(1), TensorMaps(len(BOXES)), TensorMaps(1)
-        self._numbers = (ctypes.c_uint64 * 9)()
+        self._numbers = (ctypes.c_uint64 * 10)()
         base = ctypes.addressof(self._numbers)
         maps = (self._own.address, self._both.address, self._result.address)
-        whole = (*maps, *(base + 8 * i for i in range(9)))
+        whole = (*maps, *(base + 8 * i for i in range(10)))
         self._parameters = (ctypes.c_void_p * len(whole))(*whole)
 
     def launch(
         self, left: TurnedRows, right: TurnedRows, offsets: Tensor, out: Tensor | None,
-        addresses: Tensor | None, programs: int | None,
+        addresses: Tensor | None, programs: int | None, overwrite: bool = False,
     ) -> None:  # fmt: skip
-        """Start a kernel on the current stream: into `out`, or onto the matrices at `addresses`."""
+        """Start a kernel on the current stream: into `out`, or onto the matrices at `addresses`, or
+        with `overwrite` into these."""
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
-                self.launch(left, right, offsets, out, addresses, programs)
+                self.launch(left, right, offsets, out, addresses, programs, overwrite)
             return
         (high, places), wide = left.values.shape, right.values.shape[0]
         stream = torch._C._cuda_getCurrentRawStream(self._device)
@@ -217,7 +227,7 @@ class _Module(HopperKernels):
             sums = 0 if addresses is None else addresses.data_ptr()
             pointers = (offsets.data_ptr(), sums, left.scales.data_ptr(), right.scales.data_ptr())
             sizes = (offsets.shape[0], high, wide, places)
-            _NUMBERS(self._numbers, 0, *pointers, *sizes, self._counter(stream))
+            _NUMBERS(self._numbers, 0, *pointers, *sizes, self._counter(stream), overwrite)
             sms = multiprocessors(self._device) if programs is None else programs
             self._start(_WEIGHTS if addresses is None else _SUMS, sms, stream, self._parameters)
 

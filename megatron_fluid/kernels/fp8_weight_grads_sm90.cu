@@ -3,7 +3,8 @@
 //
 //   out[e, a, b] = sum_t left_scales[t, a] right_scales[t, b] sum_(p in block t) left[a, p] right[b, p]     left [A, P], right [B, P]
 //
-// for the blocks t of 128 places that the rows of expert e fill (kernels/fp8_weight_grads.py). ADDS: added to fp32 matrices.
+// for the blocks t of 128 places that the rows of expert e fill (kernels/fp8_weight_grads.py). ADDS: added to fp32 matrices, or
+// written to them.
 //
 // As in fp8_grouped_gemm_sm90.cu the sum of a block is scaled and added in fp32 registers, by one warpgroup while others multiply. The
 // features of left are the M side, cut into as few tiles as hold them, of up to three slabs of 64, one for each warpgroup. Blocks of a
@@ -38,20 +39,22 @@ struct Tile {
   int row, slabs, feature;    // row: the first feature of left; feature: of right, of the cluster's first block
 };
 
-// From the number of a tile to the tile; numbers grow from call to call. ADDS: an expert without rows has none.
+// From the number of a tile to the tile; numbers grow from call to call. ADDS: an expert without rows has none, but if the matrices are
+// fresh: then it is written zeros.
 template <bool ADDS>
 struct Walk {
   const int* ends;
   int places;  // of all experts, at most: ends that are larger or that decrease lead nowhere else
   int experts, slabs, across;
   int expert, first, start, block;
+  bool fresh;
 
   __device__ __forceinline__ bool find(int number, Tile& found) {
     const int high = (slabs + CONSUMERS - 1) / CONSUMERS;
     while (expert < experts) {
       const int end = max(start, min(ends[expert], places));
       const int blocks = min((end - start + BLOCK - 1) / BLOCK, places / BLOCK - block);
-      const int tiles = ADDS && blocks == 0 ? 0 : high * across;
+      const int tiles = ADDS && blocks == 0 && !fresh ? 0 : high * across;
       const int inside = number - first;
       if (inside < tiles) {
         const int strip = inside / (STRIP * across);
@@ -105,12 +108,14 @@ struct Tiles {
   }
 };
 
-// What all of a block's threads know. high, wide: A, B. sums: ADDS, the address of each expert's matrix.
+// What all of a block's threads know. high, wide: A, B. ADDS: sums, the address of each expert's matrix; fresh, whether these have no
+// sums yet.
 struct Job {
   const TensorMap* result;
   const u64* sums;
   const float *left_scales, *right_scales;
   int high, wide;
+  bool fresh;
 };
 
 __device__ __forceinline__ void load_bytes(u32 to, const void* from, int bytes, u64* barrier) {
@@ -240,16 +245,18 @@ __device__ __forceinline__ void store_slab(
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Onto the old sums, which carry_sums has brought and takes away again.
-__device__ __forceinline__ void add_slab(const float (&total)[64], u32 staging, int thread) {
+// Onto the old sums, if any, which carry_sums has brought and takes away again.
+__device__ __forceinline__ void add_slab(const float (&total)[64], bool fresh, u32 staging, int thread) {
   const u32 at = staging + (thread / 32 * 16 + thread % 32 / 4) * PITCH + thread % 4 * 8;
 #pragma unroll
   for (int j = 0; j < 16; j += 4) {
-    float old[16];  // read together: each read takes as long as many additions
+    float old[16] = {};  // read together: each read takes as long as many additions
 #pragma unroll
-    for (int i = 0; i < 8; i++)
+    for (int i = 0; i < 8; i++) {
+      if (fresh) break;
       asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(old[2 * i]), "=f"(old[2 * i + 1])
                    : "r"(at + i % 2 * 8 * PITCH + (j + i / 2) * 32) : "memory");
+    }
 #pragma unroll
     for (int i = 0; i < 8; i++)
       asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at + i % 2 * 8 * PITCH + (j + i / 2) * 32),
@@ -285,7 +292,7 @@ __device__ __forceinline__ void consume(
     multiply_slab<ADDS>(total, job, tile, steps, scales, shared, stage, parity, warpgroup, thread);
     if constexpr (ADDS) {
       wait(&mine->fetched[warpgroup], turn);
-      add_slab(total, staging, thread);
+      add_slab(total, job.fresh, staging, thread);
       arrive(&mine->added[warpgroup]);
     } else {
       store_slab(job, total, tile.expert, tile.row + warpgroup * SLAB, tile.feature + block * BLOCK, staging, warpgroup, thread);
@@ -294,7 +301,7 @@ __device__ __forceinline__ void consume(
 }
 
 // One warp for each warpgroup that multiplies: brings a slab's old sums into the staging area during the multiplication, and writes
-// the new ones back. No other block has the slab.
+// the new ones back; of fresh matrices it only says that the staging area is free. No other block has the slab.
 __device__ __forceinline__ void carry_sums(
     const Job& job, u32 staging, Mine* mine, int block, int warpgroup, int lane) {
   u64 *const fetched = &mine->fetched[warpgroup], *const added = &mine->added[warpgroup];
@@ -307,9 +314,9 @@ __device__ __forceinline__ void carry_sums(
     float* const matrix = (float*)job.sums[tile.expert] + (u64)row * job.wide + feature;
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // a lane fills the rows that it emptied
     __syncwarp();  // nobody still waits for the tile before
-    if (lane == 0) expect(fetched, some ? SLAB * BLOCK * 4 : 0);
+    if (lane == 0) expect(fetched, some && !job.fresh ? SLAB * BLOCK * 4 : 0);
     __syncwarp();
-    if (some) {
+    if (some && !job.fresh) {
 #pragma unroll
       for (int i = 0; i < SLAB; i += 32)
         load_bytes(staging + (lane + i) * PITCH, matrix + (u64)i * job.wide, BLOCK * 4, fetched);
@@ -345,7 +352,8 @@ __device__ __forceinline__ void run(
   __syncthreads();
   sync_cluster();
   const Walk<ADDS> walk = {
-      experts <= MOST_STAGED ? row_ends : ends, places, experts, job.high / SLAB, (job.wide + 2 * BLOCK - 1) / (2 * BLOCK), 0, 0, 0, 0};
+      experts <= MOST_STAGED ? row_ends : ends, places, experts, job.high / SLAB, (job.wide + 2 * BLOCK - 1) / (2 * BLOCK), 0, 0, 0, 0,
+      job.fresh};
   const Numbers numbers = {shared, (int)blockIdx.x / 2, 0};
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Room<ADDS>::LOAD));
@@ -365,14 +373,14 @@ __device__ __forceinline__ void run(
 }
 
 // high, wide, places: A, B, P, multiples of 128. left_scales [P / 128, A], right_scales [P / 128, B]. result: of [El, A, B], not of ADDS.
-// sums: of ADDS alone.
+// sums, fresh: of ADDS alone.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (1 + CONSUMERS), 1) ENTRY(
     const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ TensorMap result,
     const int* ends, const u64* sums, const float* left_scales, const float* right_scales, int experts, int high, int wide,
-    int places, int counter) {
+    int places, int counter, int fresh) {
   __shared__ Shared shared;
   __shared__ Mine mine;
   __shared__ int row_ends[MOST_STAGED];
-  const Job job = {&result, sums, left_scales, right_scales, high, wide};
+  const Job job = {&result, sums, left_scales, right_scales, high, wide, fresh != 0};
   run<ENTRY_MODE>(&own, &both, job, ends, experts, places, counters + counter, &shared, &mine, row_ends);
 }

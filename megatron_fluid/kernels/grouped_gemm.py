@@ -289,12 +289,13 @@ def add_weight_grads(
     addresses: Tensor,
     outputs: Tensor | Sequence[Tensor],
     programs: int | None = None,
+    overwrite: bool = False,
 ) -> None:
     """outputs[e] += left[rows of e].T @ right[rows of e]: [N, a], [N, b], El fp32 matrices [a, b].
 
-    addresses: int64 [El] on the device, where the outputs begin. The kernel reads, adds and writes:
-    streams must order calls for the same outputs. `can_add_weight_grads` and `takes_main_grads`
-    say whether it may be called.
+    addresses: int64 [El] on the device, where the outputs begin. overwrite: outputs[e] = instead of
+    +=, zero for an expert without rows. The kernel reads, adds and writes: streams must order calls
+    for the same outputs. `can_add_weight_grads` and `takes_main_grads` say if it may be called.
 
     Raises:
         ConfigError: different numbers of rows or of experts, outputs of another shape, offsets that
@@ -308,8 +309,8 @@ def add_weight_grads(
     pointers = (0, 0, offsets.data_ptr(), addresses.data_ptr())
     sizes = (len(outputs), left.shape[1], right.shape[1], left.shape[0])
     maps = Operands((left, 64), (right, 64), ())  # what is written is not written by TMA
-    long = left.shape[0] >= _LONG_ROWS * len(outputs)
-    _launch("grouped_long_sums" if long else "grouped_sums", left, maps, pointers, sizes, programs)
+    name = "grouped_long_sums" if left.shape[0] >= _LONG_ROWS * len(outputs) else "grouped_sums"
+    _launch(name, left, maps, pointers, sizes, programs, overwrite)
 
 
 def layer_kernels(hidden: int, activation: str, sends: bool) -> tuple[str, ...]:
@@ -388,9 +389,8 @@ def _launch(
     programs: int | None,
     keep: int = True,
 ) -> None:
-    device = x.device.index
-    sms = multiprocessors(device) if programs is None else programs
-    hopper_module(x.dtype, device).launch(name, maps, pointers, sizes, sms, keep)
+    sms = multiprocessors(x.device.index) if programs is None else programs
+    hopper_module(x.dtype, x.device.index).launch(name, maps, pointers, sizes, sms, keep)
 
 
 def _boxes(weights: Tensor) -> int:

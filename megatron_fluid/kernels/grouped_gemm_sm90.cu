@@ -8,7 +8,7 @@
 // GATED      the same for w [El, 2F, K], and act[n, f] = silu(out[n, f]) out[n, F + f] prob[n]; with larger tiles WIDE
 // BACKWARD   out[n, j] = sum_k x[n, k] w[e, k, j]     w [El, K, J]
 // WEIGHTS    out[e, a, b] = sum_n left[n, a] right[n, b]
-// SUMS       the same, added to fp32 matrices; LONG_SUMS for experts with many rows
+// SUMS       the same, added to fp32 matrices, or written to them; LONG_SUMS for experts with many rows
 // for the rows n of expert e: ends[e - 1] to ends[e].
 constexpr int MOST_UNITS = 9, RING = 1;
 constexpr unsigned int MOST_TRIES = 1u << 24;  // a step takes a microsecond: seconds are a fault
@@ -33,6 +33,7 @@ struct Walk {
   int experts, across, down;  // across: pairs of 128 features; down: tiles of COLUMNS (GRADS)
   int expert, first, start;
   bool reversed;  // the matrices of the experts lie in descending order
+  bool fresh;     // ADDS: there are no old sums, so that an expert without rows is written zeros
 
   // Into how many tiles so many units of tokens are cut: 8 units fill the widest instruction; a ninth may spare a tile.
   static __device__ __forceinline__ int tiles_of(int units) {
@@ -44,7 +45,7 @@ struct Walk {
     while (expert < experts) {
       const int end = max(start, min(ends[expert], rows));
       const int units = (end - start + UNIT - 1) / UNIT;
-      const int high = Shape<MODE>::ADDS && end == start ? 0 : Shape<MODE>::GRADS ? down : tiles_of(units);
+      const int high = Shape<MODE>::ADDS && end == start && !fresh ? 0 : Shape<MODE>::GRADS ? down : tiles_of(units);
       const int inside = number - first;
       if (inside < high * across) {
         const int strip = inside / (STRIP * across);
@@ -227,13 +228,13 @@ __device__ __forceinline__ int gated_tile(
 // An expert without rows has one step, whose rows all become zeros.
 template <int MODE>
 __device__ __forceinline__ void weight_tile(
-    const Tile& tile, const TensorMap* map, int high, int wide, u32 steps, u32 staging, Shared* shared, int& stage, u32& parity,
-    int& turn, int block, int warpgroup, int thread) {
+    const Tile& tile, const TensorMap* map, bool fresh, int high, int wide, u32 steps, u32 staging, Shared* shared, int& stage,
+    u32& parity, int& turn, int block, int warpgroup, int thread) {
   constexpr int COLUMNS = Shape<MODE>::COLUMNS, PITCH = Shape<MODE>::PITCH;
   const int feature = tile.feature + block * 128 + warpgroup * 64;
   float total[COLUMNS / 2];
   multiply<MODE, COLUMNS>(total, steps, shared, tile.rows, stage, parity, warpgroup, thread);
-  if constexpr (Shape<MODE>::ADDS) {  // onto the old sums, which carry_sums has brought and takes away again
+  if constexpr (Shape<MODE>::ADDS) {  // onto the old sums, if any, which carry_sums has brought and takes away again
     constexpr int PASSES = Shape<MODE>::PASSES;
     const u32 at = staging + (thread / 32 * (16 / PASSES) + thread % 32 / 4) * PITCH + thread % 4 * 8;
 #pragma unroll
@@ -245,8 +246,8 @@ __device__ __forceinline__ void weight_tile(
         for (int h = 0; h < 2 / PASSES; h++) {
           const u32 place = at + 8 * h * PITCH + j * 32;
           const int i = 4 * j + 2 * (h + pass);
-          float first, second;
-          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(place) : "memory");
+          float first = 0.0f, second = 0.0f;
+          if (!fresh) asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(place) : "memory");
           asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(place), "f"(first + total[i]), "f"(second + total[i + 1])
                        : "memory");
         }
@@ -268,7 +269,8 @@ __device__ __forceinline__ void weight_tile(
 }
 
 // ADDS, one warp for each warpgroup that multiplies: brings a tile's old sums, or in the first of two passes half of them, into the
-// staging area during the multiplication, and writes the new ones back. No other block has the tile. `sums`: each expert's fp32 matrix.
+// staging area during the multiplication, and writes the new ones back; of a `fresh` walk it only says that the staging area is free.
+// No other block has the tile. `sums`: each expert's fp32 matrix.
 template <int MODE>
 __device__ __forceinline__ void carry_sums(
     Walk<MODE> walk, Numbers numbers, const u64* sums, int high, int wide, u32 staging, Shared* shared, int block, int warpgroup,
@@ -285,11 +287,11 @@ __device__ __forceinline__ void carry_sums(
       const auto row_of = [&](int line) { return line / 8 * 8 * PASSES + pass * 8 + line % 8; };
       asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // a lane fills the rows that it emptied
       __syncwarp();  // nobody still waits for the pass before
-      if (lane == 0) expect(fetched, (rows / 8 + PASSES - 1 - pass) / PASSES * 8 * bytes);
+      if (lane == 0) expect(fetched, walk.fresh ? 0 : (rows / 8 + PASSES - 1 - pass) / PASSES * 8 * bytes);
       __syncwarp();
 #pragma unroll
       for (int line = lane; line < STAGED; line += 32)
-        if (row_of(line) < rows)
+        if (!walk.fresh && row_of(line) < rows)
           asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                            staging + line * PITCH),
                        "l"(matrix + (u64)row_of(line) * wide * 4), "r"(bytes), "r"(address(fetched)) : "memory");
@@ -335,7 +337,7 @@ __device__ __forceinline__ void consume(
   u32 parity = 0;
   for (; walk.find(numbers.number, tile); numbers.receive()) {
     if constexpr (Shape<MODE>::GRADS) {
-      weight_tile<MODE>(tile, map, high, width, steps, staging, shared, stage, parity, turn, block, warpgroup, thread);
+      weight_tile<MODE>(tile, map, walk.fresh, high, width, steps, staging, shared, stage, parity, turn, block, warpgroup, thread);
     } else {
 #define TOKENS(n)                                                                                                        \
   case n / 16:                                                                                                           \
@@ -380,6 +382,7 @@ __device__ __forceinline__ void run(
   walk.down = (width + Shape<MODE>::COLUMNS - 1) / Shape<MODE>::COLUMNS;
   walk.expert = walk.first = walk.start = 0;
   walk.reversed = reversed;
+  walk.fresh = Shape<MODE>::ADDS && keep;
   const Numbers numbers = {shared, (int)blockIdx.x / 2, 0};
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
@@ -404,7 +407,8 @@ __device__ __forceinline__ void run(
 // experts: of the token kernels negative where matrices lie in descending order of experts.
 // high, width, depth: of the token kernels N, J (GATED 2F), K; of the others A, B, N. extra: GATED prob, ADDS the addresses of
 // the matrices, SENDS the origins of the rows; then act has the buffers and keep the shift (Owners).
-// both: of the tokens; of right its first map alone, in boxes of 64. Else act and keep are GATED's alone.
+// both: of the tokens; of right its first map alone, in boxes of 64. Else act is GATED's alone. keep: of ADDS whether the matrices are
+// written instead of added to.
 // A compilation makes one kernel, ENTRY of ENTRY_MODE (mode, SENDS), so that all are compiled side by side.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) ENTRY(
     const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ Results results,

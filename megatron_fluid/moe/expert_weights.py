@@ -5,8 +5,10 @@ Legend: El experts, H hidden, F1 width of fc1's output, F width of fc2's input.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_fluid.backward import fresh_grads
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.expert_stacks import ReversedStack
 from megatron_fluid.moe.activations import Activation
@@ -269,13 +272,20 @@ class ExpertWeights:
             known = self.kept.main_grads = _KernelGrads(on_host, table, fits(matrices))
         return grads, known
 
-    def overwritten(self) -> list[bool] | None:
-        """For each expert, whether main_grad is to be overwritten (Megatron's overwrite_main_grad);
-        None if it is for none."""
-        found = list(map(getattr, self.params, repeat("overwrite_main_grad"), repeat(False)))
-        if not any(found):
-            return None
-        return list(map(bool, found)) * (self.num_experts if self.stacked else 1)
+    @contextmanager
+    def main_grads_written(self) -> Iterator[bool]:
+        """The time in which one call writes all of main_grads(), or adds to all: gives whether it
+        is to overwrite them, because they hold no sums (backward/fresh_grads.py) or Megatron asks
+        for it (overwrite_main_grad). Where it asks for some alone, these are zeroed."""
+        fresh = fresh_grads.begin(self.params)
+        asked = list(map(getattr, self.params, repeat("overwrite_main_grad"), repeat(False)))
+        overwrite = fresh or all(asked)
+        if not overwrite:
+            for param in itertools.compress(self.params, asked):
+                param.main_grad.zero_()  # type: ignore[attr-defined]
+        yield overwrite
+        if fresh:
+            fresh_grads.written(self.params)
 
     def as_gradients(self, gradient: Tensor) -> list[Tensor]:
         """A stacked gradient as one tensor for each of params, in its shape."""

@@ -181,25 +181,21 @@ def weight_grads(
 
 
 def add_to_main_grads(fc: ExpertWeights, dy: Tensor, x: Tensor, groups: RowGroups) -> None:
-    """Add dW of one projection to the main_grads of its parameters, in their precision. Arguments
-    as for weight_grads."""
+    """Add dW of one projection to the main_grads of its parameters, in their precision, or write it
+    there where they hold no sums (backward/fresh_grads.py). Arguments as for weight_grads."""
     left, right = (x, dy) if fc.layout == "in_out" else (dy, x)
     alone = groups.ends is not None and adds_one_by_one(left.shape[0], fc.num_experts)
-    overwritten = fc.overwritten()
-    if not alone and can_add_weight_grads(left, right):
-        grads, found = fc.kernel_grads(takes_main_grads)
-        if found.fit:
-            if overwritten is not None:
-                for grad in itertools.compress(grads, overwritten):
-                    grad.zero_()
-            add_weight_grads(left, right, groups.offsets, found.addresses, grads)
-            return
-    ends = host_ends(groups.offsets, groups.ends)
-    spans = itertools.pairwise([0, *ends])
-    flags = overwritten or [False] * fc.num_experts
-    for grad, span, overwrite in zip(fc.main_grads(), spans, flags, strict=True):
-        rows = slice(*span)
-        add_product_to_main_grad(grad, left[rows], right[rows], overwrite)
+    with fc.main_grads_written() as overwrite:
+        if not alone and can_add_weight_grads(left, right):
+            grads, found = fc.kernel_grads(takes_main_grads)
+            if found.fit:
+                given = left, right, groups.offsets, found.addresses, grads
+                add_weight_grads(*given, overwrite=overwrite)
+                return
+        spans = itertools.pairwise([0, *host_ends(groups.offsets, groups.ends)])
+        for grad, span in zip(fc.main_grads(), spans, strict=True):
+            rows = slice(*span)
+            add_product_to_main_grad(grad, left[rows], right[rows], overwrite)
 
 
 def merge_rows(

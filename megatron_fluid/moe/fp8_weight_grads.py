@@ -11,7 +11,6 @@ Legend: N rows (sorted by expert), El experts, A and B widths of a weight gradie
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -64,21 +63,22 @@ def weight_grads(
 def add_to_main_grads(
     fc: ExpertWeights, pairs: Sequence[_Pair], groups: Sequence[RowGroups]
 ) -> None:
-    """Add dW of one projection to the main_grads of its parameters. Arguments as for weight_grads.
+    """Add dW of one projection to the main_grads of its parameters, or write it there where they
+    hold no sums (backward/fresh_grads.py). Arguments as for weight_grads.
 
     main_grads that the kernel does not take, in another precision than fp32 or strided, are added
     to by torch: dW is then rounded to bf16 before.
     """
-    overwritten = fc.overwritten()
     grads, found = fc.kernel_grads(takes_main_grads)
-    if overwritten is not None:
-        for grad in itertools.compress(grads, overwritten):
-            grad.zero_()
-    if found.fit:
-        _add(fc, pairs, groups, found.addresses, grads)
-        return
-    for grad, gradient in zip(grads, _gradient(fc, pairs, groups), strict=True):
-        grad += gradient
+    with fc.main_grads_written() as overwrite:
+        if found.fit:
+            _add(fc, pairs, groups, found.addresses, grads, overwrite)
+            return
+        for grad, gradient in zip(grads, _gradient(fc, pairs, groups), strict=True):
+            if overwrite:
+                grad.copy_(gradient)
+            else:
+                grad += gradient
 
 
 def _gradient(fc: ExpertWeights, pairs: Sequence[_Pair], groups: Sequence[RowGroups]) -> Tensor:
@@ -89,21 +89,26 @@ def _gradient(fc: ExpertWeights, pairs: Sequence[_Pair], groups: Sequence[RowGro
     shape = (fc.out_width, fc.in_width)
     shape = shape[::-1] if fc.layout == "in_out" else shape
     device = groups[0].offsets.device
-    out = torch.zeros((fc.num_experts, *shape), dtype=torch.float32, device=device)
-    if any(map(_rows, pairs)):
-        begins = [matrix.data_ptr() for matrix in out]
-        _add(fc, pairs, groups, torch.tensor(begins, device=device), out)
+    out = torch.empty((fc.num_experts, *shape), dtype=torch.float32, device=device)
+    begins = [matrix.data_ptr() for matrix in out]
+    _add(fc, pairs, groups, torch.tensor(begins, device=device), out, overwrite=True)
     return out.to(torch.bfloat16)
 
 
 def _add(
     fc: ExpertWeights, pairs: Sequence[_Pair], groups: Sequence[RowGroups], addresses: Tensor,
-    outputs: Tensor | Sequence[Tensor],
+    outputs: Tensor | Sequence[Tensor], overwrite: bool,
 ) -> None:  # fmt: skip
+    """Add dW to fp32 outputs, or with `overwrite` write it there."""
     for pair, own in zip(pairs, groups, strict=True):
         if _rows(pair):
             left, right, offsets, ends = _turned(fc, *pair, own)
-            add_fp8_weight_grads(left, right, offsets, addresses, outputs, ends)
+            given = left, right, offsets, addresses, outputs, ends
+            add_fp8_weight_grads(*given, overwrite=overwrite)
+            overwrite = False
+    if overwrite:  # no row at all
+        for output in outputs:
+            output.zero_()
 
 
 def _rows(pair: _Pair) -> int:

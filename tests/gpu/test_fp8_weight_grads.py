@@ -119,6 +119,26 @@ def test_weight_gradients_are_added_to_what_was_there(
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("counts", COUNTS, ids=lambda c: f"{len(c)} experts, {sum(c)} rows")
+@pytest.mark.parametrize(("high", "wide"), _SHAPES)
+def test_gradients_that_are_written_have_the_bits_of_those_added_to_zeros(
+    counts: list[int], high: int, wide: int
+) -> None:
+    """Also of experts without rows. What was there is not read, and nothing beside is written."""
+    left, right, offsets, _ = _operands(counts, high, wide, unused=2)
+    added = _Matrices(len(counts), high, wide)
+    for matrix in added.matrices:
+        matrix.zero_()
+    add_fp8_weight_grads(left, right, offsets, added.addresses, added.matrices)
+    for programs in (None, 2):
+        new = _Matrices(len(counts), high, wide)
+        for matrix in new.matrices:
+            matrix.fill_(torch.nan)
+        given = left, right, offsets, new.addresses, new.matrices
+        add_fp8_weight_grads(*given, programs=programs, overwrite=True)
+        assert torch.equal(new.whole, added.whole)
+
+
 def test_gradients_are_added_twice() -> None:
     left, right, offsets, ends = _operands([200, 0, 90], 256, 384)
     new = _Matrices(3, 256, 384)
@@ -135,6 +155,8 @@ def test_no_place_at_all() -> None:
     new, old = _Matrices(2, 256, 128), _Matrices(2, 256, 128)
     add_fp8_weight_grads(left, right, offsets, new.addresses, new.matrices)
     assert torch.equal(new.whole, old.whole)
+    add_fp8_weight_grads(left, right, offsets, new.addresses, new.matrices, overwrite=True)
+    assert not bool(torch.stack(new.matrices).any())
 
 
 @pytest.mark.parametrize("adds", [False, True])

@@ -1,5 +1,6 @@
-"""Whole layers in CUDA graphs on one expert-parallel rank, through Megatron's own training loop:
-the losses have the bits of those without a graph."""
+"""Whole layers and whole iterations in CUDA graphs on one expert-parallel rank, through Megatron's
+own training loop: the losses have the bits of those without a graph, whether the experts' gradients
+are zeroed or written by the first microbatch."""
 
 from __future__ import annotations
 
@@ -41,11 +42,17 @@ MODEL = [
     *("--no-check-for-nan-in-loss-and-grad", "--logging-level", "20"),
     *("--fluid-moe-backend", "local"),
 ]
-CAPTURED = ("Time spent in CUDA Graphs capture", "> built ")  # what Megatron says afterwards
+# What Megatron says afterwards.
+CAPTURED = ("Time spent in CUDA Graphs capture", "> built ", "CUDA graph capture done")
+_WHOLE = ["--cuda-graph-impl", "full_iteration"]
+_ZEROED = ["--fluid-disable-patch", "gradient-zeroing"]
 GRAPHS: dict[str, list[str]] = {
     "none": [],
     "layers of Transformer Engine": ["--cuda-graph-impl", "transformer_engine"],
     "layers of Megatron's own": ["--cuda-graph-impl", "local"],
+    "an iteration": _WHOLE,
+    "an iteration, zeroed": [*_WHOLE, *_ZEROED],
+    "none, zeroed": _ZEROED,
 }
 
 
@@ -77,7 +84,7 @@ def _start(folder: Path, flags: list[str]) -> tuple[subprocess.Popen[bytes], Pat
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What each job reports; all run side by side."""
     folder = tmp_path_factory.mktemp("graphs")
-    jobs = {name: _start(folder / name.split()[-1], flags) for name, flags in GRAPHS.items()}
+    jobs = {name: _start(folder / name.replace(" ", "_"), flags) for name, flags in GRAPHS.items()}
     found: dict[str, dict[str, Any]] = {}
     for name, (process, result, log) in jobs.items():
         try:
@@ -95,7 +102,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [name for name in GRAPHS if name != "none"])
+@pytest.mark.parametrize("name", [name for name in GRAPHS if "none" not in name])
 def test_captured_layers_have_the_bits_of_eager_ones(
     trained: dict[str, dict[str, Any]], name: str
 ) -> None:
@@ -106,3 +113,12 @@ def test_captured_layers_have_the_bits_of_eager_ones(
     assert graphed["captured"] and not eager["captured"]
     assert len(eager["losses"]) == STEPS and eager["losses"][-1] < eager["losses"][0]
     assert graphed["losses"] == eager["losses"]
+
+
+def test_gradients_that_are_written_first_have_the_bits_of_those_that_are_zeroed(
+    trained: dict[str, dict[str, Any]],
+) -> None:
+    eager, zeroed = trained["none"], trained["none, zeroed"]
+    assert "error" not in eager, eager["error"]
+    assert "error" not in zeroed, zeroed["error"]
+    assert eager["losses"] == zeroed["losses"]

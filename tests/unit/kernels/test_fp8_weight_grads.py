@@ -60,6 +60,19 @@ def test_a_cpu_adds_the_reference_to_what_was_there(stacked: bool) -> None:
     assert all(map(torch.equal, outputs, wanted))
 
 
+@pytest.mark.parametrize("rows", [True, False])
+def test_a_cpu_writes_the_reference_over_what_was_there(rows: bool) -> None:
+    _, _, left, right = _operands()
+    offsets, wanted = _OFFSETS, turned_weight_grads(left, right, _ENDS)
+    if not rows:
+        left, right = (TurnedRows(t.values[:, :0], t.scales[:0]) for t in (left, right))
+        offsets, wanted = torch.zeros_like(offsets), torch.zeros_like(wanted)
+    outputs = torch.full((5, 256, 128), torch.nan)
+    addresses = torch.zeros(5, dtype=torch.int64)
+    add_fp8_weight_grads(left, right, offsets, addresses, outputs, overwrite=True)
+    assert torch.equal(outputs, wanted)
+
+
 def test_blocks_of_bounds_the_blocks_that_rows_take() -> None:
     for rows, experts in ((0, 4), (1, 4), (5, 4), (300, 1), (300, 7)):
         most = max(

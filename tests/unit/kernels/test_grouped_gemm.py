@@ -241,6 +241,40 @@ def test_weight_gradients_are_added_in_fp32_whatever_the_tiles(
 
 
 @hopper_only
+@every_case
+def test_weight_gradients_that_are_written_have_the_bits_of_those_added_to_zeros(
+    monkeypatch: pytest.MonkeyPatch, counts: list[int], shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Also of experts without rows. What was there is not read, and nothing beside is written."""
+    n, size, guard = sum(counts), shape[0] * shape[1], 64
+    left, right = _rows(n, shape[0], dtype, 4), _rows(n, shape[1], dtype, 5)
+    for long_rows in (0, 1 << 30):
+        monkeypatch.setattr(grouped_gemm, "_LONG_ROWS", long_rows)
+        found = []
+        for overwrite, programs in ((False, 20), (True, 20), (True, 2), (True, None)):
+            whole = torch.full((len(counts), size + guard), float("nan"), device=DEVICE)
+            outputs = [row[:size].view(shape) for row in whole]
+            if not overwrite:
+                whole[:, :size] = 0.0
+            addresses = torch.tensor([o.data_ptr() for o in outputs], device=DEVICE)
+            given = left, right, _offsets(counts), addresses, outputs
+            add_weight_grads(*given, programs=programs, overwrite=overwrite)
+            assert whole[:, size:].isnan().all()
+            found.append(torch.stack(outputs))
+        assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_the_kernel_is_told_whether_sums_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(grouped_gemm, "_launch", lambda *arguments: told.append(arguments[-1]))
+    x, offsets = torch.ones(4, 8).bfloat16(), torch.tensor([2, 4], dtype=torch.int32)
+    addresses, outputs = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 8, 8)
+    add_weight_grads(x, x, offsets, addresses, outputs)
+    add_weight_grads(x, x, offsets, addresses, outputs, overwrite=True)
+    assert told == [False, True]
+
+
+@hopper_only
 @pytest.mark.parametrize("programs", [1, 2, 30, 131, 132])
 def test_any_number_of_sms_gives_the_same_bits(programs: int) -> None:
     counts = [300, 0, 17, 900, 128]
