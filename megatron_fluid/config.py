@@ -164,7 +164,8 @@ class FluidConfig:
             main thread waits for longer than that bound, also in a collective that is not ours, and
             a rank is missing or all ranks wait. False: the missing rank is only named.
         moe_fp8: under Megatron: whose fp8 experts (e4m3, recipe blockwise) stand behind our
-            exchange: "megatron" Transformer Engine's, "ours" this package's (moe/fp8_experts.py).
+            exchange: "ours" this package's (moe/fp8_experts.py), where it has them, "megatron"
+            Transformer Engine's.
         moe_fp8_weight_grads: in which precision our fp8 experts compute weight gradients: "fp8" as
             the rest, with a scale for 128 rows of each feature, or "bf16".
 
@@ -184,7 +185,7 @@ class FluidConfig:
     profile_steps: str | None = None
     profile_dir: str | None = None
     end_on_timeout: bool = False
-    moe_fp8: str = "megatron"
+    moe_fp8: str = "ours"
     machine: str = "auto"
     moe_fp8_weight_grads: str = "fp8"
 

@@ -59,13 +59,13 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
     (
         "moe_fp8",
         {"choices": MOE_FP8},
-        "Whose experts compute --fp8-format e4m3 --fp8-recipe blockwise: megatron (Transformer "
-        "Engine's, behind our exchange), ours.",
+        "Whose experts compute --fp8-format e4m3 --fp8-recipe blockwise: ours, megatron "
+        "(Transformer Engine's, behind our exchange).",
     ),
     (
         "moe_fp8_weight_grads",
         {"choices": MOE_FP8_WEIGHT_GRADS},
-        "With --fluid-moe-fp8 ours: the precision of the experts' weight gradients: fp8 (a scale "
+        "Of our fp8 experts: the precision of their weight gradients: fp8 (a scale "
         "for 128 rows of each feature), bf16.",
     ),
     (

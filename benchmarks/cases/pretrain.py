@@ -44,6 +44,7 @@ _LATENT_ATTENTION = [
 CASES = {
     "qwen3-30b-a3b": PretrainCase(_widths(2048, 32, 4, 768, 8), (4, 8), (128, 128)),
     "olmoe": PretrainCase(_widths(2048, 16, 16, 1024, 8), (6, 12), (64, 64)),
+    "qwen3-235b-a22b": PretrainCase(_widths(4096, 64, 4, 1536, 8), (1, 3), (128, 128)),
     "mixtral-8x7b": PretrainCase(_widths(4096, 32, 8, 14336, 2), (2, 4), (8, 8)),
     # The experts that one of four GPUs holds; on several GPUs all.
     "deepseek-v3": PretrainCase(
@@ -98,6 +99,7 @@ _WHOLE_GRAPH = ["--cuda-graph-impl", "full_iteration", "--te-rng-tracker", *_UNC
 _OVERLAPS = ["--overlap-grad-reduce", "--overlap-param-gather"]
 _FP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise"]
 _ENGINE = ["transformer_engine"]
+_ROW_COUNTS = "the exchange reads row counts on the host"
 _APEX = "fused_weight_gradient_mlp_cuda"
 # All experts' weights of a layer as two parameters. Megatron asks for the fused operation with it,
 # and Transformer Engine for both variables.
@@ -131,17 +133,18 @@ VARIANTS = {
     "fluid": Variant(fluid=True),
     "fluid_graph": Variant(fluid=True, flags=_GRAPH, needs=_ENGINE),
     "fluid_whole_graph": Variant(
+        fluid=True, flags=_WHOLE_GRAPH, needs=_ENGINE, without=_OVERLAPS, one_rank=_ROW_COUNTS
+    ),
+    "fluid_whole_graph_fp8": Variant(
         fluid=True,
-        flags=_WHOLE_GRAPH,
+        flags=[*_WHOLE_GRAPH, *_FP8],
         needs=_ENGINE,
         without=_OVERLAPS,
-        one_rank="the exchange reads row counts on the host",
+        one_rank=_ROW_COUNTS,
     ),
     "fluid_grouped_weight": Variant(fluid=True, **_GROUPED_WEIGHT),
-    "fluid_fp8": Variant(fluid=True, flags=["--fluid-moe-fp8", "ours", *_FP8], needs=_ENGINE),
-    "fluid_graph_fp8": Variant(
-        fluid=True, flags=["--fluid-moe-fp8", "ours", *_GRAPH, *_FP8], needs=_ENGINE
-    ),
+    "fluid_fp8": Variant(fluid=True, flags=_FP8, needs=_ENGINE),
+    "fluid_graph_fp8": Variant(fluid=True, flags=[*_GRAPH, *_FP8], needs=_ENGINE),
 }
 
 

@@ -81,6 +81,7 @@ SUITES = {
             "fluid_grouped_weight": "ours with a layer's experts as two parameters",
             "fluid_fp8": "ours, fp8 blockwise",
             "fluid_graph_fp8": "ours, fp8 blockwise, with partial CUDA graphs",
+            "fluid_whole_graph_fp8": "ours as one CUDA graph, fp8 blockwise",
         },
         best="best of Megatron's own",
         also=("fluid_whole_graph", "ours as one CUDA graph"),

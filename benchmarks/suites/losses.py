@@ -46,7 +46,7 @@ VARIANTS: dict[str, list[str]] = {
     "megatron": _MEGATRON,
     "fluid": [],
     "megatron_fp8": [*_MEGATRON, *_FP8],
-    "fluid_fp8": ["--fluid-moe-fp8", "ours", *_FP8],
+    "fluid_fp8": _FP8,
 }
 _MODEL = {
     "small": [

@@ -29,10 +29,11 @@ from megatron_fluid.kernels.fp8_weight_grads import TurnedRows, blocks_of
 __all__ = ["turn_rows", "turn_rows_kernel"]
 
 _MOST_EXPERTS = 1024
-_FEATURES = 128  # of a program
+# Measured: docs/tuning_notes.md#fp8-experts
+_FEATURES, _WARPS = 64, 4  # of a program
 # Blocks whose programs are neighbours: they read whole rows together and write this many times 128
 # bytes of a feature, so that pages of the memory that are open serve more than one program.
-_NEIGHBOURS = 8
+_NEIGHBOURS = 4
 # Bytes that a thread loads at once, so that a warp has one row: with 16 a feature's places are
 # spread over more threads, and finding their largest takes more instructions than the cast.
 _STEP = 4
@@ -134,7 +135,7 @@ def turn_rows_kernel(
     tl.store(out_scales + block.to(tl.int64) * WIDTH + column, scale)
 
 
-_turn = Launcher(turn_rows_kernel, 8)
+_turn = Launcher(turn_rows_kernel, _WARPS)
 
 
 def turn_rows(x: Fp8Rows, offsets: Tensor) -> TurnedRows:

@@ -51,8 +51,9 @@ __all__ = [
 
 _MOST_EXPERTS, _LONG_UNITS, _INT = 1024, 48, 2**32 - 1  # of grouped_gemm_sm90.cu
 _WIDE_DEPTH, _WIDE_END, _WIDE_ROWS = 4096, 2048, (192, 1536)
-# Mean rows of an expert from which LONG_SUMS pays. Measured: docs/tuning_notes.md#grouped-gemm
-_LONG_ROWS = 1536
+# Mean rows of an expert from which LONG_SUMS pays, where it adds and where it writes. Measured:
+# docs/tuning_notes.md#grouped-gemm
+_LONG_ROWS, _LONG_ROWS_WRITTEN = 1536, 384
 _DTYPES = (torch.bfloat16, torch.float16)
 # Rows of the boxes in which weights are read; 0 stands for the map of gate and up.
 _FORWARD, _BACKWARD, _HALVES = 128, 64, 0
@@ -309,7 +310,8 @@ def add_weight_grads(
     pointers = (0, 0, offsets.data_ptr(), addresses.data_ptr())
     sizes = (len(outputs), left.shape[1], right.shape[1], left.shape[0])
     maps = Operands((left, 64), (right, 64), ())  # what is written is not written by TMA
-    name = "grouped_long_sums" if left.shape[0] >= _LONG_ROWS * len(outputs) else "grouped_sums"
+    long = _LONG_ROWS_WRITTEN if overwrite else _LONG_ROWS
+    name = "grouped_long_sums" if left.shape[0] >= long * len(outputs) else "grouped_sums"
     _launch(name, left, maps, pointers, sizes, programs, overwrite)
 
 

@@ -122,7 +122,7 @@ def _case(rank: int, overrides: dict[str, Any], te: bool, whose: str) -> dict[st
         theirs = two_passes(stock, hidden, fp8)
         right = tiny_gpt.moe_layer(oracle_config)
         expected = fp32_passes(right, stock, hidden)
-    settings = {"moe_fp8": "ours"} if config.fp8 and whose == "ours" else {}
+    settings = {"moe_fp8": "ours" if whose == "ours" else "megatron"} if config.fp8 else {}
     with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=60.0, **settings):
         layer = tiny_gpt.moe_layer(config)
         layer.load_state_dict(stock.state_dict())

@@ -90,10 +90,10 @@ CASES = [
             f"turn rows of {experts} experts",
             turn_rows_kernel,
             (*(_FP8, _SCALES, _COUNT, _COUNT, _SCALES), *("i32", "i32", "i32")),
-            {"WIDTH": 7168, "FEATURES": 128, "EXPERTS": experts, "PADDED": padded, "STEP": 4}
-            | {"NEIGHBOURS": 8}
+            {"WIDTH": 7168, "FEATURES": 64, "EXPERTS": experts, "PADDED": padded, "STEP": 4}
+            | {"NEIGHBOURS": 4}
             | _EXACT,
-            num_warps=8,
+            num_warps=4,
             wanted=(_CAST, "max.NaN.f32", "st.global.v4"),
         )
         for experts, padded in ((32, 32), (1000, 1024))
