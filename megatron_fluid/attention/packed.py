@@ -340,6 +340,10 @@ def pack_backward(
 
     Returns the gradients of the norm's weights [D], wide; None without a norm.
     """
+    if table is None and norm is None and part.value_dim == part.head_dim:
+        # What is only copied needs no kernel of ours, whose start takes the host longer.
+        torch.cat(gradients, 2, out=_heads(target, part)[0])
+        return None
     if target.is_cuda and target.numel() and part.head_dim * target.element_size() % 16 == 0:
         return pack_in_one_pass(gradients, part, table, target, norm, raw)
     pack_gradients(gradients, part, table, target)
