@@ -26,7 +26,7 @@ from megatron_fluid.comm.p2p_rounds import P2PRounds, Transfer, bounded_collecti
 from megatron_fluid.config import current_config
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.hierarchical.model import Form, Link, Work, best_form, chunks_for
-from megatron_fluid.moe.hierarchical.plan import hosts_of_choices
+from megatron_fluid.moe.hierarchical.plan import hosts_of_choices, reached_hosts
 from megatron_fluid.moe.rounds.plan import local_experts
 from megatron_fluid.topology import HostLayout
 
@@ -105,13 +105,14 @@ def _rows(ids: Tensor, num_experts: int, layout: HostLayout) -> tuple[float, flo
     and tokens that cross."""
     hosts, world = hosts_of_choices(ids, num_experts, layout), len(layout.hosts)
     own = torch.tensor(layout.hosts, device=ids.device).view(-1, 1, 1)
-    kept, stays = hosts >= 0, hosts == own
-    crossing = torch.zeros_like(hosts[..., 0], dtype=torch.int64)
-    for host in range(layout.num_hosts):
-        crossing += ((hosts == host) & ~stays).any(-1)
-    sums = torch.stack([stays.sum(), (kept & ~stays).sum(), crossing.sum()]).tolist()
-    own_rows, crossing_rows, tokens = (total / world for total in sums)
-    return own_rows, crossing_rows, tokens
+    counted = torch.stack([(hosts == own).sum(), (hosts >= 0).sum()])
+    stays, kept, *to_hosts = torch.cat(
+        [counted, reached_hosts(hosts, layout).sum(1).view(-1)]
+    ).tolist()
+    at_home = sum(
+        to_hosts[rank * layout.num_hosts + host] for rank, host in enumerate(layout.hosts)
+    )
+    return stays / world, (kept - stays) / world, (sum(to_hosts) - at_home) / world
 
 
 def forget_links() -> None:

@@ -374,7 +374,10 @@ class _HierarchicalExchange(Exchange):
     def complete(self) -> None:
         """Wait for all results, and sum those of each token: own host first, then by piece and
         host."""
-        totals = [torch.zeros_like(r, dtype=wide(r)) for r in self.results]
+        totals = [
+            r.zero_() if r.dtype == wide(r) else torch.zeros_like(r, dtype=wide(r))
+            for r in self.results
+        ]
         for index in sorted(self._returning):
             returned = self._returning.pop(index)
             returned.pending.wait()
@@ -385,7 +388,8 @@ class _HierarchicalExchange(Exchange):
                 for total, part in zip(totals, parts, strict=True):
                     total.index_add_(0, places, part.to(total.dtype))
         for result, total in zip(self.results, totals, strict=True):
-            result.copy_(total)
+            if total is not result:
+                result.copy_(total)
 
 
 def start_hierarchical_moe(
