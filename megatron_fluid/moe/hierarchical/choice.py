@@ -12,6 +12,7 @@ F widths of an expert.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -62,7 +63,7 @@ class ExpertCost(NamedTuple):
 
 def choose_form(
     ids: Tensor, counts: Sequence[int], num_experts: int, rounds: P2PRounds, row_bytes: int,
-    experts: ExpertShape | None,
+    experts: ExpertShape | None, learning: bool = True,
 ) -> Form:  # fmt: skip
     """The form of one call, alike on all ranks. Collective over the group.
 
@@ -70,6 +71,7 @@ def choose_form(
         ids, counts: of all ranks. [W, C, K], [W]
         row_bytes: of one token.
         experts: None where they are not known: bytes alone decide.
+        learning: whether a backward may follow, in the same form. Alike on all ranks.
     """
     layout, top_k = HostLayout(tuple(rounds.domains)), ids.shape[2]
     if experts is None or ids.device.type != "cpu" or current_config().deterministic:
@@ -78,8 +80,19 @@ def choose_form(
         return Form(chunks_for(most * row_bytes, ids.device.type))
     link = host_link(rounds)
     cost = expert_cost(rounds, experts, local_experts(num_experts, rounds.world_size))
-    own, crossing, tokens = _rows(ids, num_experts, layout)
-    return best_form(works(own, crossing, tokens, row_bytes, top_k, cost), link)
+    counted = _rows(ids, num_experts, layout)
+    # Alike for calls that are nearly alike, and then computed once.
+    own, crossing, tokens = (float(f"{number:.2g}") for number in counted)
+    return _form_for(own, crossing, tokens, row_bytes, top_k, cost, link, learning)
+
+
+@functools.lru_cache(256)
+def _form_for(
+    own: float, crossing: float, tokens: float, row_bytes: int, top_k: int, cost: ExpertCost,
+    link: Link, learning: bool,
+) -> Form:  # fmt: skip
+    passes = works(own, crossing, tokens, row_bytes, top_k, cost)
+    return best_form(passes if learning else passes[:1], link)
 
 
 def works(

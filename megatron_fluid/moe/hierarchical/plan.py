@@ -129,7 +129,7 @@ class _Sizes:
 
 def gather_ids(
     ids: Tensor, num_experts: int, rounds: P2PRounds, operation: str
-) -> tuple[Tensor, list[int]]:
+) -> tuple[Tensor, list[int], bool]:
     """The choices of all ranks. Collective; waits for the device.
 
     One all-gather, of two bytes a choice below 2**15 experts. Where a rank has more tokens than any
@@ -139,7 +139,8 @@ def gather_ids(
         ids: expert of each choice, -1 where it is dropped. [T, K] integers
 
     Returns:
-        [W, C, K] of ids' device, -1 beyond a rank's tokens; the number of tokens of each rank. [W]
+        [W, C, K] of ids' device, -1 beyond a rank's tokens; the number of tokens of each rank [W];
+        whether a backward may follow on any rank (it records gradients).
 
     Raises:
         ConfigError: ids is not [T, K].
@@ -156,7 +157,7 @@ def gather_ids(
         fits = min(tokens, room) * top_k
         # Bytes of 255 are choices of -1.
         mine = ids.new_full((4 + room * top_k * narrow.itemsize,), 255, dtype=torch.uint8)
-        mine[:4].view(torch.int32).fill_(tokens)
+        mine[:4].view(torch.int32).fill_(2 * tokens + torch.is_grad_enabled())
         mine[4:].view(narrow)[:fits].copy_(ids.reshape(-1)[:fits])
         every = mine.new_empty((world, mine.numel()))
 
@@ -166,10 +167,12 @@ def gather_ids(
             )
 
         bounded_collective(rounds, operation, start)
-        counts: list[int] = every[:, :4].contiguous().view(torch.int32).view(-1).tolist()
+        headers: list[int] = every[:, :4].contiguous().view(torch.int32).view(-1).tolist()
+        counts = [header // 2 for header in headers]
         if max(counts) <= room:
             choices = every[:, 4:].contiguous().view(narrow).view(world, room, top_k)
-            return choices[:, : max(counts)].long(), counts
+            learning = any(header % 2 for header in headers)
+            return choices[:, : max(counts)].long(), counts, learning
         sizes.room[top_k] = -(-max(counts) // 64) * 64
 
 
