@@ -23,8 +23,9 @@ top-k, E experts, El experts of one rank, S pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -109,7 +110,8 @@ class HierarchicalPlan:
         rank: this rank in the group.
         num_tokens: T. top_k: K.
         pieces: own tokens, then those that cross in their order. [S]
-        batches: in the order in which they are computed.
+        joined: whether all of them are computed at once.
+        make_batches: gives `batches`.
     """
 
     rank: int
@@ -117,7 +119,14 @@ class HierarchicalPlan:
     top_k: int
     num_local_experts: int
     pieces: Sequence[Piece]
-    batches: Sequence[Batch]
+    joined: bool
+    make_batches: Callable[[], Sequence[Batch]] = field(repr=False)
+
+    @functools.cached_property
+    def batches(self) -> Sequence[Batch]:
+        """In the order in which they are computed. Made when first asked for: by then pieces are on
+        their way."""
+        return self.make_batches()
 
 
 class _Sizes:
@@ -337,8 +346,9 @@ def make_plan(
         )
         at_held += num_held
     expert_table = [of_piece[:per_rank] for of_piece in expert_table]
-    batches = _batches(pieces, keys, expert_table, per_rank, form, device)
-    return HierarchicalPlan(rank, counts[rank], top_k, per_rank, pieces, batches)
+    given = pieces, keys, expert_table, per_rank, form, device
+    batches = functools.partial(_batches, *given)
+    return HierarchicalPlan(rank, counts[rank], top_k, per_rank, pieces, form.joined, batches)
 
 
 def _batches(

@@ -182,8 +182,8 @@ class _HierarchicalExchange(Exchange):
         self._tokens: dict[tuple[int, ...], list[Tensor]] = {}
         self._made: dict[tuple[int, ...], list[list[Tensor]]] = {}
         self._next = 1
-        held, alone = [piece.num_held for piece in self.plan.pieces], self.plan.pieces[0].arrivals
-        self._room = TokenRoom(self.sent, held, len(alone) == len(self.plan.batches) == 1)
+        held, alone = [p.num_held for p in self.plan.pieces], len(self.plan.pieces[0].arrivals) == 1
+        self._room = TokenRoom(self.sent, held, alone and self.plan.joined)
 
     # Dispatch
 
