@@ -133,7 +133,7 @@ def test_the_form_is_the_one_that_pays() -> None:
     assert best_form([work], Link(1e12)) == FORMS[0] == Form(first=1.0, joined=True)
     assert best_form([work], Link(2e6, latency_s=0.5)).chunks == 1
     assert best_form([work], Link(2e6)).chunks == 2
-    assert best_form([work], Link(0.5e6)) == Form(2, 1.0)  # the wire is never idle
+    assert best_form([work], Link(0.5e6)) == Form(2, 0.5)  # the wire is never idle
     assert best_form([replace(work, own_s=0.1, crossing_s=0.9)], Link(2e6)).chunks > 2
     kept_whole = 0
     for rate in (1e5, 1e6, 4e6, 1e7, 3e7, 1e8, 1e9):
@@ -157,6 +157,16 @@ def test_without_a_backward_the_forward_alone_decides() -> None:
     assert alone == best_form([forward], link) and both == best_form([forward, backward], link)
     # weight gradients hide the last results of a backward, so that it wants fewer pieces
     assert alone.chunks > both.chunks
+
+
+def test_a_link_is_taken_at_the_best_of_three_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = SimpleNamespace(wait=lambda: None)
+    rounds: Any = SimpleNamespace(domains=[0, 1], rank=0, exchange=lambda *_: pending)
+    took = iter([0.003, 0.001, 0.002, 0.02, 0.05, 0.041, 0.06])
+    monkeypatch.setattr(choice, "_gathered", lambda *_: [[next(took)]])
+    link = choice._measure_link(rounds)
+    assert link.latency_s == 0.001
+    assert link.bytes_per_s == pytest.approx(2**18 / 0.04)
 
 
 def test_rows_of_one_source_are_where_the_next_ones_begin() -> None:
