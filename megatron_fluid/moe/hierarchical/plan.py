@@ -325,15 +325,14 @@ def make_plan(
         by_source, by_gateway = held_table[step], arrival_table[step]
         num_held, own = sum(by_source), step == 0
         tokens = orders.held[at_held : at_held + num_held] - rank * most if own else None
-        hands = []
-        for index, member in enumerate(members if orders.hands is not None else ()):
-            size = hand_table[index][step]
-            hands.append((member, orders.hands[index][at_hand[index] : at_hand[index] + size]))
-            at_hand[index] += size
-        arrivals = [(member, by_gateway[member]) for member in members]
         if orders.hands is None:
-            hands = [(rank, torch.arange(num_held, device=device))]
-            arrivals = [(rank, num_held)]
+            hands, arrivals = [(rank, torch.arange(num_held, device=device))], [(rank, num_held)]
+        else:
+            hands, arrivals = [], [(member, by_gateway[member]) for member in members]
+            for index, (member, order) in enumerate(zip(members, orders.hands, strict=True)):
+                size = hand_table[index][step]
+                hands.append((member, order[at_hand[index] : at_hand[index] + size]))
+                at_hand[index] += size
         pieces.append(
             Piece(
                 tokens,
