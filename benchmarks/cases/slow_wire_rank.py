@@ -42,7 +42,9 @@ from megatron_fluid import MoEBaseline, MoEConfig, MoELayer, SelfAttention, Tran
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound
 from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.moe.hierarchical import transport
 from megatron_fluid.moe.hierarchical.choice import ExpertShape, expert_cost
+from megatron_fluid.moe.hierarchical.model import Form
 
 __all__ = ["main"]
 
@@ -66,6 +68,25 @@ class BlockingRounds(P2PRounds):
         pending = super().exchange(*args, **kwargs)
         pending.wait()
         return pending
+
+
+class _Forms:
+    """Notes in which form two levels last moved tokens."""
+
+    def __init__(self) -> None:
+        self.last: Form | None = None
+        choose = transport.choose_form
+
+        def noted(*given: Any) -> Form:
+            self.last = choose(*given)
+            return self.last
+
+        transport.choose_form = noted
+
+    def words(self) -> str:
+        if self.last is None or self.last.joined:
+            return "at once"
+        return f"{self.last.chunks} pieces, {self.last.first:g} of the experts first"
 
 
 class _Megatron(nn.Module):
@@ -251,10 +272,11 @@ def _measure(
 
 def _sweep(
     name: str, mode: str, ratios: list[float], calls: dict[str, Callable[[], object]],
-    parent: Parent, seconds: float, pass_s: float | None,
+    parent: Parent, seconds: float, pass_s: float | None, forms: _Forms,
 ) -> None:  # fmt: skip
     """Measure all rates of one mode, and hand over the rows of each as it is done. pass_s: of ours,
-    see model.Work; None where ours is not measured beside the plain form."""
+    see model.Work; None where ours is not measured beside the plain form. forms: that ours takes.
+    """
     case = CASES[name]
     parent.set_rate(None)
     for call in calls.values():
@@ -279,7 +301,9 @@ def _sweep(
         rows = []
         for variant, timing in timings.items():
             row = timing.row(label(name, ratio), mode, variant)
-            more = {"rate_bits_per_s": rate, "wire_bytes": bytes_sent[variant]}
+            more: dict[str, Any] = {"rate_bits_per_s": rate, "wire_bytes": bytes_sent[variant]}
+            if variant == "fluid" and forms.last is not None:
+                more["form"] = forms.words()
             if variant in predicted:
                 more["predicted_ms"] = predicted[variant]
             rows.append(link_row(case, row, ratio, medians, unlimited, **more))
@@ -289,7 +313,8 @@ def _sweep(
             hidden = [row.config.get("hidden_share") for row in rows if row.variant == "fluid"]
             share = f"  hidden {hidden[0]:.2f}" if hidden and hidden[0] is not None else ""
             model = "".join(f"  {v} by the model {ms:.0f}" for v, ms in predicted.items())
-            print(f"{label(name, ratio)} {mode} ms: {words}{share}{model}", flush=True)
+            form = f"  fluid {forms.words()}" if forms.last is not None else ""
+            print(f"{label(name, ratio)} {mode} ms: {words}{share}{model}{form}", flush=True)
 
 
 def main() -> int:
@@ -316,7 +341,7 @@ def main() -> int:
     x = torch.randn(*shape) if case.kind == "moe" else torch.randn(shape[0], 1, shape[1])
     parent = Parent()
     parent.set_rate(None)
-    builders = _builders(case)
+    builders, forms = _builders(case), _Forms()
     if absent:
         builders = {n: b for n, b in builders.items() if not n.startswith("megatron")}
     wanted = set(filter(None, options.variants.split(",")))
@@ -332,7 +357,7 @@ def main() -> int:
         make = step_call if train else forward_call
         calls = {name: make(m, x.clone().requires_grad_(train)) for name, m in modules.items()}
         ratios = [float(ratio) for ratio in options.ratios.split(",")]
-        _sweep(options.case, mode, ratios, calls, parent, options.seconds, pass_s)
+        _sweep(options.case, mode, ratios, calls, parent, options.seconds, pass_s, forms)
         get_backward_scheduler().disable()
     parent.set_rate(None)
     dist.barrier()

@@ -12,6 +12,7 @@ F widths of an expert.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -26,7 +27,7 @@ from megatron_fluid.comm.p2p_rounds import P2PRounds, Transfer, bounded_collecti
 from megatron_fluid.config import current_config
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.hierarchical.model import Form, Link, Work, best_form, chunks_for
-from megatron_fluid.moe.hierarchical.plan import hosts_of_choices
+from megatron_fluid.moe.hierarchical.plan import hosts_of_choices, reached_hosts
 from megatron_fluid.moe.rounds.plan import local_experts
 from megatron_fluid.topology import HostLayout
 
@@ -62,7 +63,7 @@ class ExpertCost(NamedTuple):
 
 def choose_form(
     ids: Tensor, counts: Sequence[int], num_experts: int, rounds: P2PRounds, row_bytes: int,
-    experts: ExpertShape | None,
+    experts: ExpertShape | None, learning: bool = True,
 ) -> Form:  # fmt: skip
     """The form of one call, alike on all ranks. Collective over the group.
 
@@ -70,6 +71,7 @@ def choose_form(
         ids, counts: of all ranks. [W, C, K], [W]
         row_bytes: of one token.
         experts: None where they are not known: bytes alone decide.
+        learning: whether a backward may follow, in the same form. Alike on all ranks.
     """
     layout, top_k = HostLayout(tuple(rounds.domains)), ids.shape[2]
     if experts is None or ids.device.type != "cpu" or current_config().deterministic:
@@ -78,8 +80,19 @@ def choose_form(
         return Form(chunks_for(most * row_bytes, ids.device.type))
     link = host_link(rounds)
     cost = expert_cost(rounds, experts, local_experts(num_experts, rounds.world_size))
-    own, crossing, tokens = _rows(ids, num_experts, layout)
-    return best_form(works(own, crossing, tokens, row_bytes, top_k, cost), link)
+    counted = _rows(ids, num_experts, layout)
+    # Alike for calls that are nearly alike, and then computed once.
+    own, crossing, tokens = (float(f"{number:.2g}") for number in counted)
+    return _form_for(own, crossing, tokens, row_bytes, top_k, cost, link, learning)
+
+
+@functools.lru_cache(256)
+def _form_for(
+    own: float, crossing: float, tokens: float, row_bytes: int, top_k: int, cost: ExpertCost,
+    link: Link, learning: bool,
+) -> Form:  # fmt: skip
+    passes = works(own, crossing, tokens, row_bytes, top_k, cost)
+    return best_form(passes if learning else passes[:1], link)
 
 
 def works(
@@ -105,13 +118,14 @@ def _rows(ids: Tensor, num_experts: int, layout: HostLayout) -> tuple[float, flo
     and tokens that cross."""
     hosts, world = hosts_of_choices(ids, num_experts, layout), len(layout.hosts)
     own = torch.tensor(layout.hosts, device=ids.device).view(-1, 1, 1)
-    kept, stays = hosts >= 0, hosts == own
-    crossing = torch.zeros_like(hosts[..., 0], dtype=torch.int64)
-    for host in range(layout.num_hosts):
-        crossing += ((hosts == host) & ~stays).any(-1)
-    sums = torch.stack([stays.sum(), (kept & ~stays).sum(), crossing.sum()]).tolist()
-    own_rows, crossing_rows, tokens = (total / world for total in sums)
-    return own_rows, crossing_rows, tokens
+    counted = torch.stack([(hosts == own).sum(), (hosts >= 0).sum()])
+    stays, kept, *to_hosts = torch.cat(
+        [counted, reached_hosts(hosts, layout).sum(1).view(-1)]
+    ).tolist()
+    at_home = sum(
+        to_hosts[rank * layout.num_hosts + host] for rank, host in enumerate(layout.hosts)
+    )
+    return stays / world, (kept - stays) / world, (sum(to_hosts) - at_home) / world
 
 
 def forget_links() -> None:
@@ -157,6 +171,9 @@ def _measure_link(rounds: P2PRounds) -> Link:
         seconds = slowest(size)
         if seconds >= _LONG_ENOUGH_S:
             break
+    # The least of three: beside other work of the hosts single ones took up to 1.8 times as long as
+    # the link needs. Measured: docs/tuning_notes.md#experts-over-several-hosts-on-cpus
+    seconds = min(seconds, *(slowest(size) for _ in range(2)))
     return Link(size * max(len(targets), 1) / max(seconds - latency, 1e-9), latency)
 
 

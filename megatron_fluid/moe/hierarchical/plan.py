@@ -23,8 +23,10 @@ top-k, E experts, El experts of one rank, S pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,6 +47,7 @@ __all__ = [
     "gather_ids",
     "hosts_of_choices",
     "make_plan",
+    "reached_hosts",
     "rows_between_hosts",
 ]
 
@@ -107,7 +110,8 @@ class HierarchicalPlan:
         rank: this rank in the group.
         num_tokens: T. top_k: K.
         pieces: own tokens, then those that cross in their order. [S]
-        batches: in the order in which they are computed.
+        joined: whether all of them are computed at once.
+        make_batches: gives `batches`.
     """
 
     rank: int
@@ -115,7 +119,14 @@ class HierarchicalPlan:
     top_k: int
     num_local_experts: int
     pieces: Sequence[Piece]
-    batches: Sequence[Batch]
+    joined: bool
+    make_batches: Callable[[], Sequence[Batch]] = field(repr=False)
+
+    @functools.cached_property
+    def batches(self) -> Sequence[Batch]:
+        """In the order in which they are computed. Made when first asked for: by then pieces are on
+        their way."""
+        return self.make_batches()
 
 
 class _Sizes:
@@ -127,7 +138,7 @@ class _Sizes:
 
 def gather_ids(
     ids: Tensor, num_experts: int, rounds: P2PRounds, operation: str
-) -> tuple[Tensor, list[int]]:
+) -> tuple[Tensor, list[int], bool]:
     """The choices of all ranks. Collective; waits for the device.
 
     One all-gather, of two bytes a choice below 2**15 experts. Where a rank has more tokens than any
@@ -137,7 +148,8 @@ def gather_ids(
         ids: expert of each choice, -1 where it is dropped. [T, K] integers
 
     Returns:
-        [W, C, K] of ids' device, -1 beyond a rank's tokens; the number of tokens of each rank. [W]
+        [W, C, K] of ids' device, -1 beyond a rank's tokens; the number of tokens of each rank [W];
+        whether a backward may follow on any rank (it records gradients).
 
     Raises:
         ConfigError: ids is not [T, K].
@@ -149,13 +161,13 @@ def gather_ids(
     sizes = group_resource(rounds.group, "moe hierarchical sizes", _Sizes)
     (tokens, top_k), world = ids.shape, rounds.world_size
     narrow = torch.int16 if num_experts < 2**15 else torch.int32
-    header = torch.full((1,), tokens, dtype=torch.int32, device=ids.device).view(torch.uint8)
     while True:
         room = sizes.room.get(top_k, 0)
-        rows = ids.new_full((room, top_k), -1, dtype=narrow)
-        fits = min(tokens, room)
-        rows[:fits] = ids[:fits].to(narrow)
-        mine = torch.cat([header, rows.reshape(-1).view(torch.uint8)])
+        fits = min(tokens, room) * top_k
+        # Bytes of 255 are choices of -1.
+        mine = ids.new_full((4 + room * top_k * narrow.itemsize,), 255, dtype=torch.uint8)
+        mine[:4].view(torch.int32).fill_(2 * tokens + torch.is_grad_enabled())
+        mine[4:].view(narrow)[:fits].copy_(ids.reshape(-1)[:fits])
         every = mine.new_empty((world, mine.numel()))
 
         def start(every: Tensor = every, mine: Tensor = mine) -> dist.Work | None:
@@ -164,10 +176,12 @@ def gather_ids(
             )
 
         bounded_collective(rounds, operation, start)
-        counts: list[int] = every[:, :4].contiguous().view(torch.int32).view(-1).tolist()
+        headers: list[int] = every[:, :4].contiguous().view(torch.int32).view(-1).tolist()
+        counts = [header // 2 for header in headers]
         if max(counts) <= room:
             choices = every[:, 4:].contiguous().view(narrow).view(world, room, top_k)
-            return choices[:, : max(counts)].long(), counts
+            learning = any(header % 2 for header in headers)
+            return choices[:, : max(counts)].long(), counts, learning
         sizes.room[top_k] = -(-max(counts) // 64) * 64
 
 
@@ -178,20 +192,85 @@ def rows_between_hosts(ids: Tensor, num_experts: int, layout: HostLayout) -> lis
     Args:
         ids: of all ranks. [W, C, K]
     """
-    hosts = hosts_of_choices(ids, num_experts, layout)
-    own = torch.tensor(layout.hosts, device=ids.device).view(-1, 1)
-    crossing = torch.zeros_like(hosts[..., 0], dtype=torch.int64)
-    for host in range(layout.num_hosts):
-        crossing += (hosts == host).any(-1) & (own != host)
-    found: list[int] = crossing.sum(1).tolist()
-    return found
+    reached = reached_hosts(hosts_of_choices(ids, num_experts, layout), layout)
+    to_hosts: list[list[int]] = reached.sum(1).tolist()
+    return [sum(to) - to[own] for to, own in zip(to_hosts, layout.hosts, strict=True)]
 
 
 def hosts_of_choices(ids: Tensor, num_experts: int, layout: HostLayout) -> Tensor:
     """The host of each choice, -1 where it is dropped."""
-    per_rank = local_experts(num_experts, len(layout.hosts))
+    ranks = _ranks_of_choices(ids, local_experts(num_experts, len(layout.hosts)))
+    if layout.hosts == tuple(range(len(layout.hosts))):
+        return ranks
     table = torch.tensor([*layout.hosts, -1], device=ids.device)
-    return table[torch.where(ids < 0, len(layout.hosts), ids // per_rank)]
+    return table[ranks]
+
+
+def _ranks_of_choices(ids: Tensor, per_rank: int) -> Tensor:
+    """The rank of each choice, -1 where it is dropped. A CPU shifts many times faster than it
+    divides."""
+    if per_rank & (per_rank - 1) == 0:
+        return ids.clamp(min=-1) >> (per_rank.bit_length() - 1)
+    return ids.clamp(min=-1).div(per_rank, rounding_mode="floor")
+
+
+def reached_hosts(hosts: Tensor, layout: HostLayout) -> Tensor:
+    """Which hosts have an expert for each token: of hosts_of_choices [..., K] -> bool [..., M]"""
+    shape = (*hosts.shape[:-1], 1 + layout.num_hosts)
+    found = torch.zeros(shape, dtype=torch.bool, device=hosts.device)
+    return found.scatter_(-1, hosts + 1, True)[..., 1:]
+
+
+class _Orders(NamedTuple):
+    """Tokens of all ranks, as numbers rank * C + token, in the orders in which this rank has them,
+    and their counts by piece and rank [S * W] or piece [S], on the device.
+
+    Attributes:
+        held: those that this rank hands on.
+        hands: for each rank of this host, positions of its tokens among the held ones, by piece;
+            None where all are this rank's, as those that arrive then are, too.
+        arrived: those that this rank computes.
+    """
+
+    held: Tensor
+    held_counts: Tensor
+    hands: list[Tensor] | None
+    hand_counts: list[Tensor]
+    arrived: Tensor
+    arrival_counts: Tensor | None
+
+
+def _orders(
+    ids: Tensor, ranks_of: Tensor, piece: Tensor, steps: int, layout: HostLayout, rank: int
+) -> _Orders:
+    """piece: of each token that has an expert on this host, `steps` for the others. [W * C]"""
+    (world, most, _), device = ids.shape, ids.device
+    here, members = layout.hosts[rank], layout.members[layout.hosts[rank]]
+    sources = torch.arange(world, device=device).repeat_interleave(most, output_size=world * most)
+    if len(members) == 1:
+        order = piece.argsort(stable=True)
+        return _Orders(
+            order, _counted(piece * world + sources, steps * world), None, [], order, None
+        )
+    gateways = torch.tensor([layout.gateway(s, here) for s in range(world)], device=device)
+    held = torch.where((gateways == rank)[sources], piece, steps)
+    held_order = held.argsort(stable=True)
+    held_piece = held[held_order]
+    held_counts = _counted(held * world + sources, steps * world)
+    begins = _counted(held, steps).cumsum(0)
+    begins = torch.cat([begins.new_zeros(1), begins])[held_piece]
+    hand_orders, hand_counts = [], []
+    for member in members:
+        goes = (ranks_of == member).any(-1).view(-1)[held_order] & (held_piece < steps)
+        handed = torch.where(goes, held_piece, steps)
+        order = handed.argsort(stable=True)
+        hand_orders.append(order - begins[order])
+        hand_counts.append(_counted(handed, steps))
+    to_me = (ranks_of == rank).any(-1).view(-1)
+    arrival = torch.where(to_me, piece * world + gateways[sources], steps * world)
+    arrived = arrival.argsort(stable=True)
+    counts = _counted(arrival, steps * world)
+    return _Orders(held_order, held_counts, hand_orders, hand_counts, arrived, counts)
 
 
 def make_plan(
@@ -208,71 +287,52 @@ def make_plan(
     here, members = layout.hosts[rank], layout.members[layout.hosts[rank]]
     chunks = form.chunks
     steps = chunks + 1
-    ranks_of = torch.where(ids < 0, -1, ids // per_rank)
-    hosts_of = hosts_of_choices(ids, num_experts, layout)
-    crosses = torch.tensor([host != here for host in layout.hosts], device=device).view(-1, 1)
-    gateways = torch.tensor([layout.gateway(s, here) for s in range(world)], device=device)
+    reached = reached_hosts(hosts_of_choices(ids, num_experts, layout), layout)
+    crosses = torch.tensor([[host != here] for host in layout.hosts], device=device)
+    to_here = reached[..., here]
+    crossed = crosses.long()  # the piece of each token that comes here. [W, 1] or [W, C]
+    if chunks > 1:
+        crossed = crossed * (_chunk_of(to_here, chunks) + 1)
+    piece = torch.where(to_here, crossed, steps).view(-1)
+    ranks_of = _ranks_of_choices(ids, per_rank)
+    orders = _orders(ids, ranks_of, piece, steps, layout, rank)
 
-    # The piece of each token that has an expert on this host, `steps` for the others. [W, C]
-    to_here = (hosts_of == here).any(-1)
-    chunk = _chunk_of(to_here, chunks)
-    piece = torch.where(to_here, torch.where(crosses, chunk + 1, 0), steps).view(-1)
+    keys = torch.where(ranks_of == rank, ids - rank * per_rank, per_rank)
+    keys = keys.view(-1, top_k)[orders.arrived]
+    arrived_piece = piece[orders.arrived].view(-1, 1)
+    by_expert = _counted(arrived_piece * (per_rank + 1) + keys, steps * (per_rank + 1))
 
-    held = torch.where((gateways == rank).view(-1, 1).expand(world, most).reshape(-1), piece, steps)
-    held_order = held.argsort(stable=True)
-    held_piece = held[held_order]
-    sources = torch.arange(world, device=device).view(-1, 1).expand(world, most).reshape(-1)
-    held_counts = _count(held * world + sources, steps * world, held < steps)
-    begins = _count(held, steps, held < steps).cumsum(0)
-    begins = torch.cat([begins.new_zeros(1), begins])[held_piece]
-    hand_orders, hand_counts = [], []
-    for member in members:
-        goes = (ranks_of == member).any(-1).view(-1)[held_order] & (held_piece < steps)
-        order = torch.where(goes, held_piece, steps).argsort(stable=True)
-        hand_orders.append(order - begins[order])
-        hand_counts.append(_count(held_piece, steps, goes))
-
-    to_me = (ranks_of == rank).any(-1).view(-1)
-    arrival = torch.where(to_me, piece * world + gateways[sources], steps * world)
-    arrived_order = arrival.argsort(stable=True)
-    arrival_counts = _count(arrival, steps * world, to_me)
-    local = ids.view(-1, top_k)[arrived_order] - rank * per_rank
-    keys = torch.where((local < 0) | (local >= per_rank), per_rank, local)
-    arrived_piece = piece[arrived_order]
-    expert_counts = _count(
-        arrived_piece.view(-1, 1) * per_rank + keys,
-        steps * per_rank,
-        (keys < per_rank) & (arrived_piece < steps).view(-1, 1),
-    )
-
-    mine = hosts_of[rank, : counts[rank]]
-    to_hosts = torch.stack([(mine == host).any(-1) for host in range(layout.num_hosts)])
+    to_hosts = reached[rank, : counts[rank]].t()
     send_orders = (~to_hosts).to(torch.uint8).argsort(dim=1, stable=True)
 
-    tables = [held_counts, arrival_counts, expert_counts, *hand_counts, to_hosts.sum(1)]
-    flat = torch.cat([table.view(-1) for table in tables]).tolist()  # the one read of the device
+    tables = [orders.held_counts, by_expert, to_hosts.sum(1), *orders.hand_counts]
+    if orders.arrival_counts is not None:
+        tables.append(orders.arrival_counts)
+    flat = torch.cat(tables).tolist()  # the one read of the device
 
-    def take(length: int) -> list[int]:
+    def take(length: int, rows: int = 1) -> list[list[int]]:
         nonlocal flat
-        found, flat = flat[:length], flat[length:]
-        return found
+        found, flat = flat[: length * rows], flat[length * rows :]
+        return [found[begin : begin + length] for begin in range(0, length * rows, length)]
 
-    held_table, arrival_table = take(steps * world), take(steps * world)
-    expert_table = take(steps * per_rank)
-    hand_table = [take(steps) for _ in members]
-    to_host_counts = take(layout.num_hosts)
+    held_table, expert_table = take(world, steps), take(per_rank + 1, steps)
+    (to_host_counts,) = take(layout.num_hosts)
+    hand_table = take(steps, len(orders.hand_counts))
+    arrival_table = held_table if orders.arrival_counts is None else take(world, steps)
     pieces = []
     at_held, at_hand = 0, [0] * len(members)
     for step in range(steps):
-        by_source = held_table[step * world : (step + 1) * world]
-        by_gateway = arrival_table[step * world : (step + 1) * world]
+        by_source, by_gateway = held_table[step], arrival_table[step]
         num_held, own = sum(by_source), step == 0
-        tokens = held_order[at_held : at_held + num_held] - rank * most if own else None
-        hands = []
-        for index, member in enumerate(members):
-            size = hand_table[index][step]
-            hands.append((member, hand_orders[index][at_hand[index] : at_hand[index] + size]))
-            at_hand[index] += size
+        tokens = orders.held[at_held : at_held + num_held] - rank * most if own else None
+        if orders.hands is None:
+            hands, arrivals = [(rank, torch.arange(num_held, device=device))], [(rank, num_held)]
+        else:
+            hands, arrivals = [], [(member, by_gateway[member]) for member in members]
+            for index, (member, order) in enumerate(zip(members, orders.hands, strict=True)):
+                size = hand_table[index][step]
+                hands.append((member, order[at_hand[index] : at_hand[index] + size]))
+                at_hand[index] += size
         pieces.append(
             Piece(
                 tokens,
@@ -280,16 +340,18 @@ def make_plan(
                 [] if own else [(s, n) for s, n in enumerate(by_source) if n],
                 num_held,
                 hands,
-                [(member, by_gateway[member]) for member in members],
+                arrivals,
             )
         )
         at_held += num_held
-    batches = _batches(pieces, keys, expert_table, per_rank, form, device)
-    return HierarchicalPlan(rank, counts[rank], top_k, per_rank, pieces, batches)
+    expert_table = [of_piece[:per_rank] for of_piece in expert_table]
+    given = pieces, keys, expert_table, per_rank, form, device
+    batches = functools.partial(_batches, *given)
+    return HierarchicalPlan(rank, counts[rank], top_k, per_rank, pieces, form.joined, batches)
 
 
 def _batches(
-    pieces: Sequence[Piece], keys: Tensor, counts: Sequence[int], experts: int, form: Form,
+    pieces: Sequence[Piece], keys: Tensor, by_piece: list[list[int]], experts: int, form: Form,
     device: torch.device,
 ) -> list[Batch]:  # fmt: skip
     """What this rank computes, in its order.
@@ -297,9 +359,8 @@ def _batches(
     Args:
         keys: local expert of each choice of the tokens that arrive, `experts` for those of other
             ranks; tokens in the order of the pieces. [n, K]
-        counts: rows of each piece for each expert. [S * El]
+        by_piece: rows of each piece for each expert. [S][El]
     """
-    by_piece = [list(counts[p * experts : (p + 1) * experts]) for p in range(len(pieces))]
     arrived = [piece.num_arrived for piece in pieces]
 
     def batch(which: tuple[int, ...]) -> tuple[Permutation, list[int]]:
@@ -334,9 +395,10 @@ def _chunk_of(wanted: Tensor, parts: int) -> Tensor:
     return (position * parts - 1).div(total.clamp(min=1), rounding_mode="floor")
 
 
-def _count(keys: Tensor, size: int, where: Tensor) -> Tensor:
-    """How often each of 0 .. size - 1 occurs among keys[where], without reading the device."""
-    keys = torch.where(where, keys, size).reshape(-1)
+def _counted(keys: Tensor, size: int) -> Tensor:
+    """How often each of 0 .. size - 1 occurs, without reading the device; larger keys count for
+    nothing."""
+    keys = keys.clamp(max=size).reshape(-1)
     return torch.zeros(size + 1, dtype=torch.int64, device=keys.device).scatter_add_(
         0, keys, torch.ones_like(keys)
     )[:size]

@@ -42,11 +42,12 @@ from megatron_fluid.moe.hierarchical.choice import ExpertShape, choose_form
 from megatron_fluid.moe.hierarchical.model import Form
 from megatron_fluid.moe.hierarchical.plan import Batch, HierarchicalPlan, gather_ids, make_plan
 from megatron_fluid.moe.hierarchical.rows import (
+    TokenRoom,
     rows_by_peer,
     select_rows,
+    sum_into,
     sum_parts,
     transfers_of,
-    wide,
 )
 from megatron_fluid.moe.rounds.transport import Arrive, StartedMoE
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
@@ -92,10 +93,11 @@ def plan_hierarchical(
         ConfigError: ids is not [T, K], or E is not a multiple of the ranks.
         PeerTimeoutError: a rank does not take part.
     """
-    choices, counts = gather_ids(ids, num_experts, rounds, f"{name} routing")
+    choices, counts, learning = gather_ids(ids, num_experts, rounds, f"{name} routing")
     layout = HostLayout(tuple(rounds.domains))
     if form is None:
-        form = choose_form(choices, counts, num_experts, rounds, row_bytes, experts)
+        given = choices, counts, num_experts, rounds, row_bytes, experts
+        form = choose_form(*given, learning)
     return make_plan(choices, counts, num_experts, layout, rounds.rank, form)
 
 
@@ -180,6 +182,8 @@ class _HierarchicalExchange(Exchange):
         self._tokens: dict[tuple[int, ...], list[Tensor]] = {}
         self._made: dict[tuple[int, ...], list[list[Tensor]]] = {}
         self._next = 1
+        held, alone = [p.num_held for p in self.plan.pieces], len(self.plan.pieces[0].arrivals) == 1
+        self._room = TokenRoom(self.sent, held, alone and self.plan.joined)
 
     # Dispatch
 
@@ -195,14 +199,14 @@ class _HierarchicalExchange(Exchange):
             self._cross()
         tokens = pieces[0].tokens
         assert tokens is not None
-        self._hand_on(0, [tensor.index_select(0, tokens) for tensor in self.sent])
+        self._hand_on(0, self._room.filled(0, tokens))
 
     def _expect(self, index: int) -> None:
         """Ask for what a piece brings this rank, and for the results of its own tokens. gloo sends
         nothing that has not been asked for, and a question waits behind the data that is being
         sent: asked at once, data never wait for questions."""
         piece, name = self.plan.pieces[index], self.name
-        held = [t.new_empty((piece.num_held, *t.shape[1:])) for t in self.sent]
+        held = self._room.of(index)
         questions = transfers_of({}, rows_by_peer(piece.receives, held))
         self._held[index] = held
         self.crossing[index] = self.rounds.exchange(f"{name}dispatch", index, questions)
@@ -230,7 +234,7 @@ class _HierarchicalExchange(Exchange):
         incoming: dict[int, list[Tensor]] = {}
         expected = self.crossing.get(index)
         if expected is None:
-            held = [t.new_empty((piece.num_held, *t.shape[1:])) for t in self.sent]
+            held = self._room.of(index)
             self._held[index], incoming = held, rows_by_peer(piece.receives, held)
         transfers = transfers_of(outgoing, incoming)
         pending = self.rounds.exchange(f"{self.name}dispatch", index, transfers)
@@ -286,6 +290,8 @@ class _HierarchicalExchange(Exchange):
             pending, arrived = self._handed.pop(index)
             pending.wait()
             found.append(arrived.pop())
+        if (whole := self._room.give_up()) is not None:
+            return whole
         return found[0] if len(found) == 1 else [torch.cat(t) for t in zip(*found, strict=True)]
 
     # Combine
@@ -374,18 +380,17 @@ class _HierarchicalExchange(Exchange):
     def complete(self) -> None:
         """Wait for all results, and sum those of each token: own host first, then by piece and
         host."""
-        totals = [torch.zeros_like(r, dtype=wide(r)) for r in self.results]
-        for index in sorted(self._returning):
-            returned = self._returning.pop(index)
-            returned.pending.wait()
-            tokens = self.plan.pieces[index].tokens
-            for places, parts in zip(returned.tokens, returned.parts, strict=True):
-                if tokens is not None:  # positions among the held ones
-                    places = tokens.index_select(0, places)
-                for total, part in zip(totals, parts, strict=True):
-                    total.index_add_(0, places, part.to(total.dtype))
-        for result, total in zip(self.results, totals, strict=True):
-            result.copy_(total)
+
+        def parts() -> Iterator[tuple[Tensor, list[Tensor]]]:
+            for index in sorted(self._returning):
+                returned = self._returning.pop(index)
+                returned.pending.wait()
+                tokens = self.plan.pieces[index].tokens
+                for places, rows in zip(returned.tokens, returned.parts, strict=True):
+                    # Of own ones places are among the held tokens.
+                    yield places if tokens is None else tokens.index_select(0, places), rows
+
+        sum_into(self.results, parts())
 
 
 def start_hierarchical_moe(

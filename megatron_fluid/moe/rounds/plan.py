@@ -12,6 +12,7 @@ rows received, H hidden.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,14 @@ class Permutation:
         rows = order[:num_rows]
         return cls(shape[0], rows // max(shape[1], 1), rows, slot_row)
 
+    @functools.cached_property
+    def _bags(self) -> tuple[Tensor, Tensor]:
+        """The rows of kept choices, token by token, and where each token's begin, with the end.
+        Forward and backward sum the same ones."""
+        kept = self.slot_row < self.row_slot.numel()
+        ends = kept.sum(1).cumsum(0)
+        return self.slot_row[kept], torch.cat([ends.new_zeros(1), ends])
+
     def gather(self, tokens: Tensor) -> Tensor:
         """rows[n] = tokens[row_token[n]]: [T, ...] -> [N, ...]"""
         return tokens.index_select(0, self.row_token)
@@ -80,13 +89,11 @@ class Permutation:
         if num_rows == 0:
             return rows.new_zeros((self.num_tokens, *rows.shape[1:]))
         wide = torch.promote_types(rows.dtype, torch.float32)
-        if rows.device.type == "cpu" and rows.dim() == 2:
-            kept = slots < num_rows
-            ends = kept.sum(1).cumsum(0)
-            begins = torch.cat([ends.new_zeros(1), ends])
+        if rows.device.type == "cpu" and rows.dim() == 2 and num_rows == self.row_slot.numel():
             # One pass over the rows, in the order of the choices.
+            chosen, begins = self._bags
             bags = functional.embedding_bag(
-                slots[kept], rows.to(wide), begins, mode="sum", include_last_offset=True
+                chosen, rows.to(wide), begins, mode="sum", include_last_offset=True
             )
             return bags.to(rows.dtype)
         flat = slots.reshape(-1).clamp(max=num_rows - 1)
