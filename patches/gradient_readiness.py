@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fluid.backward.fresh_grads import settle
+from megatron_fluid.backward.fresh_grads import group_with
 from megatron_fluid.backward.main_grad import set_ready_report
 from megatron_fluid.patches.gradient_zeroing import GradientZeroing
 
@@ -161,7 +161,15 @@ def backward_post_hook(original: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(hook)
         def fluid_post_hook(*unused: Any) -> Any:
-            settle((param,))  # what autograd has is added to main_grad
+            group = group_with(param)
+            if group is not None and group.fresh:  # what autograd has is added to main_grad
+                if getattr(param, "grad_added_to_main_grad", False):
+                    raise RuntimeError(
+                        "a kernel of another's has added an expert's gradient to a main_grad that "
+                        "was not zeroed: megatron_fluid did not see that it would run. Train with "
+                        "--fluid-disable-patch gradient-zeroing"
+                    )
+                group.settle()
             return hook(*unused)
 
         return fluid_post_hook

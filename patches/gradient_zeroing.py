@@ -15,7 +15,8 @@ Gradients that are fresh are zeroed after all before anybody else looks at them:
 - autograd has a gradient to add (the hook of gradient_readiness.py);
 - a module that owns the parameters, or Megatron's experts around it, is called where gradients are
   wanted: its kernels may add to main_grad (`_Guard`);
-- the optimizer takes its gradients (optimizer_copies.py).
+- the distributed optimizer takes its gradients (optimizer_copies.py); others read them after the
+  reduction.
 
 A replay of a CUDA graph runs none of this. Where a graph may hold layers with experts all is
 zeroed, and so is, from then on, what anybody captures. A graph of a whole iteration
@@ -36,20 +37,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.fresh_grads import (
-    GradGroup,
-    any_fresh,
-    group_of,
-    group_with,
-    settle,
-    settle_all,
-)
+from megatron_fluid.backward.fresh_grads import GradGroup, group_of, group_with, settle_all
 from megatron_fluid.backward.fresh_grads import whole_iteration as captured_groups
 
 __all__ = ["GradientZeroing", "reset", "serve_elsewhere", "start_grad_sync", "whole_iteration"]
 
-# What a CUDA graph may hold while the experts run outside of it.
-_OUTSIDE = frozenset({"attn", "mlp", "mamba", "moe_router", "moe_preprocess"})
+# What CUDA graphs may hold while the experts run outside of them. Those of impl local that hold
+# attn hold whole layers.
+_OUTSIDE = {
+    "transformer_engine": frozenset({"attn", "mlp", "mamba", "moe_router", "moe_preprocess"}),
+    "local": frozenset({"mlp", "mamba"}),
+}
 _bounds = operator.itemgetter(0, 1)
 
 
@@ -180,8 +178,9 @@ def _off_reason(ddp: Any) -> str | None:
         return "parameters are gathered into the gradients' memory"
     if config.cuda_graph_impl != "none":
         modules = {module.name for module in config.cuda_graph_modules or ()}
+        outside = _OUTSIDE.get(config.cuda_graph_impl, frozenset())
         whole = config.cuda_graph_impl == "full_iteration"
-        if not whole and (not modules or not modules <= _OUTSIDE):
+        if not whole and (not modules or not modules <= outside):
             return "a CUDA graph may hold layers with experts, and its replays add"
     return None
 
@@ -226,8 +225,12 @@ def _owners(root: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
 def serve_elsewhere(params: Iterable[Tensor]) -> None:
     """The gradients of `params` are about to be computed by other kernels than ours, which may add
     to main_grad."""
-    if any_fresh() and torch.is_grad_enabled():
-        settle(params)
+    if not torch.is_grad_enabled():
+        return
+    for group in {group_with(param) for param in params}:
+        if isinstance(group, _Served):
+            group.settle()
+            group.elsewhere = True
 
 
 def reset(original: Callable[..., None]) -> Callable[..., None]:
@@ -312,7 +315,7 @@ def _replayed(graph: Any) -> Iterator[None]:
         group.clear()
     settle_all()  # the others, to which the graph adds
     # Nobody has zeroed these since they were written: the graph's share is added.
-    sums = [p for group, _ in writes if group.written for p in group.params]
+    sums = [p for group, _ in writes if group.written or group.elsewhere for p in group.params]
     before = [param.main_grad.clone() for param in sums]  # type: ignore[attr-defined]
     try:
         yield

@@ -71,10 +71,11 @@ class BlockingRounds(P2PRounds):
 
 
 class _Forms:
-    """Notes in which form two levels last moved tokens."""
+    """Notes in which form two levels moved tokens in a variant's last call."""
 
     def __init__(self) -> None:
         self.last: Form | None = None
+        self.own: Form | None = None
         choose = transport.choose_form
 
         def noted(*given: Any) -> Form:
@@ -83,10 +84,19 @@ class _Forms:
 
         transport.choose_form = noted
 
+    def of(self, call: Callable[[], object]) -> Callable[[], object]:
+        """`call`, after which `own` is the form that it took."""
+
+        def noted() -> None:
+            call()
+            self.own = self.last
+
+        return noted
+
     def words(self) -> str:
-        if self.last is None or self.last.joined:
+        if self.own is None or self.own.joined:
             return "at once"
-        return f"{self.last.chunks} pieces, {self.last.first:g} of the experts first"
+        return f"{self.own.chunks} pieces, {self.own.first:g} of the experts first"
 
 
 class _Megatron(nn.Module):
@@ -302,7 +312,7 @@ def _sweep(
         for variant, timing in timings.items():
             row = timing.row(label(name, ratio), mode, variant)
             more: dict[str, Any] = {"rate_bits_per_s": rate, "wire_bytes": bytes_sent[variant]}
-            if variant == "fluid" and forms.last is not None:
+            if variant == "fluid" and forms.own is not None:
                 more["form"] = forms.words()
             if variant in predicted:
                 more["predicted_ms"] = predicted[variant]
@@ -313,7 +323,7 @@ def _sweep(
             hidden = [row.config.get("hidden_share") for row in rows if row.variant == "fluid"]
             share = f"  hidden {hidden[0]:.2f}" if hidden and hidden[0] is not None else ""
             model = "".join(f"  {v} by the model {ms:.0f}" for v, ms in predicted.items())
-            form = f"  fluid {forms.words()}" if forms.last is not None else ""
+            form = f"  fluid {forms.words()}" if forms.own is not None else ""
             print(f"{label(name, ratio)} {mode} ms: {words}{share}{model}{form}", flush=True)
 
 
@@ -356,6 +366,8 @@ def main() -> int:
             get_backward_scheduler().enable()
         make = step_call if train else forward_call
         calls = {name: make(m, x.clone().requires_grad_(train)) for name, m in modules.items()}
+        if "fluid" in calls:
+            calls["fluid"] = forms.of(calls["fluid"])
         ratios = [float(ratio) for ratio in options.ratios.split(",")]
         _sweep(options.case, mode, ratios, calls, parent, options.seconds, pass_s, forms)
         get_backward_scheduler().disable()

@@ -156,11 +156,8 @@ def _with_cutlass(call: Callable[[], object]) -> Callable[[], object]:
     """`call` with one launch for the GEMMs of all experts in Transformer Engine."""
 
     def alone() -> None:
-        os.environ[CUTLASS] = "1"
-        try:
+        with mock.patch.dict(os.environ, {CUTLASS: "1"}):
             call()
-        finally:
-            del os.environ[CUTLASS]
 
     return alone
 

@@ -122,7 +122,7 @@ def begin(params: Sequence[Tensor]) -> bool:
     """
     graphed = _capturing(params[0])
     if graphed and _whole is None:
-        settle(params)
+        settle_all()
         _never_again(params)
     if not _fresh:
         return False
@@ -176,9 +176,11 @@ def settle(params: Iterable[Tensor]) -> None:
 
 def settle_all() -> None:
     """Write zeros into all gradients of this process that hold no sums."""
-    for reference in list(_fresh.values()):
-        if (group := reference()) is not None:
-            group.settle()
+    groups = [group for ref in list(_fresh.values()) if (group := ref()) is not None]
+    if groups:
+        _zero([param.main_grad for group in groups for param in group.params])  # type: ignore[attr-defined]
+    for group in groups:
+        group.clear()
 
 
 def _capturing(tensor: Tensor) -> bool:
@@ -197,10 +199,21 @@ def _zero(grads: list[Tensor]) -> None:
     exchange = driver_api.library().cuThreadExchangeStreamCaptureMode
     driver_api.check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
     try:
-        aside = torch.cuda.Stream(grads[0].device)
+        aside = _idle_stream(grads[0].device)
         with torch.cuda.stream(aside):
             for grad in grads:
                 grad.zero_()
         aside.synchronize()
     finally:
         exchange(ctypes.byref(mode))
+
+
+def _idle_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that is not captured: torch hands out the same 32 in turns, and the graph may be
+    captured on some of them."""
+    for _ in range(64):
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            if not torch.cuda.is_current_stream_capturing():
+                return stream
+    raise RuntimeError("every stream takes part in a capture; none is left to zero gradients on")

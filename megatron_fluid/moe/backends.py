@@ -192,6 +192,7 @@ class _Hierarchical(LayerBackend):
             *(routing.ids, experts, rounds, row_bytes),
             name=layer.name,
             experts=ExpertShape.of(*weights),
+            learns=torch.is_grad_enabled() or layer.training,
         )
         started = start_hierarchical_moe(
             *(x, routing.probs, plan, *weights, layer.activation, rounds),

@@ -346,7 +346,8 @@ class HierarchicalLayer(_ChoicesLayer):
         experts, row_bytes = int(layer.config.num_moe_experts), x.shape[-1] * x.element_size()
         shape = ExpertShape.of(*self.weights.matrices())
         given = ids, experts, self.rounds, row_bytes
-        return plan_hierarchical(*given, name=self.name, experts=shape), probs
+        learns = torch.is_grad_enabled() or layer.training
+        return plan_hierarchical(*given, name=self.name, experts=shape, learns=learns), probs
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         arguments = (tokens, probs, plan, *self.weights.matrices(), self.activation, self.rounds)

@@ -84,11 +84,13 @@ def _replays_in_recomputation(config: TransformerConfig) -> bool:
 
 
 def graphs_hold_layers(config: TransformerConfig) -> bool:
-    """Whether CUDA graphs hold whole MoE layers: of an iteration, of layers, or of the module
-    moe."""
+    """Whether CUDA graphs hold whole MoE layers: of an iteration, of layers, of the module moe, or
+    with impl local of attn, whose graph is the whole layer's."""
     if config.cuda_graph_impl in ("none", "full_iteration"):
         return config.cuda_graph_impl == "full_iteration"
     modules = {module.name for module in config.cuda_graph_modules}
+    if config.cuda_graph_impl == "local":
+        return not modules or bool(modules & {"attn", "moe"})
     return not modules or "moe" in modules
 
 
@@ -97,9 +99,11 @@ def _captures_experts(config: TransformerConfig) -> bool:
     Megatron's forward runs."""
     if config.cuda_graph_impl == "none":
         return False
+    modules = {module.name for module in config.cuda_graph_modules or ()}
+    if config.cuda_graph_impl == "local" and modules & {"moe_router", "moe_preprocess"}:
+        return True
     if graphs_hold_layers(config):
         return config.expert_model_parallel_size > 1  # on one rank the host reads nothing
-    modules = {module.name for module in config.cuda_graph_modules}
     outside = {"attn", "mlp", "mamba"}
     if config.cuda_graph_impl == "transformer_engine":
         outside |= {"moe_router", "moe_preprocess"}

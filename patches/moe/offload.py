@@ -102,7 +102,7 @@ class _Group:
             what = "a second backward of one forward (retain_graph) finds them gone"
             raise RuntimeError(f"offload_modules: {self._name} is offloaded, and {what}")
         self._chunk.on_group_commit_backward(self._name)
-        # The manager reads what it has not fetched ahead, in the first iteration the last layer's,
+        # What it has not fetched ahead, in the first iteration everything, the manager reads
         # without a look at whether the copy to the host is complete.
         for index in {tag[0] for tag in tags if isinstance(tag, tuple)}:
             group = self._chunk.offload_groups[index - 1]

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 
 from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.moe.hierarchical import choice, transport
-from megatron_fluid.moe.hierarchical.model import FORMS, Form
+from megatron_fluid.moe.hierarchical.choice import ExpertCost, ExpertShape
+from megatron_fluid.moe.hierarchical.model import FORMS, Form, Link
 from megatron_fluid.moe.hierarchical.plan import rows_between_hosts
 from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
@@ -210,3 +212,80 @@ def refused_body(rank: int, world: int) -> str:
 def test_one_host_refuses_it_by_name() -> None:
     for said in run_ranks(refused_body, 2):
         assert "hierarchical" in said and "on one" in said
+
+
+def recomputed_body(rank: int, world: int) -> list[bool]:
+    """By what two passes of a checkpointed layer choose their forms."""
+    on_hosts((0, 1), rank)
+    torch.manual_seed(rank)
+    layer = MoELayer(MoEConfig(16, 24, 8, 2), dist.group.WORLD)
+    learning: list[bool] = []
+
+    def noted(*given: Any) -> Form:
+        learning.append(given[-1].learns)
+        return choice.choose_form(*given)
+
+    transport.choose_form = noted
+    x = torch.randn(11, 16).requires_grad_()
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True).sum().backward()
+    return learning
+
+
+def test_a_recomputation_takes_the_form_of_its_forward() -> None:
+    for learning in run_ranks(recomputed_body, 2):
+        assert learning == [True, True]
+
+
+def mixed_body(rank: int, world: int) -> dict[str, Form]:
+    """The form of a call by which ranks record gradients, where that makes a difference: the link
+    and the experts take fixed times."""
+    on_hosts((0, 1), rank)
+    rounds = P2PRounds(dist.group.WORLD)
+    choice.host_link = lambda rounds: Link(1.49e6 / 17e-3)
+    choice.expert_cost = lambda *given: ExpertCost(row_s=32e-6, pass_s=1.3e-3)
+    seen: list[Form] = []
+
+    def noted(*given: Any) -> Form:
+        seen.append(choice.choose_form(*given))
+        return seen[-1]
+
+    transport.choose_form = noted
+    shape = ExpertShape(512, 2048, 1024, torch.float32)
+    ids = torch.tensor([0, 1] if rank else [2, 3]).repeat(256, 1)  # both on the other host
+    # One after the other: the first learns how many tokens there are, by a second all-gather.
+    recording = {"first": [0], "second": [1], "both": [0, 1], "none": []}
+    for ranks in recording.values():
+        with torch.set_grad_enabled(rank in ranks):
+            plan = plan_hierarchical(ids, 4, rounds, 2048, experts=shape)
+        assert plan.joined == seen[-1].joined and len(plan.pieces) == seen[-1].chunks + 1
+    return dict(zip(recording, seen, strict=True))
+
+
+def test_ranks_of_which_one_records_gradients_take_the_same_form() -> None:
+    one, other = run_ranks(mixed_body, 2)
+    assert one == other
+    assert one["first"] == one["second"] == one["both"]
+    assert one["none"] != one["both"]  # so that a rank that asked itself alone would be found out
+
+
+def deterministic_body(rank: int, world: int) -> Form:
+    """The form of a call for which one rank alone wants bytes to decide."""
+    on_hosts((0, 1), rank)
+    rounds = P2PRounds(dist.group.WORLD)
+    set_config(FluidConfig(deterministic=rank == 1))
+    choice.host_link = lambda rounds: pytest.fail("the link was timed")
+    seen: list[Form] = []
+
+    def noted(*given: Any) -> Form:
+        seen.append(choice.choose_form(*given))
+        return seen[-1]
+
+    transport.choose_form = noted
+    shape = ExpertShape(512, 2048, 1024, torch.float32)
+    plan_hierarchical(torch.tensor([[0, 2]] * 8), 4, rounds, 2048, experts=shape)
+    return seen[-1]
+
+
+def test_a_rank_that_wants_no_times_to_decide_decides_for_all() -> None:
+    one, other = run_ranks(deterministic_body, 2)
+    assert one == other

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from megatron_fluid.comm.group_resources import drop_resource, group_resource
 from megatron_fluid.comm.p2p_rounds import P2PRounds, Transfer, bounded_collective
-from megatron_fluid.config import current_config
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.hierarchical.model import Form, Link, Work, best_form, chunks_for
-from megatron_fluid.moe.hierarchical.plan import hosts_of_choices, reached_hosts
+from megatron_fluid.moe.hierarchical.plan import Wishes, hosts_of_choices, reached_hosts
 from megatron_fluid.moe.rounds.plan import local_experts
 from megatron_fluid.topology import HostLayout
 
@@ -63,7 +62,7 @@ class ExpertCost(NamedTuple):
 
 def choose_form(
     ids: Tensor, counts: Sequence[int], num_experts: int, rounds: P2PRounds, row_bytes: int,
-    experts: ExpertShape | None, learning: bool = True,
+    experts: ExpertShape | None, wishes: Wishes,
 ) -> Form:  # fmt: skip
     """The form of one call, alike on all ranks. Collective over the group.
 
@@ -71,10 +70,10 @@ def choose_form(
         ids, counts: of all ranks. [W, C, K], [W]
         row_bytes: of one token.
         experts: None where they are not known: bytes alone decide.
-        learning: whether a backward may follow, in the same form. Alike on all ranks.
+        wishes: as gather_ids gives them.
     """
     layout, top_k = HostLayout(tuple(rounds.domains)), ids.shape[2]
-    if experts is None or ids.device.type != "cpu" or current_config().deterministic:
+    if experts is None or ids.device.type != "cpu" or wishes.by_bytes:
         # Of the rank with most tokens, as if each went to other hosts as often as it can.
         most = max(counts) * min(top_k, layout.num_hosts - 1)
         return Form(chunks_for(most * row_bytes, ids.device.type))
@@ -82,17 +81,17 @@ def choose_form(
     cost = expert_cost(rounds, experts, local_experts(num_experts, rounds.world_size))
     counted = _rows(ids, num_experts, layout)
     # Alike for calls that are nearly alike, and then computed once.
-    own, crossing, tokens = (float(f"{number:.2g}") for number in counted)
-    return _form_for(own, crossing, tokens, row_bytes, top_k, cost, link, learning)
+    own, crossing, tokens = (float(f"{number:.3g}") for number in counted)
+    return _form_for(own, crossing, tokens, row_bytes, top_k, cost, link, wishes.learns)
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(1024)
 def _form_for(
     own: float, crossing: float, tokens: float, row_bytes: int, top_k: int, cost: ExpertCost,
-    link: Link, learning: bool,
+    link: Link, learns: bool,
 ) -> Form:  # fmt: skip
     passes = works(own, crossing, tokens, row_bytes, top_k, cost)
-    return best_form(passes if learning else passes[:1], link)
+    return best_form(passes if learns else passes[:1], link)
 
 
 def works(

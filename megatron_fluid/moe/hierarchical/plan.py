@@ -34,6 +34,7 @@ from torch import Tensor
 
 from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
+from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.experts import RowGroups
 from megatron_fluid.moe.hierarchical.model import Form
@@ -44,6 +45,7 @@ __all__ = [
     "Batch",
     "HierarchicalPlan",
     "Piece",
+    "Wishes",
     "gather_ids",
     "hosts_of_choices",
     "make_plan",
@@ -111,7 +113,7 @@ class HierarchicalPlan:
         num_tokens: T. top_k: K.
         pieces: own tokens, then those that cross in their order. [S]
         joined: whether all of them are computed at once.
-        make_batches: gives `batches`.
+        make_batches: gives `batches`, once.
     """
 
     rank: int
@@ -136,9 +138,23 @@ class _Sizes:
         self.room: dict[int, int] = {}
 
 
+@dataclass(frozen=True)
+class Wishes:
+    """What decides on the form of a call beside its choices: the same on all ranks once gathered.
+
+    Attributes:
+        learns: whether a backward may follow, on any rank.
+        by_bytes: whether bytes alone decide, and no times (the setting `deterministic`), on any
+            rank.
+    """
+
+    learns: bool
+    by_bytes: bool
+
+
 def gather_ids(
-    ids: Tensor, num_experts: int, rounds: P2PRounds, operation: str
-) -> tuple[Tensor, list[int], bool]:
+    ids: Tensor, num_experts: int, rounds: P2PRounds, operation: str, learns: bool | None = None
+) -> tuple[Tensor, list[int], Wishes]:
     """The choices of all ranks. Collective; waits for the device.
 
     One all-gather, of two bytes a choice below 2**15 experts. Where a rank has more tokens than any
@@ -146,10 +162,12 @@ def gather_ids(
 
     Args:
         ids: expert of each choice, -1 where it is dropped. [T, K] integers
+        learns: whether a backward may follow on this rank; None: where gradients are recorded. A
+            layer says it that may be checkpointed, whose first pass records none.
 
     Returns:
         [W, C, K] of ids' device, -1 beyond a rank's tokens; the number of tokens of each rank [W];
-        whether a backward may follow on any rank (it records gradients).
+        what ranks wish.
 
     Raises:
         ConfigError: ids is not [T, K].
@@ -161,12 +179,14 @@ def gather_ids(
     sizes = group_resource(rounds.group, "moe hierarchical sizes", _Sizes)
     (tokens, top_k), world = ids.shape, rounds.world_size
     narrow = torch.int16 if num_experts < 2**15 else torch.int32
+    learns = torch.is_grad_enabled() if learns is None else learns
+    header = 4 * tokens + 2 * current_config().deterministic + learns
     while True:
         room = sizes.room.get(top_k, 0)
         fits = min(tokens, room) * top_k
         # Bytes of 255 are choices of -1.
         mine = ids.new_full((4 + room * top_k * narrow.itemsize,), 255, dtype=torch.uint8)
-        mine[:4].view(torch.int32).fill_(2 * tokens + torch.is_grad_enabled())
+        mine[:4].view(torch.int32).fill_(header)
         mine[4:].view(narrow)[:fits].copy_(ids.reshape(-1)[:fits])
         every = mine.new_empty((world, mine.numel()))
 
@@ -177,11 +197,11 @@ def gather_ids(
 
         bounded_collective(rounds, operation, start)
         headers: list[int] = every[:, :4].contiguous().view(torch.int32).view(-1).tolist()
-        counts = [header // 2 for header in headers]
+        counts = [header // 4 for header in headers]
         if max(counts) <= room:
             choices = every[:, 4:].contiguous().view(narrow).view(world, room, top_k)
-            learning = any(header % 2 for header in headers)
-            return choices[:, : max(counts)].long(), counts, learning
+            wishes = Wishes(any(h & 1 for h in headers), any(h & 2 for h in headers))
+            return choices[:, : max(counts)].long(), counts, wishes
         sizes.room[top_k] = -(-max(counts) // 64) * 64
 
 
@@ -345,9 +365,11 @@ def make_plan(
         )
         at_held += num_held
     expert_table = [of_piece[:per_rank] for of_piece in expert_table]
-    given = pieces, keys, expert_table, per_rank, form, device
-    batches = functools.partial(_batches, *given)
-    return HierarchicalPlan(rank, counts[rank], top_k, per_rank, pieces, form.joined, batches)
+    given = [(pieces, keys, expert_table, per_rank, form, device)]
+    # Once: the plan lives until the backward, the keys of all choices need not.
+    return HierarchicalPlan(
+        *(rank, counts[rank], top_k, per_rank, pieces, form.joined), lambda: _batches(*given.pop())
+    )
 
 
 def _batches(

@@ -79,6 +79,7 @@ def plan_hierarchical(
     form: Form | None = None,
     name: str = "moe",
     experts: ExpertShape | None = None,
+    learns: bool | None = None,
 ) -> HierarchicalPlan:
     """The routing of one call. Collective over the group; the host waits for the device.
 
@@ -88,16 +89,17 @@ def plan_hierarchical(
         row_bytes: of one token, the same on all ranks.
         form: how tokens move, the same on all ranks; None: as pays most (choice.choose_form).
         experts: their widths, for that choice; None where they are not known.
+        learns: as for gather_ids.
 
     Raises:
         ConfigError: ids is not [T, K], or E is not a multiple of the ranks.
         PeerTimeoutError: a rank does not take part.
     """
-    choices, counts, learning = gather_ids(ids, num_experts, rounds, f"{name} routing")
+    choices, counts, wishes = gather_ids(ids, num_experts, rounds, f"{name} routing", learns)
     layout = HostLayout(tuple(rounds.domains))
     if form is None:
         given = choices, counts, num_experts, rounds, row_bytes, experts
-        form = choose_form(*given, learning)
+        form = choose_form(*given, wishes)
     return make_plan(choices, counts, num_experts, layout, rounds.rank, form)
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler f
 _HARNESS = """
 template <int MODE>
 int tiles(const int* ends, int experts, int high, int width, int depth, int first, int step,
-          int reversed, int* out, int room) {
+          int reversed, int fresh, int* out, int room) {
   Walk<MODE> walk;
   walk.ends = ends;
   walk.rows = Shape<MODE>::GRADS ? depth : high;
@@ -31,6 +31,7 @@ int tiles(const int* ends, int experts, int high, int width, int depth, int firs
   walk.down = (width + Shape<MODE>::COLUMNS - 1) / Shape<MODE>::COLUMNS;
   walk.expert = walk.first = walk.start = 0;
   walk.reversed = reversed;
+  walk.fresh = fresh;
   Tile tile = {};
   int count = 0;
   for (int number = first; count < room && walk.find(number, tile); number += step, count++) {
@@ -42,8 +43,9 @@ int tiles(const int* ends, int experts, int high, int width, int depth, int firs
 }
 #define TILES(name, mode)                                                                    \\
   extern "C" int name(const int* ends, int experts, int high, int width, int depth,          \\
-                      int first, int step, int reversed, int* out, int room) {               \\
-    return tiles<mode>(ends, experts, high, width, depth, first, step, reversed, out, room); \\
+                      int first, int step, int reversed, int fresh, int* out, int room) {    \\
+    return tiles<mode>(ends, experts, high, width, depth, first, step, reversed, fresh, out, \\
+                       room);                                                               \\
   }
 TILES(forward, FORWARD)
 TILES(gated, GATED)
@@ -87,6 +89,7 @@ def _tiles(
     first: int = 0,
     step: int = 1,
     descending: bool = False,
+    fresh: bool = False,
 ) -> list[Found]:
     ends = (ctypes.c_int * len(counts))()
     total = 0
@@ -95,7 +98,7 @@ def _tiles(
         ends[e] = total
     room = 200_000
     out = (ctypes.c_int * (7 * room))()
-    shape = high, width, depth, first, step, descending
+    shape = high, width, depth, first, step, descending, fresh
     found = getattr(walk, mode)(ends, len(counts), *shape, out, room)
     assert found < room
     flat = out[: 7 * found]
@@ -173,14 +176,16 @@ def test_the_host_counts_tiles_as_the_kernel_cuts_them(walk: ctypes.CDLL) -> Non
     assert all(walk.tiles_of(units, 0) == walk.tiles_of(units, 1) for units in range(48, 3000))
 
 
+@pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize(("mode", "columns"), [("weights", 256), ("sums", 192), ("long_sums", 256)])
 def test_every_part_of_a_gradient_is_in_one_tile(
-    walk: ctypes.CDLL, mode: str, columns: int
+    walk: ctypes.CDLL, mode: str, columns: int, fresh: bool
 ) -> None:
     counts, high, width = [300, 0, 17], 520, 1000
-    tiles = _tiles(walk, mode, counts, high, width, sum(counts))
+    tiles = _tiles(walk, mode, counts, high, width, sum(counts), fresh=fresh)
     found = sorted((expert, feature, column) for _, expert, _, _, feature, _, column in tiles)
-    experts = [0, 1, 2] if mode == "weights" else [0, 2]  # an expert without rows adds nothing
+    # An expert without rows adds nothing, and is zero where nothing is added to.
+    experts = [0, 1, 2] if mode == "weights" or fresh else [0, 2]
     assert found == [
         (e, f, c) for e in experts for f in range(0, high, 256) for c in range(0, width, columns)
     ]

@@ -226,7 +226,7 @@ def test_many_rows_are_added_to_main_grad_expert_by_expert_where_their_ends_are_
     grouped: list[Tensor] = []
     monkeypatch.setattr(experts, "adds_one_by_one", lambda rows, experts: many)
     monkeypatch.setattr(experts, "can_add_weight_grads", lambda *_: True)
-    monkeypatch.setattr(experts, "add_weight_grads", lambda left, *_: grouped.append(left))
+    monkeypatch.setattr(experts, "add_weight_grads", lambda left, *_, **__: grouped.append(left))
     buffers, ids, leaves, grad = make()
     *_, dw1, dw2 = gradients(reference(ids, leaves, "swiglu"), leaves, grad)
     x, probs, w1, w2 = leaves

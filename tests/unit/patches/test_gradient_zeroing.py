@@ -272,7 +272,8 @@ OPEN = {
     [
         ({}, "none", [], None),
         ({}, "full_iteration", [], None),
-        ({}, "local", ["attn", "moe_router"], None),
+        ({}, "local", ["mlp"], None),
+        ({}, "local", ["attn"], "graph"),
         ({}, "local", [], "graph"),
         ({}, "transformer_engine", ["attn", "moe"], "graph"),
         ({"use_megatron_fsdp": True}, "none", [], "FSDP"),

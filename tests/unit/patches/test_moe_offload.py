@@ -208,6 +208,10 @@ def test_layers_of_several_ranks_offload_phase_by_phase() -> None:
             assert "error" not in result, result["error"]
         plain, offloaded = found["plain"], found["offloaded"]
         assert plain["ours"] is None and offloaded["ours"] is None
+        for step, right in zip(offloaded["gradients"], plain["gradients"], strict=True):
+            assert step.keys() == right.keys()
+            for name, gradient in step.items():
+                torch.testing.assert_close(gradient, right[name], rtol=1e-5, atol=1e-7)
         assert plain["exchange"] == offloaded["exchange"] == "rounds"
         assert plain["phases"] is None and offloaded["phases"].startswith("offload_modules=")
         assert offloaded["losses"] == pytest.approx(plain["losses"], rel=1e-6)
@@ -274,3 +278,18 @@ def test_a_second_backward_of_one_forward_is_refused_by_name() -> None:
     assert torch.equal(group.take()[0], torch.ones(1))
     with pytest.raises(RuntimeError, match="moe_act is offloaded.*retain_graph"):
         group.take()
+
+
+def test_what_was_not_fetched_ahead_is_read_when_its_copy_is_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[Any] = []
+    group = SimpleNamespace(wait_offload_event=lambda stream: done.append("waited"))
+    chunk = SimpleNamespace(
+        offload_groups=[group],
+        on_group_commit_backward=lambda _: done.append("committed"),
+        tensor_pop=lambda tag: done.append(tag),
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    offload._Group(chunk, "moe_act", [(1, 0), (1, 1)]).take()
+    assert done == ["committed", "waited", (1, 0), (1, 1)]
