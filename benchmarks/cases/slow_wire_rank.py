@@ -365,6 +365,8 @@ def main() -> int:
         if train:
             get_backward_scheduler().enable()
         make = step_call if train else forward_call
+        for module in modules.values():
+            module.train(train)  # what no backward follows may move its tokens otherwise
         calls = {name: make(m, x.clone().requires_grad_(train)) for name, m in modules.items()}
         if "fluid" in calls:
             calls["fluid"] = forms.of(calls["fluid"])

@@ -68,6 +68,7 @@ class ServedLayer(Protocol):
     layout: str
     weight1: nn.Parameter
     weight2: nn.Parameter
+    training: bool
 
     def expert_weights(self) -> tuple[ExpertWeights, ExpertWeights]: ...
 
