@@ -142,15 +142,13 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
 
 
 def _draw_steps(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The losses of the variants with most steps: Megatron's broad, ours thin above them."""
-    steps = max(len(row["config"]["losses"]) for row in rows)
+    """The losses of every variant's steps: Megatron's broad, ours thin above them."""
     for row in rows:
         losses, ours = row["config"]["losses"], row["variant"].startswith("fluid")
-        if len(losses) == steps:
-            style: dict[str, Any] = (
-                {"color": _OURS, "lw": 1.0, "zorder": 3} if ours else {"color": _OTHERS, "lw": 3.5}
-            )
-            axis.plot(range(1, steps + 1), losses, **style)
+        style: dict[str, Any] = (
+            {"color": _OURS, "lw": 1.0, "zorder": 3} if ours else {"color": _OTHERS, "lw": 3.5}
+        )
+        axis.plot(range(1, len(losses) + 1), losses, **style)
     axis.set_xlabel("step", fontsize=8)
     axis.set_ylabel("loss, nats a token", fontsize=8)
     axis.tick_params(labelsize=8)
