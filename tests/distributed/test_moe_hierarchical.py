@@ -172,13 +172,7 @@ def measured_body(rank: int, world: int) -> list[Form]:
     on_hosts((0, 1), rank)
     torch.manual_seed(rank)
     layer = MoELayer(MoEConfig(16, 24, 8, 2), dist.group.WORLD)
-    seen: list[Form] = []
-
-    def noted(*given: Any) -> Form:
-        seen.append(choice.choose_form(*given))
-        return seen[-1]
-
-    transport.choose_form = noted
+    seen = noted_forms()
     layer(torch.randn(11, 16))
     link = choice.host_link(layer.rounds)
     assert link.bytes_per_s > 0 and link.latency_s > 0
@@ -236,13 +230,8 @@ def test_a_recomputation_takes_the_form_of_its_forward() -> None:
         assert learning == [True, True]
 
 
-def mixed_body(rank: int, world: int) -> dict[str, Form]:
-    """The form of a call by which ranks record gradients, where that makes a difference: the link
-    and the experts take fixed times."""
-    on_hosts((0, 1), rank)
-    rounds = P2PRounds(dist.group.WORLD)
-    choice.host_link = lambda rounds: Link(1.49e6 / 17e-3)
-    choice.expert_cost = lambda *given: ExpertCost(row_s=32e-6, pass_s=1.3e-3)
+def noted_forms() -> list[Form]:
+    """The forms that this process chooses from now on."""
     seen: list[Form] = []
 
     def noted(*given: Any) -> Form:
@@ -250,6 +239,17 @@ def mixed_body(rank: int, world: int) -> dict[str, Form]:
         return seen[-1]
 
     transport.choose_form = noted
+    return seen
+
+
+def mixed_body(rank: int, world: int) -> dict[str, Form]:
+    """The form of a call by which ranks record gradients, where that makes a difference: the link
+    and the experts take fixed times."""
+    on_hosts((0, 1), rank)
+    rounds = P2PRounds(dist.group.WORLD)
+    choice.host_link = lambda rounds: Link(1.49e6 / 17e-3)
+    choice.expert_cost = lambda *given: ExpertCost(row_s=32e-6, pass_s=1.3e-3)
+    seen = noted_forms()
     shape = ExpertShape(512, 2048, 1024, torch.float32)
     ids = torch.tensor([0, 1] if rank else [2, 3]).repeat(256, 1)  # both on the other host
     # One after the other: the first learns how many tokens there are, by a second all-gather.
@@ -274,13 +274,7 @@ def deterministic_body(rank: int, world: int) -> Form:
     rounds = P2PRounds(dist.group.WORLD)
     set_config(FluidConfig(deterministic=rank == 1))
     choice.host_link = lambda rounds: pytest.fail("the link was timed")
-    seen: list[Form] = []
-
-    def noted(*given: Any) -> Form:
-        seen.append(choice.choose_form(*given))
-        return seen[-1]
-
-    transport.choose_form = noted
+    seen = noted_forms()
     shape = ExpertShape(512, 2048, 1024, torch.float32)
     plan_hierarchical(torch.tensor([[0, 2]] * 8), 4, rounds, 2048, experts=shape)
     return seen[-1]

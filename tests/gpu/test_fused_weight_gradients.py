@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import pytest
 import torch
 
+from tests.support.fused_linear import fused_linear
 from tests.support.launch import run_ranks
 from tests.support.machine import GPUS
 
@@ -25,29 +25,6 @@ pytestmark = [
 S, B, H, OUT = 96, 2, 128, 320
 
 
-def _linear(mode: str, dtype: torch.dtype) -> Any:
-    from megatron.core.tensor_parallel import layers
-
-    from tests.support import tiny_gpt
-
-    config = tiny_gpt.config_of(
-        num_moe_experts=None,
-        moe_ffn_hidden_size=None,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        gradient_accumulation_fusion=True,
-    )
-    named: dict[str, Any] = {
-        "config": config,
-        "init_method": torch.nn.init.normal_,
-        "bias": False,
-        "skip_bias_add": False,
-    }
-    if mode == "row":
-        return layers.RowParallelLinear(H, OUT, input_is_parallel=True, **named).cuda()
-    return layers.ColumnParallelLinear(H, OUT, **named).cuda()
-
-
 def _errors(rank: int, ranks: int) -> dict[str, float]:
     """main_grad after two microbatches against float64, by case: the largest error over the largest
     value."""
@@ -62,7 +39,7 @@ def _errors(rank: int, ranks: int) -> dict[str, float]:
     for mode in ("column", "row"):
         for dtype, of_main in ((fp32, fp32), (bf16, fp32), (bf16, bf16)):
             for batch in (B, 0):
-                weight = (linear := _linear(mode, dtype)).weight
+                weight = (linear := fused_linear(mode, dtype, H, OUT).cuda()).weight
                 weight.grad_added_to_main_grad = False
                 buffer = torch.full((weight.numel() + 64,), 7.0, dtype=of_main, device="cuda")
                 weight.main_grad = buffer[64:].view(weight.shape)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.fresh_program import run_code
+from tests.support.fused_linear import fused_linear
 from tests.support.launch import run_ranks
 from tests.support.whole_linear import whole_linear
 
@@ -37,26 +38,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def _linear(mode: str, dtype: torch.dtype = torch.float32) -> Any:
-    from megatron.core.tensor_parallel import layers
-
-    from tests.support import tiny_gpt
-
-    config = tiny_gpt.config_of(
-        num_moe_experts=None,
-        moe_ffn_hidden_size=None,
-        expert_model_parallel_size=1,
-        params_dtype=dtype,
-        gradient_accumulation_fusion=True,
-    )
-    named: dict[str, Any] = {
-        "config": config,
-        "init_method": torch.nn.init.normal_,
-        "bias": False,
-        "skip_bias_add": False,
-    }
-    if mode == "row":
-        return layers.RowParallelLinear(H, OUT, input_is_parallel=True, **named)
-    return layers.ColumnParallelLinear(H, OUT, **named)
+    return fused_linear(mode, dtype, H, OUT)
 
 
 def _refusal() -> str:

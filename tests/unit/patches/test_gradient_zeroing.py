@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("megatron.core")
 
 from megatron_fluid.backward import fresh_grads
-from megatron_fluid.patches import gradient_zeroing
+from megatron_fluid.patches import gradient_readiness, gradient_zeroing
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 
 MICROBATCHES, SIZE = 3, 6
@@ -315,3 +315,35 @@ def test_guards_are_no_hooks_that_our_path_would_have_to_run(model: Model) -> No
     for hook in modules._forward_pre_hooks.values():
         hook(modules, ())
     assert not model.grads().any()
+
+
+def _spared(model: Model) -> None:
+    """One iteration, after which both projections are fresh."""
+    model.backward(lambda launch: launch(), None)
+    assert model.reset() == [True, True]
+
+
+def test_a_gradient_that_a_kernel_added_to_no_sums_is_an_error(model: Model) -> None:
+    """One that ran past the guards; Megatron's hook would take its word for it."""
+    calls: list[Tensor] = []
+    ddp = SimpleNamespace(_fluid_report=object())
+    make = gradient_readiness.backward_post_hook(lambda self, param: lambda *_: calls.append(param))
+    _spared(model)
+    one, other = model.params[0], model.params[2]
+    one.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="--fluid-disable-patch gradient-zeroing"):
+        make(ddp, one)()
+    other.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    make(ddp, other)()  # what autograd has is added to zeros
+    assert [call is other for call in calls] == [True]
+    assert not torch.stack([p.main_grad for p in model.params[2:]]).any()  # type: ignore[attr-defined]
+
+
+def test_parameters_that_other_kernels_served_are_zeroed_once_more(model: Model) -> None:
+    _spared(model)
+    with torch.no_grad():
+        gradient_zeroing.serve_elsewhere(model.params[:2])
+    assert model.grads().isnan().all()  # nobody will add
+    model.backward(lambda launch: launch(), None)
+    gradient_zeroing.serve_elsewhere(model.params[:2])  # none is fresh now
+    assert model.reset() == [False, True]
