@@ -34,6 +34,9 @@ def test_packing_in_one_pass_is_packing(
         torch.full((length, batch, part.width), 7.0, dtype=torch.float64) for _ in range(5)
     )
     pack_gradients(gradients, part, table, expected)
+    assert pack_backward(gradients, part, table, found) is None
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    found.fill_(7.0)
     assert pack_in_one_pass(gradients, part, table, found) is None
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
     q, k, v = (g.reshape(length, batch, -1, 8) for g in gradients)
