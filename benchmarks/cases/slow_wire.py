@@ -77,6 +77,7 @@ _TOP_8 = MoECase(512, 256, 32, 8)
 CASES = {
     "moe-2x1": WireCase("moe", 2, 1, _NARROW, 1024),
     "moe-4x1": WireCase("moe", 4, 1, _NARROW, 1024),
+    "moe-4x1-top8": WireCase("moe", 4, 1, _TOP_8, 1024),
     "moe-2x2": WireCase("moe", 2, 2, _TOP_8, 512),
     "attention-2x1": WireCase("attention", 2, 1, _NARROW, 1024),
     "layer-2x1": WireCase("layer", 2, 1, _NARROW, 512),
