@@ -163,6 +163,10 @@ class FluidConfig:
         end_on_timeout: under Megatron's training loop: end the process with status 75 where its
             main thread waits for longer than that bound, also in a collective that is not ours, and
             a rank is missing or all ranks wait. False: the missing rank is only named.
+        moe_capacity_factor: under Megatron: a rank has room for that many times the rows of a
+            balanced routing, and the host never waits for their number, so that a CUDA graph may
+            hold an iteration of several expert-parallel ranks over symmetric memory. More rows are
+            an error before the optimizer steps. None: as many as arrive.
         moe_fp8: under Megatron: whose fp8 experts (e4m3, recipe blockwise) stand behind our
             exchange: "ours" this package's (moe/fp8_experts.py), where it has them, "megatron"
             Transformer Engine's.
@@ -188,6 +192,7 @@ class FluidConfig:
     moe_fp8: str = "ours"
     machine: str = "auto"
     moe_fp8_weight_grads: str = "fp8"
+    moe_capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
         for name in _fields():
@@ -253,11 +258,13 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
     elif name == "dx_chunks":
         fits = is_number and isinstance(value, int) and value >= 1
         allowed = "an integer of at least 1"
-    elif name == "timeout_s":
+    elif name in ("timeout_s", "moe_capacity_factor"):
         fits = value is None or (
             is_number and isinstance(value, int | float) and 0 < value < math.inf
         )
         allowed = "a finite number of seconds above 0"
+        if name == "moe_capacity_factor":
+            allowed = "a finite number above 0"
     elif name == "profile_steps":
         text = isinstance(value, str) and re.fullmatch(r"[1-9]\d*:[1-9]\d*", value)
         fits = value is None or (bool(text) and operator.le(*profile_range(str(value))))

@@ -57,6 +57,14 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
         "both, none.",
     ),
     (
+        "moe_capacity_factor",
+        {"type": float, "metavar": "FACTOR"},
+        "Over symmetric memory: room for that many times the rows of a balanced routing on each "
+        "rank, whose number the host then never waits for: --cuda-graph-impl full_iteration holds "
+        "the layers of several expert-parallel ranks. More rows are an error before the optimizer "
+        "steps. None: as many as arrive.",
+    ),
+    (
         "moe_fp8",
         {"choices": MOE_FP8},
         "Whose experts compute --fp8-format e4m3 --fp8-recipe blockwise: ours, megatron "

@@ -184,12 +184,18 @@ def ineffective_settings(rows: Iterable[Feature] = ()) -> list[Feature]:
     # Attention's backward computes in such pieces, whoever exchanges them.
     if ours and not any("rounds" in how or name == _ATTENTION for how, name in ours.items()):
         chunks = neither or f"rounds alone read it, found {'; '.join(ours)}"
+    room = experts
+    if not room and args.add_bias_linear:
+        room = "experts with biases take as many rows as arrive"
+    elif not room and _MOE in [name for name, *_ in rows] and "nvlink" not in str(ours):
+        room = f"layers over symmetric memory alone read it, found {'; '.join(ours) or 'none'}"
     reasons = {
         "tp_overlap": linears,
         "deterministic": linears,
         "cp_backend": heads,
         "moe_backend": experts,
         "moe_recompute": experts,
+        "moe_capacity_factor": room,
         "moe_fp8": fp8,
         "moe_fp8_weight_grads": fp8
         or ("" if config.moe_fp8 == "ours" else f"--fluid-moe-fp8 is {config.moe_fp8}"),

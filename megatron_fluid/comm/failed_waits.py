@@ -12,7 +12,8 @@ its result, and goes on. The host reads the records at these points:
   costs a few microseconds. Without such a read the host loses its lead over the device once a step;
 - when the process exits.
 
-The error is PeerTimeoutError. A thread looks every half second, too. It prints the error, and ends
+The error is PeerTimeoutError, or what else a workspace's owner has added: an error of a kernel that
+cannot raise either. A thread looks every half second, too. It prints the error, and ends
 the process with EXIT_CODE if the main thread has not raised it within GRACE_S: a process that waits
 inside NCCL for a rank that is lost cannot raise.
 
@@ -58,7 +59,8 @@ class ErrorWords:
     """The records of the kernels of one workspace that gave up a wait.
 
     words: int64 [W, 2], visible to the host. abort: int32 [1], on the device: not 0 once a wait has
-    been given up.
+    been given up. further: give other errors of the workspace's kernels, None where there is none;
+    they must not hold the workspace.
 
     Args:
         rank, world_size: of the workspace.
@@ -77,15 +79,20 @@ class ErrorWords:
         # The same memory, read without an operation of torch.
         self.on_host = (ctypes.c_int64 * (2 * world_size)).from_address(self.words.data_ptr())
         self.abort = torch.zeros(1, dtype=torch.int32, device=device)
+        self.further: list[Callable[[], Exception | None]] = []
         self.raised = False  # once it was raised, nothing else ends the process
         self.seen_at: float | None = None  # when the watching thread found a record
 
     def failed(self) -> bool:
-        """Return whether a record is there. Reads host memory only, and may lag a kernel."""
-        return any(self.on_host)
+        """Return whether a record or another error is there. Reads host memory only, and may lag a
+        kernel."""
+        return any(self.on_host) or (bool(self.further) and self._other() is not None)
 
-    def error(self) -> PeerTimeoutError | None:
-        """Return the first record as an error, None if there is none."""
+    def _other(self) -> Exception | None:
+        return next((found for look in self.further if (found := look()) is not None), None)
+
+    def error(self) -> Exception | None:
+        """Return the first record as an error, else another one; None if there is none."""
         for peer, (head, tail) in enumerate(self.words.tolist()):
             if head & _RECORD:
                 return PeerTimeoutError(
@@ -96,11 +103,11 @@ class ErrorWords:
                     timeout_s=self.timeout_s,
                     detail=f"expected generation {tail >> 32}, seen {tail & 0xFFFFFFFF}",
                 )
-        return None
+        return self._other()
 
     def check(self) -> None:
-        """Raise the first record as PeerTimeoutError."""
-        if any(self.on_host) and (error := self.error()) is not None:
+        """Raise the first record as PeerTimeoutError, else another error that is there."""
+        if self.failed() and (error := self.error()) is not None:
             self.raised = True
             raise error
 
@@ -140,7 +147,8 @@ def _forget_if_sound(errors: ErrorWords) -> None:
 
 
 def raise_if_failed(synchronize: bool = False) -> None:
-    """Raise PeerTimeoutError if a kernel of this process has given up a wait for a peer.
+    """Raise PeerTimeoutError if a kernel of this process has given up a wait for a peer, or another
+    error that workspaces have been given (ErrorWords.further).
 
     Args:
         synchronize: first wait for the work of the current stream (not while it is captured into a
@@ -189,7 +197,7 @@ def _look_for_ever() -> None:
         look(time.monotonic())
 
 
-def look(now: float, end: Callable[[PeerTimeoutError], None] = end_process) -> None:
+def look(now: float, end: Callable[[Exception], None] = end_process) -> None:
     """Look at all records once at time `now` (seconds, monotonic): report new ones, and `end` what
     has not raised one in time."""
     for errors in _watched:

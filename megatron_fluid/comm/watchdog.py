@@ -65,7 +65,7 @@ def bounded[T](work: Callable[[], T], seconds: float) -> T | None:
     return result[0] if result else None
 
 
-def say(error: PeerTimeoutError) -> None:
+def say(error: Exception) -> None:
     """Print `error` to stderr at once."""
     print(f"megatron_fluid: {error}", file=sys.stderr, flush=True)
 
@@ -184,7 +184,7 @@ class _Watch:
 type _Lane = deque[_Watch]
 
 
-def end_process(error: PeerTimeoutError) -> None:
+def end_process(error: Exception) -> None:
     """Print `error` and the stacks of all threads, and end the process with EXIT_CODE."""
     say(error)
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)

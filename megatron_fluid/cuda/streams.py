@@ -1,10 +1,15 @@
-"""CUDA streams: the current one at little cost to the host, and a wait for all of them."""
+"""CUDA streams: the current one at little cost to the host, what captures it, and a wait for all of
+them."""
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
-__all__ = ["current_stream", "synchronize"]
+from megatron_fluid.cuda.driver_api import check, entry
+
+__all__ = ["current_capture", "current_stream", "synchronize"]
 
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
@@ -17,6 +22,20 @@ def current_stream() -> torch.cuda.Stream:
     if stream is None:
         stream = _streams[found] = torch.cuda.current_stream()
     return stream
+
+
+def current_capture() -> tuple[int, int] | None:
+    """What captures the current stream: (number of the capture, the stream), or None.
+
+    The driver gives each capture of the process a number of its own.
+    """
+    if not torch.cuda.is_current_stream_capturing():
+        return None
+    stream, status, number = current_stream().cuda_stream, ctypes.c_int(), ctypes.c_uint64()
+    ask = entry("cuStreamGetCaptureInfo_v2")
+    given = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number)
+    check(ask(*given, None, None, None), "cuStreamGetCaptureInfo_v2")
+    return number.value, stream
 
 
 def synchronize(device: torch.device) -> None:

@@ -8,9 +8,8 @@ Shapes: T tokens of this rank, K top-k, H hidden.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +30,6 @@ from megatron_fluid.moe.local.transport import local_moe, local_unsupported_reas
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.moe.rounds.transport import start_overlapped_moe
 from megatron_fluid.moe.router import Routing
-
-if TYPE_CHECKING:
-    from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 
 __all__ = ["BACKENDS", "LayerBackend", "choose_backend", "nvlink_layer_reason"]
 
@@ -157,7 +153,7 @@ class _Nvlink(LayerBackend):
         shared, capacity = layer.shared_expert(x), None
         if (factor := layer.config.capacity_factor) is not None:
             buffers.check_overflow()
-            capacity = bounded_rows(buffers, factor)
+            capacity = buffers.bounded_rows(factor)
         ids, probs, activation = routing.ids, routing.probs.float(), layer.activation.name
         arguments = (buffers, x, ids, probs, *layer.expert_weights(), activation, capacity)
         return nvlink_moe(*arguments, grow=self.sized.grow, **_settings(layer)), shared
@@ -165,11 +161,6 @@ class _Nvlink(LayerBackend):
     def check_overflow(self) -> None:
         if self.sized.buffers is not None:
             self.sized.buffers.check_overflow()
-
-
-def bounded_rows(buffers: NvlinkBuffers, factor: float) -> int:
-    """Expert rows of a rank in bounded mode: `factor` times those of a balanced routing."""
-    return min(buffers.most_rows, math.ceil(factor * buffers.max_tokens * buffers.top_k))
 
 
 class _Hierarchical(LayerBackend):

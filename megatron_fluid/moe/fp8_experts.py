@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_fluid.cuda.streams import current_capture
 from megatron_fluid.kernels.fp8_casts import (
     cast_rows,
     cast_weights,
@@ -61,13 +62,14 @@ class WeightCast:
     parameters' version counters, or by `expire`.
 
     What changes a parameter past its counter (through `.data`, as Megatron's distributed optimizer
-    does) has to call `expire`. In a CUDA-graph capture they are cast in every forward, so that a
-    replay casts what the weights are then.
+    does) has to call `expire`. Each CUDA-graph capture casts them anew, so that a replay casts what
+    the weights are then; a capture of several microbatches casts them once.
     """
 
     def __init__(self) -> None:
         self._cast: tuple[Fp8Matrices, Fp8Matrices] | None = None
         self._versions: list[int] | None = None
+        self._capture: tuple[int, int] | None = None
 
     def expire(self) -> None:
         self._versions = None
@@ -75,10 +77,11 @@ class WeightCast:
     def forward_matrices(self, fc: ExpertWeights) -> Fp8Matrices:
         """[El, out, in], as the weights are now."""
         versions = fc.versions()
-        capturing = fc.params[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if self._cast is None or versions != self._versions or capturing:
+        # Of another capture, or another stream of this one, it may come too late in a replay.
+        capture = current_capture() if _on_gpu(fc) else None
+        if self._cast is None or (versions, capture) != (self._versions, self._capture):
             self._make(fc)
-            self._versions = None if capturing else versions
+            self._versions, self._capture = versions, capture
         assert self._cast is not None
         return self._cast[0]
 
@@ -102,6 +105,10 @@ class WeightCast:
         for e, matrix in enumerate(fc.matrices):
             part = [Fp8Matrices(m.values[e : e + 1], m.scales[e : e + 1]) for m in self._cast]
             cast_weights(matrix.contiguous().unsqueeze(0), (part[0], part[1]))
+
+
+def _on_gpu(fc: ExpertWeights) -> bool:
+    return fc.params[0].is_cuda
 
 
 def _matrices(like: Tensor, experts: int, out: int, width: int) -> Fp8Matrices:

@@ -23,6 +23,7 @@ from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.moe.limits import (
     backend_experts_reason,
     backend_fusion_reason,
+    bounds_rows,
     exchange_unsupported_reason,
     experts_unsupported_reason,
     fusion_unsupported_reason,
@@ -130,8 +131,8 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         if graphs_hold_layers(layer.config) and backend != "local":
             if alone and impl != "full_iteration":
                 return f"cuda_graph_impl={impl!r}: graphs of layers hold ours by moe_backend=local"
-            if not alone:
-                return f"cuda_graph_impl={impl!r}: backend {backend} reads row counts on the host"
+            if not alone and not (backend in ("auto", "nvlink") and bounds_rows(layer.config)):
+                return _reads_counts(layer.config, backend)
         return None
 
     def backend_of(self, config: FluidConfig, layer: MoELayer) -> str:
@@ -222,6 +223,8 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         backend, reason = choose_backend(group, config, no_nvlink, experts or fusion)
         if backend is None:
             return None, reason
+        if backend not in ("nvlink", "local") and graphs_hold_layers(layer.config):
+            return None, _reads_counts(layer.config, backend)
         experts = experts or backend_experts_reason(layer.config, backend)
         fusion = fusion or backend_fusion_reason(layer.config, backend)
         if backend == "hierarchical" and (experts or fusion):
@@ -298,6 +301,12 @@ def _parts_by_settings(layer: MoELayer, backend: str) -> _Parts:
     if experts is None and fusion is not None:
         experts = separate_experts_reason(layer)
     return _Parts(experts, fusion)
+
+
+def _reads_counts(model: TransformerConfig, backend: str) -> str:
+    return (
+        f"cuda_graph_impl={model.cuda_graph_impl!r}: backend {backend} reads row counts on the host"
+    )
 
 
 def _one_reason(reasons: Sequence[str | None]) -> str | None:

@@ -40,6 +40,7 @@ from megatron_fluid.patches.moe.compile_ahead import compile_layer_ahead
 from megatron_fluid.patches.moe.decision import MoEDecisions
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts, prepare_fp8
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
+from megatron_fluid.patches.moe.limits import bounded_unsupported_reason
 from megatron_fluid.patches.moe.offload import offload_of
 from megatron_fluid.patches.moe.own_experts import OwnExperts, SeparateExperts
 from megatron_fluid.patches.moe.router import route
@@ -368,21 +369,33 @@ class NvlinkLayer(_ChoicesLayer):
         self._transport, c = transport, layer.config
         shape = int(c.moe_ffn_hidden_size), self.top_k, int(c.num_moe_experts)
         self._buffers = buffers.SizedBuffers(self.group, *shape, microbatch_room())
+        bounded = bounded_unsupported_reason(c) is None
+        self._factor = config.moe_capacity_factor if bounded else None
 
     def route(
         self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool
     ) -> tuple[Any, Tensor]:
         ids, probs = self.choices(layer, x, mask)
         buffers = self._buffers.of(x.numel() // x.shape[-1], x.shape[-1], x.dtype)
+        capacity = None
+        if self._factor is not None:
+            buffers.raise_overflow(self._factor, "moe_capacity_factor")
+            capacity = buffers.bounded_rows(self._factor)
         if not recompute:
-            return (buffers, ids, None), probs
-        handle = self._transport.plan_nvlink(buffers, ids, probs, grow=self._buffers.grow)
-        return (self._buffers.buffers, ids, handle), probs
+            return (buffers, ids, None, capacity), probs
+        given = buffers, ids, probs, capacity
+        handle = self._transport.plan_nvlink(*given, grow=self._buffers.grow)
+        return (self._buffers.buffers, ids, handle, capacity), probs
 
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
-        buffers, ids, handle = plan
+        buffers, ids, handle, capacity = plan
         arguments = (buffers, tokens, ids, probs, *self.weights.matrices(), self.activation)
-        settings = {"handle": handle, "biases": self.weights.biases(), **self._precision}
+        settings = {
+            "handle": handle,
+            "capacity": capacity,
+            "biases": self.weights.biases(),
+            **self._precision,
+        }
         settings["grow"] = self._buffers.grow
         settings |= self._settings
         return functools.partial(self._transport.nvlink_moe, *arguments, **settings)

@@ -36,6 +36,8 @@ __all__ = [
     "PHASES",
     "backend_experts_reason",
     "backend_fusion_reason",
+    "bounded_unsupported_reason",
+    "bounds_rows",
     "exchange_unsupported_reason",
     "graphs_hold_layers",
     "experts_unsupported_reason",
@@ -94,6 +96,20 @@ def graphs_hold_layers(config: TransformerConfig) -> bool:
     return not modules or "moe" in modules
 
 
+def bounded_unsupported_reason(config: TransformerConfig) -> str | None:
+    """Why room for the rows of a layer over symmetric memory cannot be bounded, or None."""
+    if config.add_bias_linear:
+        return "experts with biases take as many rows as arrive"
+    return None
+
+
+def bounds_rows(config: TransformerConfig) -> bool:
+    """Whether fused layers over symmetric memory have room for a bounded number of rows, which the
+    host never asks for."""
+    bounded = current_config().moe_capacity_factor is not None
+    return bounded and bounded_unsupported_reason(config) is None
+
+
 def _captures_experts(config: TransformerConfig) -> bool:
     """Whether a CUDA graph holds experts that read row counts on the host, or phases that only
     Megatron's forward runs."""
@@ -102,8 +118,10 @@ def _captures_experts(config: TransformerConfig) -> bool:
     modules = {module.name for module in config.cuda_graph_modules or ()}
     if config.cuda_graph_impl == "local" and modules & {"moe_router", "moe_preprocess"}:
         return True
+    if graphs_hold_layers(config) and config.expert_model_parallel_size > 1:
+        return config.cuda_graph_impl != "full_iteration" or not bounds_rows(config)
     if graphs_hold_layers(config):
-        return config.expert_model_parallel_size > 1  # on one rank the host reads nothing
+        return False  # on one rank the host reads nothing
     outside = {"attn", "mlp", "mamba"}
     if config.cuda_graph_impl == "transformer_engine":
         outside |= {"moe_router", "moe_preprocess"}
@@ -138,7 +156,7 @@ LAYER_LIMITS: tuple[Limit[TransformerConfig], ...] = (
         "cuda_graph_impl",
         "graphs may hold attention and, with transformer_engine, the router, but not the experts, "
         "whose row counts the host reads; on one expert-parallel rank whole layers and iterations "
-        "may be captured",
+        "may be captured, on several whole iterations with --fluid-moe-capacity-factor",
         _captures_experts,
     ),
     Limit(

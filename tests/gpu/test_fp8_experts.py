@@ -24,6 +24,7 @@ from megatron_fluid.kernels.fp8_reference import cast_rows, cast_weights, scaled
 from megatron_fluid.kernels.fp8_reference import turn_rows as reference_turn_rows
 from megatron_fluid.kernels.fp8_turns import turn_rows
 from megatron_fluid.kernels.grouped_gemm import Owners
+from megatron_fluid.moe import fp8_experts
 from megatron_fluid.moe.local.kernel_transport import KernelTransport
 
 HOPPER = torch.cuda.is_available() and is_hopper(0)
@@ -194,3 +195,43 @@ def test_the_layer_on_one_rank_against_bf16(
     errors = [gap(v, r) for v, r in zip(found["fp8"], found["bf16"], strict=True)]
     assert max(errors) < 0.12, errors
     assert min(errors[0], errors[1]) > 0.01, "this was not fp8"
+
+
+def test_a_graph_of_two_microbatches_casts_the_weights_once_in_each_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = {"hidden_size": 512, "ffn_hidden_size": 384, "num_experts": 8, "top_k": 2}
+    layer = MoELayer(
+        MoEConfig(**config, init_std=0.05, fp8_recipe="blockwise"),  # type: ignore[arg-type]
+        device="cuda",
+        dtype=torch.bfloat16,
+    )
+    made: list[object] = []
+    plain = fp8_experts.cast_weights
+    monkeypatch.setattr(fp8_experts, "cast_weights", lambda *given: made.append(plain(*given)))
+    g = torch.Generator("cuda").manual_seed(3)
+    given = [torch.randn(300, 512, device="cuda", generator=g).bfloat16() for _ in range(2)]
+
+    def microbatches() -> list[Tensor]:
+        with torch.no_grad():
+            return [layer(x) for x in given]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        microbatches()
+    torch.cuda.synchronize()
+    graph, before = torch.cuda.CUDAGraph(), len(made)
+    with torch.cuda.graph(graph, stream=side):
+        found = microbatches()
+    assert len(made) == before + 2, "of fc1 and of fc2"
+    for scale in (1.0, 0.5):
+        for param in layer.parameters():
+            param.data.mul_(scale)  # past the version counter
+        graph.replay()
+        replayed = [y.clone() for y in found]
+        with torch.no_grad():
+            for param in layer.parameters():
+                param.mul_(1.0)  # counted: an eager forward casts again
+        eager = microbatches()
+        for value, right in zip(replayed, eager, strict=True):
+            assert torch.equal(value, right)

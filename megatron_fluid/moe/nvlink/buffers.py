@@ -12,6 +12,7 @@ hidden.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
@@ -109,6 +110,7 @@ class NvlinkBuffers:
         on_gpu = device.type == "cuda"
         # Written by the plan, read by the host.
         self.overflow = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
+        self._overflow_raised: tuple[float, str] | None = None
         # The offsets, and the most tokens that a rank brings.
         self.told = torch.zeros(self.local_experts + 1, dtype=torch.int32, pin_memory=on_gpu)
         words = (ctypes.c_int32 * self.told.numel()).from_address(self.told.data_ptr())
@@ -229,6 +231,36 @@ class NvlinkBuffers:
                 "capacity of this layer's bounded mode; the rows above it were left out. Raise the "
                 "capacity or use exact mode"
             )
+
+    def bounded_rows(self, factor: float) -> int:
+        """Expert rows of a rank in bounded mode: `factor` times those of a balanced routing."""
+        return min(self.most_rows, math.ceil(factor * self.max_tokens * self.top_k))
+
+    def raise_overflow(self, factor: float, setting: str) -> None:
+        """Have a call that wanted more than bounded_rows(factor) raised as a ConfigError of
+        `setting` wherever a failed wait is (comm/failed_waits.py): before the optimizer steps."""
+        if self._overflow_raised == (factor, setting):
+            return
+        self._overflow_raised = factor, setting
+        # Without self: records outlive the workspace, which these buffers hold.
+        overflow, rank, balanced = self.overflow, self.rank, self.max_tokens * self.top_k
+        room = self.bounded_rows(factor)
+        words = (ctypes.c_int32 * 1).from_address(overflow.data_ptr())
+
+        def found() -> ConfigError | None:
+            if not (wanted := words[0]):
+                return None
+            assert overflow.numel() == 1  # the memory of `words`
+            enough = math.ceil(100 * wanted / balanced) / 100
+            return ConfigError.of(
+                setting,
+                factor,
+                f"at least {enough:g}, since rank {rank} had room for {room} expert rows and the "
+                f"routing sent it {wanted}, or none: room for what arrives. What the rows above "
+                "would have given is missing in the results",
+            )
+
+        self.workspace.errors.further.append(found)
 
     def check(self, x: Tensor, ids: Tensor, probs: Tensor, bounded: bool = False) -> None:
         """Raise ConfigError where the arguments of a call do not fit these buffers. That tokens are
