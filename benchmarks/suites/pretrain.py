@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     problems = [(case, layout) for case in cases for layout in layouts]
     variants, absent = {}, {}
     for name in names:
-        if why := VARIANTS[name].missing(ranks):
+        if why := VARIANTS[name].missing():
             print(f"{name} is absent: {why}", flush=True)
             absent[name] = why
         else:

@@ -1,6 +1,6 @@
-"""Whole layers and whole iterations in CUDA graphs on one expert-parallel rank, through Megatron's
-own training loop: the losses have the bits of those without a graph, whether the experts' gradients
-are zeroed or written by the first microbatch."""
+"""Whole layers and whole iterations in CUDA graphs on one expert-parallel rank, and iterations on
+several, through Megatron's own training loop: the losses have the bits of those without a graph,
+whether the experts' gradients are zeroed or written by the first microbatch."""
 
 from __future__ import annotations
 
@@ -54,9 +54,24 @@ GRAPHS: dict[str, list[str]] = {
     "an iteration, zeroed": [*_WHOLE, *_ZEROED],
     "none, zeroed": _ZEROED,
 }
+# Of several expert-parallel ranks, with room for a bounded number of rows.
+RANKS = min(GPUS, 4)
+_SEVERAL = [
+    *("--fluid-moe-backend", "nvlink", "--expert-model-parallel-size", str(RANKS)),
+    *("--global-batch-size", str(4 * RANKS)),
+]
+_BOUNDED = [*_SEVERAL, "--fluid-moe-capacity-factor"]
+SEVERAL: dict[str, list[str]] = {
+    "exact": _SEVERAL,
+    "none": [*_BOUNDED, "4"],
+    "an iteration": [*_BOUNDED, "4", *_WHOLE],
+    "an iteration without room": [*_BOUNDED, "0.5", *_WHOLE],
+}
 
 
-def _start(folder: Path, flags: list[str]) -> tuple[subprocess.Popen[bytes], Path, Path]:
+def _start(
+    folder: Path, flags: list[str], ranks: int = 1
+) -> tuple[subprocess.Popen[bytes], Path, Path]:
     folder.mkdir()
     result, log = folder / "result.json", folder / "log.txt"
     environment = {
@@ -65,10 +80,19 @@ def _start(folder: Path, flags: list[str]) -> tuple[subprocess.Popen[bytes], Pat
         "PRETRAIN_RESULT": str(result),
         "PRETRAIN_PLAIN": "0",
         "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
     }
+    if ranks == 1:
+        one = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        environment["CUDA_VISIBLE_DEVICES"] = one
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "1", "-m", "benchmarks.cases.pretrain_rank", *MODEL, *flags]
+    command += [
+        "--nproc-per-node",
+        str(ranks),
+        "-m",
+        "benchmarks.cases.pretrain_rank",
+        *MODEL,
+        *flags,
+    ]
     with log.open("wb") as words:
         process = subprocess.Popen(
             [*command, "--data-cache-path", str(folder)],
@@ -80,11 +104,11 @@ def _start(folder: Path, flags: list[str]) -> tuple[subprocess.Popen[bytes], Pat
     return process, result, log
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def _train(folder: Path, kinds: dict[str, list[str]], ranks: int) -> dict[str, dict[str, Any]]:
     """What each job reports; all run side by side."""
-    folder = tmp_path_factory.mktemp("graphs")
-    jobs = {name: _start(folder / name.replace(" ", "_"), flags) for name, flags in GRAPHS.items()}
+    jobs = {
+        name: _start(folder / name.replace(" ", "_"), flags, ranks) for name, flags in kinds.items()
+    }
     found: dict[str, dict[str, Any]] = {}
     for name, (process, result, log) in jobs.items():
         try:
@@ -97,8 +121,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             captured = any(words in text for words in CAPTURED)
             found[name] = {**json.loads(result.read_text()), "captured": captured}
         else:
-            found[name] = {"error": text[-3000:]}
+            found[name] = {"error": text[-6000:]}
     return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return _train(tmp_path_factory.mktemp("graphs"), GRAPHS, 1)
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    if RANKS < 2:
+        pytest.skip(f"needs two GPUs, found {GPUS}")
+    return _train(tmp_path_factory.mktemp("several"), SEVERAL, RANKS)
 
 
 @pytest.mark.timeout(300)
@@ -122,3 +158,24 @@ def test_gradients_that_are_written_first_have_the_bits_of_those_that_are_zeroed
     assert "error" not in eager, eager["error"]
     assert "error" not in zeroed, zeroed["error"]
     assert eager["losses"] == zeroed["losses"]
+
+
+@pytest.mark.timeout(300)
+def test_an_iteration_of_several_expert_parallel_ranks_has_the_bits_of_an_eager_one(
+    several: dict[str, dict[str, Any]],
+) -> None:
+    exact, eager, graphed = (several[name] for name in ("exact", "none", "an iteration"))
+    for run in (exact, eager, graphed):
+        assert "error" not in run, run["error"]
+        assert any("2 on (nvlink" in words for words in run["overlap"]), run["overlap"]
+    assert graphed["captured"] and not eager["captured"]
+    assert len(eager["losses"]) == STEPS and eager["losses"][-1] < eager["losses"][0]
+    assert graphed["losses"] == eager["losses"]
+    assert eager["losses"] == pytest.approx(exact["losses"], rel=1e-3)
+
+
+def test_more_rows_than_a_rank_has_room_for_end_the_run_by_name(
+    several: dict[str, dict[str, Any]],
+) -> None:
+    error = several["an iteration without room"]["error"]
+    assert "moe_capacity_factor: found 0.5, allowed: at least" in error, error

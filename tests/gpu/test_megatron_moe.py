@@ -75,6 +75,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"moe_backend": "nvlink", "defer_weight_grads": True},
     ),
+    "te grouped, nvlink, main_grad, bounded": (
+        "transformer_engine",
+        {"moe_grouped_gemm": True, "gradient_accumulation_fusion": True},
+        {"moe_backend": "nvlink", "moe_capacity_factor": 4.0},
+    ),
     "te sequential": ("transformer_engine", {"moe_grouped_gemm": False}, {}),
 }
 

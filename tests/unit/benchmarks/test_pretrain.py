@@ -83,17 +83,24 @@ def test_every_variant_has_words() -> None:
 def test_what_cannot_be_run_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     apex = "fused_weight_gradient_mlp_cuda"
-    assert VARIANTS["megatron_apex"].missing(1) == f"{apex} is not importable"
-    assert "transformer_engine" in str(VARIANTS["megatron_graph"].missing(1))
-    assert VARIANTS["megatron"].missing(4) is None is VARIANTS["fluid"].missing(1)
+    assert VARIANTS["megatron_apex"].missing() == f"{apex} is not importable"
+    assert "transformer_engine" in str(VARIANTS["megatron_graph"].missing())
+    assert VARIANTS["megatron"].missing() is None is VARIANTS["fluid"].missing()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == apex else name)
-    assert VARIANTS["megatron_graph_apex"].missing(1) == f"{apex} is not importable"
-    assert VARIANTS["megatron_graph"].missing(1) is None
+    assert VARIANTS["megatron_graph_apex"].missing() == f"{apex} is not importable"
+    assert VARIANTS["megatron_graph"].missing() is None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert VARIANTS["fluid_whole_graph"].missing(1) is None
-    assert VARIANTS["megatron_graph_apex"].missing(4) is None
-    words = "on 4 ranks the exchange reads row counts on the host"
-    assert VARIANTS["fluid_whole_graph"].missing(4) == words
+    assert VARIANTS["fluid_whole_graph"].missing() is None
+    assert VARIANTS["megatron_graph_apex"].missing() is None
+
+
+def test_a_graph_of_several_ranks_bounds_their_rows() -> None:
+    for name in ("fluid_whole_graph", "fluid_whole_graph_fp8"):
+        bounded = [
+            "--fluid-moe-capacity-factor" in flags_of(VARIANTS[name], ranks, gpu=True)
+            for ranks in (1, 4)
+        ]
+        assert bounded == [False, True]
 
 
 def test_without_a_gpu_nothing_asks_for_the_fusion() -> None:
