@@ -21,6 +21,7 @@ from tools.run_megatron_unit_tests import (
     compare,
     counts,
     holds_tests,
+    main,
     problems,
     read_outcomes,
     read_results,
@@ -90,6 +91,27 @@ def test_what_may_and_what_may_not_be_new(with_: Found, forced: Found, said: str
     assert bool(lines) == (said is not None), lines
     if said is not None:
         assert said in lines[0]
+
+
+@pytest.mark.parametrize("ways", [["forced"], ["without", "with", "forced"]])
+def test_each_way_that_is_asked_for_runs_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ways: list[str]
+) -> None:
+    pytest.importorskip("einops")
+    pytest.importorskip("pytest_mock")
+    (tests := tmp_path / "tests" / "unit_tests").mkdir(parents=True)
+    (tests / "test_it.py").write_text("def test_it():\n    pass\n")
+    ran: list[str] = []
+
+    def run(self: Any, files: Any, way: str) -> tuple[Found, str]:
+        ran.append(way)
+        test = "tests/unit_tests/test_it.py::test_it"
+        return {test: {"outcome": "passed", "overlapped": 1, "moe_forwards": 1}}, "0"
+
+    monkeypatch.setattr(Sessions, "run", run)
+    monkeypatch.setattr(signal, "signal", lambda *given: None)
+    assert main(["--megatron-lm", str(tmp_path), "--files", "test_it.py", "--ways", *ways]) == 0
+    assert sorted(ran) == sorted(ways)
 
 
 @pytest.mark.process
