@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -97,8 +98,7 @@ def test_what_may_and_what_may_not_be_new(with_: Found, forced: Found, said: str
 def test_each_way_that_is_asked_for_runs_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ways: list[str]
 ) -> None:
-    pytest.importorskip("einops")
-    pytest.importorskip("pytest_mock")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # what the tests need
     (tests := tmp_path / "tests" / "unit_tests").mkdir(parents=True)
     (tests / "test_it.py").write_text("def test_it():\n    pass\n")
     ran: list[str] = []
