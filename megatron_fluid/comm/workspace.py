@@ -294,7 +294,8 @@ class Workspace:
         if not self._all_done(gave_up=any(self.errors.on_host)):
             _ABANDONED.append(self)
             return
-        failed_waits.forget(self.errors)
+        if self.errors.raised or not self.errors.failed():  # else it is yet to be told
+            failed_waits.forget(self.errors)
         self._regions.clear()
         self._buffers.clear()
 

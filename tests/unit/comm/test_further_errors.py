@@ -16,6 +16,7 @@ import torch
 from megatron_fluid import check_for_failed_waits
 from megatron_fluid.comm import failed_waits
 from megatron_fluid.comm.failed_waits import GRACE_S, ErrorWords, look, raise_if_failed
+from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 
 LACK = ConfigError.of("moe_capacity_factor", 1.5, "at least 2")
@@ -114,6 +115,21 @@ def test_records_outlive_their_owner_only_with_an_error_in_them(lacks: bool) -> 
     assert gone() is None
     assert len(failed_waits._watched) == (watched if lacks else watched - 1)
     failed_waits.forget(errors)
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_a_workspace_that_is_closed_leaves_an_error_that_nobody_has_raised(raised: bool) -> None:
+    space, before = SimulatedWorkspace(1, watched=True).rank(0), len(failed_waits._watched)
+    space.errors.further.append(lambda: LACK)
+    if raised:
+        with pytest.raises(ConfigError):
+            space.check_errors()
+    space.close()
+    assert len(failed_waits._watched) == before - raised
+    if not raised:
+        with pytest.raises(ConfigError, match="moe_capacity_factor"):
+            check_for_failed_waits()
+    failed_waits.forget(space.errors)
 
 
 LAST_ITERATION = """
