@@ -67,6 +67,11 @@ _NAMED = {
     "tp_overlap": TP_OVERLAP,
     "cp_backend": CP_BACKENDS,
 }
+# What a setting that is None or a number may be.
+_ABOVE_ZERO = {
+    "timeout_s": "a finite number of seconds above 0",
+    "moe_capacity_factor": "a finite number above 0",
+}
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -258,13 +263,11 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
     elif name == "dx_chunks":
         fits = is_number and isinstance(value, int) and value >= 1
         allowed = "an integer of at least 1"
-    elif name in ("timeout_s", "moe_capacity_factor"):
+    elif name in _ABOVE_ZERO:
         fits = value is None or (
             is_number and isinstance(value, int | float) and 0 < value < math.inf
         )
-        allowed = "a finite number of seconds above 0"
-        if name == "moe_capacity_factor":
-            allowed = "a finite number above 0"
+        allowed = _ABOVE_ZERO[name]
     elif name == "profile_steps":
         text = isinstance(value, str) and re.fullmatch(r"[1-9]\d*:[1-9]\d*", value)
         fits = value is None or (bool(text) and operator.le(*profile_range(str(value))))

@@ -187,8 +187,12 @@ def ineffective_settings(rows: Iterable[Feature] = ()) -> list[Feature]:
     room = experts
     if not room and args.add_bias_linear:
         room = "experts with biases take as many rows as arrive"
-    elif not room and _MOE in [name for name, *_ in rows] and "nvlink" not in str(ours):
-        room = f"layers over symmetric memory alone read it, found {'; '.join(ours) or 'none'}"
+    layers = [reason for name, on, reason, _ in rows if on and name == _MOE]
+    # What follows a semicolon is why a layer is not fused: it has room for whatever arrives.
+    bounded = any(how.startswith("nvlink") and ";" not in how for how in layers)
+    if not room and not bounded and _MOE in [name for name, *_ in rows]:
+        room = "fused layers over symmetric memory alone read it, found "
+        room += "; ".join(layers) or "none"
     reasons = {
         "tp_overlap": linears,
         "deterministic": linears,

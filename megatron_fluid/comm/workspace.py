@@ -268,7 +268,8 @@ class Workspace:
 
     # ---- errors
     def check_errors(self) -> None:
-        """Raise PeerTimeoutError if a kernel of this rank gave up waiting.
+        """Raise PeerTimeoutError if a kernel of this rank gave up waiting, or another error that
+        ErrorWords.further gives.
 
         Reads host memory only, so it is cheap and may lag a kernel.
         """
@@ -293,7 +294,8 @@ class Workspace:
         if not self._all_done(gave_up=any(self.errors.on_host)):
             _ABANDONED.append(self)
             return
-        failed_waits.forget(self.errors)
+        if self.errors.raised or not self.errors.failed():  # else it is yet to be told
+            failed_waits.forget(self.errors)
         self._regions.clear()
         self._buffers.clear()
 

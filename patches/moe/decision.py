@@ -127,11 +127,13 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         if backend == "local" and layer.ep_group.size() > 1:
             return local_unsupported_reason(layer.ep_group)
         impl = layer.config.cuda_graph_impl
-        alone = backend == "auto" and layer.ep_group.size() == 1
+        alone = layer.ep_group.size() == 1
         if graphs_hold_layers(layer.config) and backend != "local":
-            if alone and impl != "full_iteration":
+            if alone and impl != "full_iteration" and backend in ("auto", "nvlink"):
                 return f"cuda_graph_impl={impl!r}: graphs of layers hold ours by moe_backend=local"
-            if not alone and not (backend in ("auto", "nvlink") and bounds_rows(layer.config)):
+            # Graphs of layers of several ranks are limits.py's to refuse.
+            served = backend in ("auto", "nvlink") and bounds_rows(layer.config)
+            if not served and not (alone and backend == "auto"):
                 return _reads_counts(layer.config, backend)
         return None
 

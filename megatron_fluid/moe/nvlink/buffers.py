@@ -110,7 +110,7 @@ class NvlinkBuffers:
         on_gpu = device.type == "cuda"
         # Written by the plan, read by the host.
         self.overflow = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
-        self._overflow_raised: tuple[float, str] | None = None
+        self._overflow_raised: set[tuple[float, str]] = set()
         # The offsets, and the most tokens that a rank brings.
         self.told = torch.zeros(self.local_experts + 1, dtype=torch.int32, pin_memory=on_gpu)
         words = (ctypes.c_int32 * self.told.numel()).from_address(self.told.data_ptr())
@@ -234,23 +234,22 @@ class NvlinkBuffers:
 
     def bounded_rows(self, factor: float) -> int:
         """Expert rows of a rank in bounded mode: `factor` times those of a balanced routing."""
-        return min(self.most_rows, math.ceil(factor * self.max_tokens * self.top_k))
+        return math.ceil(min(self.most_rows, factor * self.max_tokens * self.top_k))
 
     def raise_overflow(self, factor: float, setting: str) -> None:
         """Have a call that wanted more than bounded_rows(factor) raised as a ConfigError of
         `setting` wherever a failed wait is (comm/failed_waits.py): before the optimizer steps."""
-        if self._overflow_raised == (factor, setting):
+        if (factor, setting) in self._overflow_raised:
             return
-        self._overflow_raised = factor, setting
-        # Without self: records outlive the workspace, which these buffers hold.
-        overflow, rank, balanced = self.overflow, self.rank, self.max_tokens * self.top_k
-        room = self.bounded_rows(factor)
-        words = (ctypes.c_int32 * 1).from_address(overflow.data_ptr())
+        self._overflow_raised.add((factor, setting))
+        # Without self: records outlive the workspace, which these buffers hold. With the tensor: it
+        # keeps the memory that is read.
+        words = (ctypes.c_int32 * 1).from_address(self.overflow.data_ptr()), self.overflow
+        rank, balanced, room = self.rank, self.max_tokens * self.top_k, self.bounded_rows(factor)
 
         def found() -> ConfigError | None:
-            if not (wanted := words[0]):
+            if (wanted := words[0][0]) <= room:  # or of a layer with less room
                 return None
-            assert overflow.numel() == 1  # the memory of `words`
             enough = math.ceil(100 * wanted / balanced) / 100
             return ConfigError.of(
                 setting,
@@ -269,14 +268,16 @@ class NvlinkBuffers:
         if x.dim() != 2 or x.shape[1] != hidden or x.dtype != self.dtype:
             raise ConfigError.of("x", _shown(x), f"[T, {hidden}] {self.dtype}")
         if bounded and tokens > self.max_tokens:
-            raise self.too_many(tokens)
+            raise self.too_many(
+                tokens, "; with bounded rows buffers stay as the first call made them"
+            )
         if ids.shape != (tokens, top_k) or ids.is_floating_point():
             raise ConfigError.of("topk_ids", _shown(ids), f"integers [{tokens}, {top_k}]")
         if probs.shape != ids.shape or probs.dtype != torch.float32:
             raise ConfigError.of("probs", _shown(probs), f"float32 {tuple(ids.shape)}")
 
-    def too_many(self, tokens: int) -> ConfigError:
-        allowed = f"at most max_tokens = {self.max_tokens}"
+    def too_many(self, tokens: int, why: str = "") -> ConfigError:
+        allowed = f"at most max_tokens = {self.max_tokens}{why}"
         return ConfigError.of("tokens of a rank", tokens, allowed)
 
 

@@ -295,8 +295,10 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ConfigError, match="activation"):
         nvlink_moe(buffers, x, ids, probs, w1, w2, "tanh")
     more = torch.zeros(T + 1, H), ids.new_zeros(T + 1, K), torch.ones(T + 1, K)
-    for capacity in (None, T * K):  # told by the plan; and before, since a bounded one is not read
-        with pytest.raises(ConfigError, match=f"tokens of a rank: found {T + 1}.*max_tokens = {T}"):
+    # Told by the plan; and before, since a bounded one is not read.
+    for capacity, why in ((None, "$"), (T * K, "; with bounded rows buffers stay as the first")):
+        words = f"tokens of a rank: found {T + 1}, allowed: at most max_tokens = {T}{why}"
+        with pytest.raises(ConfigError, match=words):
             nvlink_moe(buffers, *more, w1, w2, capacity=capacity)
     with pytest.raises(ConfigError, match="topk_ids"):
         nvlink_moe(buffers, x, ids[:, :1], probs, w1, w2)

@@ -41,6 +41,17 @@ def test_every_field_has_a_flag() -> None:
     assert arguments.config_from_args(args) == FluidConfig("rounds", 4, True, 2.5, True)
 
 
+def test_room_for_rows_is_given_by_flag_and_refused_by_its_name() -> None:
+    flag = "--fluid-moe-capacity-factor"
+    assert arguments.config_from_args(parse(flag, "1.5")) == FluidConfig(moe_capacity_factor=1.5)
+    for text in ("0", "-1", "inf", "nan"):
+        words = f"^{flag}: found {float(text)}, allowed: a finite number above 0$"
+        with pytest.raises(ConfigError, match=words):
+            arguments.config_from_args(parse(f"{flag}={text}"))
+    with pytest.raises(SystemExit):
+        parse(flag, "much")
+
+
 def test_a_flag_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_FLUID_DX_CHUNKS", "3")
     monkeypatch.setenv("MEGATRON_FLUID_DETERMINISTIC", "on")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,8 @@ from megatron_fluid.patches.moe.limits import (
     fusion_unsupported_reason,
     unsupported_reason,
 )
+from megatron_fluid.patches.overlap_decision import Decision
+from megatron_fluid.patches.rank_findings import Finding
 
 LAYER: dict[str, tuple[Any, Any]] = {
     "use_kitchen": (True, False),
@@ -213,6 +216,151 @@ def test_graphs_of_layers_hold_ours_where_local_is_asked_for(
     layer: Any = SimpleNamespace(config=config, ep_group=group)
     reason = moe_layer.DECISIONS.setting_reason(FluidConfig(moe_backend=backend), layer)
     assert (reason is None) if words is None else (words in str(reason))
+
+
+@pytest.fixture
+def bounded() -> Iterator[FluidConfig]:
+    """--fluid-moe-capacity-factor 1.5, in force."""
+    set_config(FluidConfig(moe_capacity_factor=1.5))
+    yield FluidConfig(moe_capacity_factor=1.5)
+    set_config(None)
+
+
+class Layer:
+    """What is asked of an MoE layer of `ranks` expert-parallel ranks."""
+
+    def __init__(self, supported: TransformerConfig, ranks: int, **settings: Any) -> None:
+        self.config: Any = copy.copy(supported)
+        settings = {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": [], **settings}
+        for name, value in {"expert_model_parallel_size": ranks, **settings}.items():
+            setattr(self.config, name, value)
+        self.ep_group = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
+
+
+def _reason(config: FluidConfig, layer: Any, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    monkeypatch.setattr(decision, "nvlink_unsupported_reason", lambda config: None)
+    return moe_layer.DECISIONS.setting_reason(config, layer)
+
+
+@pytest.mark.parametrize("backend", ["auto", "nvlink"])
+def test_a_graph_of_an_iteration_holds_layers_of_several_ranks_with_bounded_room(
+    supported: TransformerConfig,
+    backend: str,
+    bounded: FluidConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer: Any = Layer(supported, 2)
+    config = dataclasses.replace(bounded, moe_backend=backend)
+    assert limits.bounds_rows(layer.config) and unsupported_reason(layer.config) is None
+    assert _reason(config, layer, monkeypatch) is None
+    set_config(FluidConfig())
+    assert not limits.bounds_rows(layer.config)
+    for reason in (
+        unsupported_reason(layer.config),
+        exchange_unsupported_reason(layer.config),
+        experts_unsupported_reason(layer.config),
+        _reason(FluidConfig(moe_backend=backend), layer, monkeypatch),
+    ):
+        assert reason is not None and reason.startswith("cuda_graph_impl='full_iteration'")
+        assert "with --fluid-moe-capacity-factor" in reason
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"add_bias_linear": True},
+        {"cuda_graph_impl": "local"},
+        {"cuda_graph_impl": "transformer_engine"},
+    ],
+    ids=str,
+)
+def test_bounded_room_serves_neither_biases_nor_graphs_of_layers(
+    supported: TransformerConfig,
+    settings: dict[str, Any],
+    bounded: FluidConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer: Any = Layer(supported, 2, **settings)
+    assert limits.bounds_rows(layer.config) is ("add_bias_linear" not in settings)
+    for reason in (
+        exchange_unsupported_reason(layer.config),
+        experts_unsupported_reason(layer.config),
+        _reason(bounded, layer, monkeypatch),
+    ):
+        assert reason is not None and reason.startswith("cuda_graph_impl=")
+
+
+@pytest.mark.parametrize("backend", ["rounds", "hierarchical"])
+def test_bounded_room_is_for_symmetric_memory_alone(
+    supported: TransformerConfig,
+    backend: str,
+    bounded: FluidConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = dataclasses.replace(bounded, moe_backend=backend)
+    layer: Any = Layer(supported, 2)
+    reason = _reason(config, layer, monkeypatch)
+    assert f"backend {backend} reads row counts on the host" in str(reason)
+    layer.config.cuda_graph_impl = "none"
+    assert _reason(config, layer, monkeypatch) is None
+
+
+@pytest.mark.parametrize(
+    ("impl", "backend", "words"),
+    [
+        ("full_iteration", "nvlink", None),
+        ("full_iteration", "auto", None),
+        ("full_iteration", "rounds", "reads row counts on the host"),
+        ("local", "nvlink", "by moe_backend=local"),
+        ("transformer_engine", "nvlink", "by moe_backend=local"),
+        ("transformer_engine", "auto", "by moe_backend=local"),
+    ],
+)
+def test_on_one_rank_bounded_room_leaves_graphs_of_layers_to_the_local_path(
+    supported: TransformerConfig,
+    impl: str,
+    backend: str,
+    words: str | None,
+    bounded: FluidConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer: Any = Layer(supported, 1, cuda_graph_impl=impl)
+    config = dataclasses.replace(bounded, moe_backend=backend)
+    reason = _reason(config, layer, monkeypatch)
+    assert (reason is None) if words is None else (words in str(reason))
+
+
+@pytest.mark.parametrize("backend", ["nvlink", "hierarchical", "rounds"])
+def test_where_auto_ends_at_another_backend_a_graphed_layer_is_megatrons_by_name(
+    supported: TransformerConfig,
+    backend: str,
+    bounded: FluidConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[bool] = []
+    path = SimpleNamespace(start=started.extend)
+    whole = dict.fromkeys(("nvlink", "hierarchical", "rounds"), lambda layer, config: path)
+    monkeypatch.setattr(moe_layer.DECISIONS, "_whole", whole)
+    monkeypatch.setattr(decision, "choose_backend", lambda *_: (backend, None))
+    findings = [Finding(None, decision._Found(None, None, None, None, False))] * 2
+    for impl in ("full_iteration", "none"):
+        layer: Any = Layer(supported, 2, cuda_graph_impl=impl)
+        found = moe_layer.DECISIONS.choose(Decision(bounded, backend), layer, findings)
+        if impl == "none" or backend == "nvlink":
+            assert found == (path, None) and started == [False, False]
+        else:
+            reason = f"cuda_graph_impl='{impl}': backend {backend} reads row counts on the host"
+            assert found == (None, reason) and not started
+        started.clear()
+
+
+def test_experts_of_ours_alone_are_not_captured_with_bounded_room(
+    supported: TransformerConfig, bounded: FluidConfig
+) -> None:
+    layer: Any = Layer(supported, 2)
+    assert "row counts are read on the host" in str(limits.graphed_reason(layer.config))
+    layer.config.moe_latent_size = 8  # phase by phase
+    assert "row counts are read on the host" in str(decision._unsupported(bounded, layer.config))
 
 
 @pytest.mark.parametrize("impl", ["none", "local", "transformer_engine", "full_iteration"])

@@ -209,8 +209,9 @@ def test_one_rank_takes_choices_in_the_routers_dtypes_and_only_looks_up_their_or
 
 
 @contextlib.contextmanager
-def over_nvlink(layer: Any, tokens: int) -> Iterator[Any]:
-    """The layer's NVLink path on one rank of a simulated workspace, in fp32."""
+def over_nvlink(layer: Any, tokens: int, factor: float | None = None) -> Iterator[Any]:
+    """The layer's NVLink path on one rank of a simulated workspace, in fp32; `factor` is
+    --fluid-moe-capacity-factor."""
     from megatron_fluid.comm.simulated import SimulatedWorkspace
     from megatron_fluid.config import FluidConfig
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
@@ -222,7 +223,8 @@ def over_nvlink(layer: Any, tokens: int) -> Iterator[Any]:
     buffers = NvlinkBuffers(space, tokens, *shape, torch.float32)
     rounds = SimpleNamespace(device=torch.device("cpu"))
     with mock.patch.object(seam, "shared_rounds", return_value=rounds):
-        path = seam.NvlinkLayer(layer, FluidConfig(moe_backend="nvlink"))
+        config = FluidConfig(moe_backend="nvlink", moe_capacity_factor=factor)
+        path = seam.NvlinkLayer(layer, config)
         path.start([path.weights.order[0] != 0])
     path._buffers = SimpleNamespace(  # type: ignore[assignment]
         of=lambda *args: buffers, buffers=buffers, grow=None
@@ -315,6 +317,88 @@ def test_moved_replaced_and_changed_parameters_are_noticed(
     assert layers[f"{kind}: noticed"] == [True, True, True]
     assert layers[f"{kind}: nothing"] == "ran"
     assert "changed in place between forward and backward" in layers[f"{kind}: changed"]
+
+
+def _bounded(rank: int, world_size: int) -> dict[str, Any]:
+    """What a layer over NVLink passes to its transport with and without bounded room, and a step
+    of one with it."""
+    from megatron_fluid import patches
+    from megatron_fluid.errors import ConfigError
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel()
+    patches.revert("moe-router-topk", "moe-layer", "moe-layer-init")
+    shape = {"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K}
+    found: dict[str, Any] = {}
+    cases = (("1.5", 1.5, False), ("none", None, False), ("biases", 1.5, True))
+    for name, factor, biases in cases:
+        layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**shape, add_bias_linear=biases))
+        with over_nvlink(layer, TOKENS, factor) as path:
+            buffers = path._buffers.buffers
+            found["rows"] = buffers.bounded_rows(1.5)
+            for again in (False, True):
+                transport = path._transport = mock.Mock()
+                plan, probs = path.route(layer, torch.randn(TOKENS, 1, 32), None, again)
+                path.experts(torch.randn(TOKENS, 32), plan, probs)()
+                planned = transport.plan_nvlink.call_args
+                given = transport.nvlink_moe.call_args.kwargs
+                found[name, again] = (
+                    planned and planned.args[3],
+                    given["capacity"],
+                    given["handle"] is (transport.plan_nvlink.return_value if again else None),
+                )
+            found[name] = len(buffers.workspace.errors.further)
+    for recompute in (False, True):
+        modules = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+        settings = {**shape, **(modules if recompute else {})}
+        layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**settings), grouped=True)
+        stock = _step(lambda x, layer=layer: layer(x)[0], layer)
+        with over_nvlink(layer, TOKENS, 1.0) as path:
+            ours = _step(lambda x, path=path, layer=layer: path.forward(layer, x, None)[0], layer)
+            found["step", recompute] = stock, ours
+            path._buffers.buffers.workspace.check_errors()
+        with over_nvlink(layer, TOKENS, 0.5) as path:
+            try:
+                for _ in range(2):
+                    path.forward(layer, torch.randn(TOKENS, 1, 32), None)
+            except ConfigError as error:
+                found["short", recompute] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def bounded() -> dict[str, Any]:
+    (found,) = run_ranks(_bounded, 1, timeout_s=300)
+    return found
+
+
+def test_with_the_factor_a_layer_passes_its_rows_to_the_call_and_to_its_plan(
+    bounded: dict[str, Any],
+) -> None:
+    rows = TOKENS * TOP_K  # of one rank: no more can arrive
+    assert bounded["rows"] == rows
+    assert bounded["1.5", False] == (None, rows, True)
+    assert bounded["1.5", True] == (rows, rows, True)
+    assert bounded["1.5"] == 1, "registered once"
+
+
+@pytest.mark.parametrize("case", ["none", "biases"])
+def test_without_the_factor_or_with_biases_as_many_rows_as_arrive(
+    bounded: dict[str, Any], case: str
+) -> None:
+    assert bounded[case, False] == bounded[case, True] == (None, None, True)
+    assert bounded[case] == 0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_layer_with_room_for_its_rows_is_megatrons_and_one_without_says_so_by_the_next_call(
+    bounded: dict[str, Any], recompute: bool
+) -> None:
+    stock, ours = bounded["step", recompute]
+    for name, value in stock.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
+    words = "moe_capacity_factor: found 0.5, allowed: at least 1, since rank 0 had room for 15"
+    assert bounded["short", recompute].startswith(words)
 
 
 def _more_tokens(rank: int, world_size: int) -> dict[str, Any]:

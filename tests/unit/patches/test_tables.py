@@ -128,6 +128,7 @@ def test_settings_without_effect_stand_in_the_table(monkeypatch: pytest.MonkeyPa
         context_parallel_size=2,
         cp_comm_type=["p2p"],
         num_experts=None,
+        add_bias_linear=False,
         fp8=None,
     )
     given = FluidConfig(
@@ -178,6 +179,7 @@ def test_the_precision_of_weight_gradients_says_where_nothing_reads_it(
         context_parallel_size=1,
         cp_comm_type=None,
         num_experts=8,
+        add_bias_linear=False,
         fp8=fp8,
     )
     given = FluidConfig(moe_fp8=whose, moe_fp8_weight_grads="bf16")
@@ -188,6 +190,53 @@ def test_the_precision_of_weight_gradients_says_where_nothing_reads_it(
     monkeypatch.setenv("MEGATRON_FLUID_CPU", "0")
     rows = {name: reason for name, _, reason, _ in startup.ineffective_settings()}
     assert rows.get("--fluid-moe-fp8-weight-grads bf16") == why
+
+
+NVLINK, ROUNDS = "nvlink, 2 expert-parallel ranks", "rounds, 2 expert-parallel ranks"
+ATTENTION = ("overlapped attention", True, "nvlink 2", 1)
+
+
+@pytest.mark.parametrize(
+    ("experts", "biases", "rows", "why"),
+    [
+        (None, False, [], "the model has no MoE layer"),
+        (8, True, [(True, NVLINK)], "experts with biases take as many rows as arrive"),
+        (8, False, [(True, ROUNDS)], f"over symmetric memory alone read it, found {ROUNDS}"),
+        (8, False, [(False, "fp4=True: no")], "over symmetric memory alone read it, found none"),
+        *(
+            (8, False, [(True, f"{NVLINK}; {rest}")], "fused layers over symmetric memory alone")
+            for rest in ("Megatron's experts: fp4", "phase by phase: moe_latent_size=8")
+        ),
+        (8, False, [(True, NVLINK)], None),
+        (8, False, [(True, f"{NVLINK} (rank 1)"), (True, ROUNDS)], None),
+        (8, False, [(True, "nvlink where all GPUs reach each other's memory, 2 ranks")], None),
+        (8, False, [], None),  # nothing is known yet
+    ],
+)
+def test_room_for_rows_says_where_nothing_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+    experts: int | None,
+    biases: bool,
+    rows: list[tuple[bool, str]],
+    why: str | None,
+) -> None:
+    args = SimpleNamespace(
+        tensor_model_parallel_size=1,
+        sequence_parallel=False,
+        context_parallel_size=2,
+        cp_comm_type=["a2a"],
+        num_experts=experts,
+        add_bias_linear=biases,
+        fp8=None,
+    )
+    module = SimpleNamespace(_GLOBAL_ARGS=args)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
+    monkeypatch.setattr("megatron_fluid.config._current", FluidConfig(moe_capacity_factor=1.5))
+    monkeypatch.setenv("MEGATRON_FLUID_CPU", "0")
+    features: list[startup.Feature] = [("overlapped MoE layer", *row, 1) for row in rows]
+    told = {name: text for name, _, text, _ in startup.ineffective_settings([*features, ATTENTION])}
+    found = told.get("--fluid-moe-capacity-factor 1.5")
+    assert found is why is None or why in str(found)
 
 
 def test_the_readmes_tables_name_everything() -> None:
