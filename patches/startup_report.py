@@ -42,7 +42,8 @@ _calls = itertools.count()
 _WAYS_OUT = {
     "moe_token_dispatcher_type": "--moe-token-dispatcher-type alltoall",
     "expert_tensor_parallel_size": "--expert-tensor-parallel-size 1",
-    "cuda_graph_impl": "--cuda-graph-impl none",
+    "cuda_graph_impl": "--cuda-graph-impl none (or full_iteration with a "
+    "--fluid-moe-capacity-factor)",
     "transformer_impl": "--transformer-impl transformer_engine",
 }
 
