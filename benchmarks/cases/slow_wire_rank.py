@@ -43,7 +43,7 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backwa
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.moe.hierarchical import transport
-from megatron_fluid.moe.hierarchical.choice import ExpertShape, expert_cost
+from megatron_fluid.moe.hierarchical.choice import ExpertCost, ExpertShape, expert_cost
 from megatron_fluid.moe.hierarchical.model import Form
 
 __all__ = ["main"]
@@ -255,10 +255,10 @@ def _builders(case: WireCase) -> dict[str, Callable[[], nn.Module]]:
     }
 
 
-def _pass_s(layer: Any) -> float:
-    """What another pass over the experts' matrices costs. Collective."""
+def _cost(layer: Any) -> ExpertCost:
+    """What the layer's choice of a form counts with. Collective."""
     shape = ExpertShape.of(*layer.expert_weights())
-    return expert_cost(layer.rounds, shape, layer.num_local_experts).pass_s
+    return expert_cost(layer.rounds, shape, layer.num_local_experts)
 
 
 def _bytes_of(call: Callable[[], object]) -> int:
@@ -282,10 +282,10 @@ def _measure(
 
 def _sweep(
     name: str, mode: str, ratios: list[float], calls: dict[str, Callable[[], object]],
-    parent: Parent, seconds: float, pass_s: float | None, forms: _Forms,
+    parent: Parent, seconds: float, cost: ExpertCost | None, forms: _Forms,
 ) -> None:  # fmt: skip
-    """Measure all rates of one mode, and hand over the rows of each as it is done. pass_s: of ours,
-    see model.Work; None where ours is not measured beside the plain form. forms: that ours takes.
+    """Measure all rates of one mode, and hand over the rows of each as it is done. cost: of ours;
+    None where ours is not measured beside the plain form. forms: that ours takes.
     """
     case = CASES[name]
     parent.set_rate(None)
@@ -302,10 +302,10 @@ def _sweep(
             parent.set_rate(rate)
             expected = sum(unlimited.values()) * (1 + ratio)
             timings = _measure(calls, seconds, expected)
-            if case.kind == "moe" and pass_s is not None:
+            if case.kind == "moe" and cost is not None:
                 assert rate is not None
                 for variant in ("fluid", "plain"):
-                    given = (unlimited[variant], bytes_sent[variant], rate, pass_s)
+                    given = (unlimited[variant], bytes_sent[variant], rate, cost)
                     predicted[variant] = predicted_ms(case, mode, *given, variant == "plain")
         medians = {variant: timing.median_ms for variant, timing in timings.items()}
         rows = []
@@ -357,9 +357,9 @@ def main() -> int:
     wanted = set(filter(None, options.variants.split(",")))
     modules = runnable(builders, wanted, x.clone().requires_grad_())
     pin()
-    pass_s = None
+    cost = None
     if case.kind == "moe" and {"fluid", "plain"} <= modules.keys():
-        pass_s = _pass_s(modules["fluid"])
+        cost = _cost(modules["fluid"])
     for mode in options.modes.split(","):
         train = mode == "train"
         if train:
@@ -371,7 +371,7 @@ def main() -> int:
         if "fluid" in calls:
             calls["fluid"] = forms.of(calls["fluid"])
         ratios = [float(ratio) for ratio in options.ratios.split(",")]
-        _sweep(options.case, mode, ratios, calls, parent, options.seconds, pass_s, forms)
+        _sweep(options.case, mode, ratios, calls, parent, options.seconds, cost, forms)
         get_backward_scheduler().disable()
     parent.set_rate(None)
     dist.barrier()
