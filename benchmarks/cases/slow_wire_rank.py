@@ -2,7 +2,9 @@
 it in a network namespace.
 
 The plain layer is measured first on links without a limit: its time is the computation, and what
-its host then sends are the bytes from which rates follow. Every rate measures all variants in turn.
+its host then sends are the bytes from which rates follow. Every rate measures all variants in turn,
+after ours and the plain one without a limit once more: a shared machine's speed changes by a tenth
+within a minute, as much as overlap leaves of the wire's time.
 """
 
 from __future__ import annotations
@@ -296,9 +298,17 @@ def _sweep(
     unlimited = {variant: timing.median_ms for variant, timing in timings.items()}
     plain = "plain" if "plain" in unlimited else next(iter(unlimited))
     predicted: dict[str, float] = {}
+    compared = {plain, "fluid"}
     for ratio in [0.0, *ratios]:
-        rate = rate_for(ratio, unlimited[plain], bytes_sent[plain])
+        rate = None
         if ratio:
+            # What the link costs is a difference: of figures of one minute.
+            parent.set_rate(None)
+            now = measure(
+                {n: c for n, c in calls.items() if n in compared}, _DEVICE, warmup=1, iters=6
+            )
+            unlimited |= {variant: timing.median_ms for variant, timing in now.items()}
+            rate = rate_for(ratio, unlimited[plain], bytes_sent[plain])
             parent.set_rate(rate)
             expected = sum(unlimited.values()) * (1 + ratio)
             timings = _measure(calls, seconds, expected)
@@ -314,6 +324,8 @@ def _sweep(
             more: dict[str, Any] = {"rate_bits_per_s": rate, "wire_bytes": bytes_sent[variant]}
             if variant == "fluid" and forms.own is not None:
                 more["form"] = forms.words()
+            if variant in compared:
+                more["unlimited_ms"] = unlimited[variant]
             if variant in predicted:
                 more["predicted_ms"] = predicted[variant]
             rows.append(link_row(case, row, ratio, medians, unlimited, **more))
