@@ -133,15 +133,15 @@ def rate_for(ratio: float, compute_ms: float, wire_bytes: float) -> float | None
 
 
 def predicted_ms(
-    case: WireCase, mode: str, unlimited_ms: float, wire_bytes: float, rate: float, pass_s: float,
-    plain: bool = False,
+    case: WireCase, mode: str, unlimited_ms: float, wire_bytes: float, rate: float,
+    cost: ExpertCost, plain: bool = False,
 ) -> float:  # fmt: skip
     """What the model (moe/hierarchical/model.py) says that an MoE layer takes over this link.
 
     Args:
         unlimited_ms: what it was measured to take over links without a limit.
         wire_bytes: that its host sends in one call. rate: of a host's link, bits a second.
-        pass_s: see model.Work.
+        cost: of ours; what a row costs follows from unlimited_ms.
         plain: one all-to-all each way; else ours, in its best form.
     """
     moe, train = case.moe, mode == "train"
@@ -149,7 +149,7 @@ def predicted_ms(
     pass_ms = unlimited_ms / 3 if train else unlimited_ms
     own = case.tokens * moe.top_k / case.hosts
     crossing = case.tokens * moe.top_k - own
-    cost = ExpertCost((pass_ms / 1e3 - pass_s) / (own + crossing), pass_s)
+    cost = cost._replace(row_s=(pass_ms / 1e3 - cost.pass_s) / (own + crossing))
     tokens = case.tokens * hosts_reached(case.hosts, moe.experts, moe.top_k)
     passes = works(own, crossing, tokens, moe.hidden * 4, moe.top_k, cost)
     passes = passes if train else passes[:1]

@@ -2,7 +2,9 @@
 it in a network namespace.
 
 The plain layer is measured first on links without a limit: its time is the computation, and what
-its host then sends are the bytes from which rates follow. Every rate measures all variants in turn.
+its host then sends are the bytes from which rates follow. Every rate measures all variants in turn,
+after ours and the plain one without a limit once more: a shared machine's speed changes by a tenth
+within a minute, as much as overlap leaves of the wire's time.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backwa
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.moe.hierarchical import transport
-from megatron_fluid.moe.hierarchical.choice import ExpertShape, expert_cost
+from megatron_fluid.moe.hierarchical.choice import ExpertCost, ExpertShape, expert_cost
 from megatron_fluid.moe.hierarchical.model import Form
 
 __all__ = ["main"]
@@ -255,10 +257,10 @@ def _builders(case: WireCase) -> dict[str, Callable[[], nn.Module]]:
     }
 
 
-def _pass_s(layer: Any) -> float:
-    """What another pass over the experts' matrices costs. Collective."""
+def _cost(layer: Any) -> ExpertCost:
+    """What the layer's choice of a form counts with. Collective."""
     shape = ExpertShape.of(*layer.expert_weights())
-    return expert_cost(layer.rounds, shape, layer.num_local_experts).pass_s
+    return expert_cost(layer.rounds, shape, layer.num_local_experts)
 
 
 def _bytes_of(call: Callable[[], object]) -> int:
@@ -282,10 +284,10 @@ def _measure(
 
 def _sweep(
     name: str, mode: str, ratios: list[float], calls: dict[str, Callable[[], object]],
-    parent: Parent, seconds: float, pass_s: float | None, forms: _Forms,
+    parent: Parent, seconds: float, cost: ExpertCost | None, forms: _Forms,
 ) -> None:  # fmt: skip
-    """Measure all rates of one mode, and hand over the rows of each as it is done. pass_s: of ours,
-    see model.Work; None where ours is not measured beside the plain form. forms: that ours takes.
+    """Measure all rates of one mode, and hand over the rows of each as it is done. cost: of ours;
+    None where ours is not measured beside the plain form. forms: that ours takes.
     """
     case = CASES[name]
     parent.set_rate(None)
@@ -296,16 +298,24 @@ def _sweep(
     unlimited = {variant: timing.median_ms for variant, timing in timings.items()}
     plain = "plain" if "plain" in unlimited else next(iter(unlimited))
     predicted: dict[str, float] = {}
+    compared = {plain, "fluid"}
     for ratio in [0.0, *ratios]:
-        rate = rate_for(ratio, unlimited[plain], bytes_sent[plain])
+        rate = None
         if ratio:
+            # What the link costs is a difference: of figures of one minute.
+            parent.set_rate(None)
+            now = measure(
+                {n: c for n, c in calls.items() if n in compared}, _DEVICE, warmup=1, iters=6
+            )
+            unlimited |= {variant: timing.median_ms for variant, timing in now.items()}
+            rate = rate_for(ratio, unlimited[plain], bytes_sent[plain])
             parent.set_rate(rate)
             expected = sum(unlimited.values()) * (1 + ratio)
             timings = _measure(calls, seconds, expected)
-            if case.kind == "moe" and pass_s is not None:
+            if case.kind == "moe" and cost is not None:
                 assert rate is not None
                 for variant in ("fluid", "plain"):
-                    given = (unlimited[variant], bytes_sent[variant], rate, pass_s)
+                    given = (unlimited[variant], bytes_sent[variant], rate, cost)
                     predicted[variant] = predicted_ms(case, mode, *given, variant == "plain")
         medians = {variant: timing.median_ms for variant, timing in timings.items()}
         rows = []
@@ -314,6 +324,8 @@ def _sweep(
             more: dict[str, Any] = {"rate_bits_per_s": rate, "wire_bytes": bytes_sent[variant]}
             if variant == "fluid" and forms.own is not None:
                 more["form"] = forms.words()
+            if variant in compared:
+                more["unlimited_ms"] = unlimited[variant]
             if variant in predicted:
                 more["predicted_ms"] = predicted[variant]
             rows.append(link_row(case, row, ratio, medians, unlimited, **more))
@@ -357,9 +369,9 @@ def main() -> int:
     wanted = set(filter(None, options.variants.split(",")))
     modules = runnable(builders, wanted, x.clone().requires_grad_())
     pin()
-    pass_s = None
+    cost = None
     if case.kind == "moe" and {"fluid", "plain"} <= modules.keys():
-        pass_s = _pass_s(modules["fluid"])
+        cost = _cost(modules["fluid"])
     for mode in options.modes.split(","):
         train = mode == "train"
         if train:
@@ -371,7 +383,7 @@ def main() -> int:
         if "fluid" in calls:
             calls["fluid"] = forms.of(calls["fluid"])
         ratios = [float(ratio) for ratio in options.ratios.split(",")]
-        _sweep(options.case, mode, ratios, calls, parent, options.seconds, pass_s, forms)
+        _sweep(options.case, mode, ratios, calls, parent, options.seconds, cost, forms)
         get_backward_scheduler().disable()
     parent.set_rate(None)
     dist.barrier()

@@ -34,10 +34,14 @@ __all__ = ["ExpertCost", "ExpertShape", "choose_form", "expert_cost", "forget_li
 
 _LINK = "moe hierarchical link"
 # A message is long enough for its rate where it takes so long; none is longer than the last.
+_LATENCY_SAMPLES, _RATE_SAMPLES = 8, 5
 _LONG_ENOUGH_S, _PROBE_BYTES = 0.03, tuple(2**n for n in range(17, 24))
-_FEW_ROWS, _MANY_ROWS, _TIMED_EXPERTS = 32, 160, 8
-# Python and the gathers of a piece: estimated. It keeps away pieces that gain less.
-_PIECE_S = 1.5e-3
+# GEMMs of fewer rows are slower by more than the matrices that they read, and pieces seldom have so
+# few. Measured: docs/tuning_notes.md#experts-over-several-hosts-on-cpus
+_FEW_ROWS, _MANY_ROWS, _TIMED_EXPERTS, _SAMPLES = 64, 192, 8, 5
+# Python, messages, gathers and sums of a piece, of a core's time. Measured:
+# docs/tuning_notes.md#experts-over-several-hosts-on-cpus
+_PIECE_S = 2e-3
 
 
 class ExpertShape(NamedTuple):
@@ -54,10 +58,12 @@ class ExpertShape(NamedTuple):
 
 
 class ExpertCost(NamedTuple):
-    """Seconds of fc1 and fc2: for each row more, and to read all matrices of a rank once."""
+    """Seconds of fc1 and fc2: for each row more, and to read all matrices of a rank once; and what
+    a piece costs beside them."""
 
     row_s: float
     pass_s: float
+    piece_s: float = _PIECE_S
 
 
 def choose_form(
@@ -106,9 +112,10 @@ def works(
     """
     rows, probs = tokens * row_bytes, tokens * top_k * 4
     own_s, crossing_s = own * cost.row_s, crossing * cost.row_s
-    forward = Work(own_s, crossing_s, rows + probs, rows, piece_s=_PIECE_S, pass_s=cost.pass_s)
+    each = {"piece_s": cost.piece_s, "pass_s": cost.pass_s}
+    forward = Work(own_s, crossing_s, rows + probs, rows, **each)
     after_s = own_s + crossing_s
-    backward = Work(own_s, crossing_s, rows, rows + probs, after_s, 0.0, _PIECE_S, cost.pass_s)
+    backward = Work(own_s, crossing_s, rows, rows + probs, after_s, **each)
     return forward, backward
 
 
@@ -165,14 +172,14 @@ def _measure_link(rounds: P2PRounds) -> Link:
         rounds.exchange(name, 0, transfers).wait()
         return max(_gathered(rounds, [time.perf_counter() - begun], name)[0])
 
-    latency = min(slowest(1) for _ in range(3))
+    latency = min(slowest(1) for _ in range(_LATENCY_SAMPLES))
     for size in _PROBE_BYTES:
         seconds = slowest(size)
         if seconds >= _LONG_ENOUGH_S:
             break
-    # The least of three: beside other work of the hosts single ones took up to 1.8 times as long as
-    # the link needs. Measured: docs/tuning_notes.md#experts-over-several-hosts-on-cpus
-    seconds = min(seconds, *(slowest(size) for _ in range(2)))
+    # The least of several: beside other work of the hosts single ones took up to 1.8 times as long
+    # as the link needs. Measured: docs/tuning_notes.md#experts-over-several-hosts-on-cpus
+    seconds = min(seconds, *(slowest(size) for _ in range(_RATE_SAMPLES - 1)))
     return Link(size * max(len(targets), 1) / max(seconds - latency, 1e-9), latency)
 
 
@@ -183,8 +190,7 @@ def expert_cost(rounds: P2PRounds, shape: ExpertShape, experts: int) -> ExpertCo
     def measure() -> ExpertCost:
         _gathered(rounds, [0.0], "measuring the experts, start")
         mine = _measure_experts(shape, experts)
-        row_s, pass_s = _gathered(rounds, mine, "measuring the experts")
-        return ExpertCost(max(row_s), max(pass_s))
+        return ExpertCost(*map(max, _gathered(rounds, mine, "measuring the experts")))
 
     return group_resource(rounds.group, ("moe hierarchical cost", shape, experts), measure)
 
@@ -196,18 +202,24 @@ def _measure_experts(shape: ExpertShape, experts: int) -> ExpertCost:
     fc2 = torch.full((timed, hidden, ffn), 0.01, dtype=dtype)
 
     def seconds(rows: int) -> float:
+        """Of this thread's own time: what the core does for others meanwhile is not in it."""
         x, a = (torch.full((rows, width), 0.01, dtype=dtype) for width in (hidden, ffn))
-        begun = time.perf_counter()
+        begun = time.thread_time()
         for expert in range(timed):
             torch.mm(x, fc1[expert].t())
             torch.mm(a, fc2[expert].t())
-        return time.perf_counter() - begun
+        return time.thread_time() - begun
 
     seconds(_FEW_ROWS)
-    few, many = (median(seconds(rows) for _ in range(3)) for rows in (_FEW_ROWS, _MANY_ROWS))
+    begun, computed = time.perf_counter(), time.thread_time()
+    samples = [(seconds(_FEW_ROWS), seconds(_MANY_ROWS)) for _ in range(_SAMPLES)]
+    few, many = (median(times) for times in zip(*samples, strict=True))
+    # Ranks that share a core each get a part of it: a sample is too short to tell which.
+    computed = max(time.thread_time() - computed, 1e-9)
+    slower = max((time.perf_counter() - begun) / computed, 1.0)
     row_s = max(many - few, 0.0) / ((_MANY_ROWS - _FEW_ROWS) * timed)
     pass_s = max(few - _FEW_ROWS * timed * row_s, 0.0) * experts / timed
-    return ExpertCost(row_s, pass_s)
+    return ExpertCost(row_s * slower, pass_s * slower, _PIECE_S * slower)
 
 
 def _gathered(rounds: P2PRounds, mine: Sequence[float], name: str) -> list[list[float]]:

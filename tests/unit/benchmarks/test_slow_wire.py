@@ -21,6 +21,7 @@ from benchmarks.harness.results import Row
 from benchmarks.report.descriptions import SUITES
 from benchmarks.report.slow_wire_picture import draw_slow_wire
 from benchmarks.suites import slow_wire
+from megatron_fluid.moe.hierarchical.choice import ExpertCost
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -203,11 +204,12 @@ def test_a_tiny_case_is_measured_over_two_hosts(tmp_path: Path, hosts: EmulatedH
 @pytest.mark.parametrize("mode", ["forward", "train"])
 def test_the_model_s_time_is_between_the_computation_and_the_plain_form(mode: str) -> None:
     case, megabytes = cases.CASES["moe-2x1"], 4.2e6
+    cost = ExpertCost(row_s=0.0, pass_s=0.005)
     for ratio in (0.25, 1.0, 4.0):
         rate = cases.rate_for(ratio, 200.0, megabytes)
         assert rate is not None
         ours, plain = (
-            cases.predicted_ms(case, mode, 200.0, size, rate, 0.005, plain=form)
+            cases.predicted_ms(case, mode, 200.0, size, rate, cost, plain=form)
             for size, form in ((0.8 * megabytes, False), (megabytes, True))
         )
         wire_ms = 0.8 * ratio * 200.0

@@ -12,7 +12,7 @@ import torch
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.moe.hierarchical import choice
-from megatron_fluid.moe.hierarchical.choice import ExpertCost, works
+from megatron_fluid.moe.hierarchical.choice import ExpertCost, ExpertShape, works
 from megatron_fluid.moe.hierarchical.model import (
     FORMS,
     Form,
@@ -159,14 +159,41 @@ def test_without_a_backward_the_forward_alone_decides() -> None:
     assert alone.chunks > both.chunks
 
 
-def test_a_link_is_taken_at_the_best_of_three_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_is_taken_at_the_best_of_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     pending = SimpleNamespace(wait=lambda: None)
     rounds: Any = SimpleNamespace(domains=[0, 1], rank=0, exchange=lambda *_: pending)
-    took = iter([0.003, 0.001, 0.002, 0.02, 0.05, 0.041, 0.06])
+    took = iter([*[0.003] * 6, 0.001, 0.002, 0.02, 0.05, 0.06, 0.07, 0.041, 0.06])
     monkeypatch.setattr(choice, "_gathered", lambda *_: [[next(took)]])
     link = choice._measure_link(rounds)
     assert link.latency_s == 0.001
     assert link.bytes_per_s == pytest.approx(2**18 / 0.04)
+
+
+def test_experts_of_ranks_that_share_a_core_cost_what_a_rank_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank gets half of its core, in slices longer than a sample: single samples say nothing."""
+    own = 0.0
+    per_row, per_matrix, slice_s = 2e-6, 0.5e-3, 0.01
+
+    def mm(x: torch.Tensor, matrix: torch.Tensor) -> None:
+        nonlocal own
+        own += per_row * x.shape[0] + per_matrix
+
+    clocks = SimpleNamespace(
+        thread_time=lambda: own, perf_counter=lambda: own + slice_s * (own // slice_s)
+    )
+    monkeypatch.setattr(choice, "time", clocks)
+    monkeypatch.setattr(torch, "mm", mm)
+    cost = choice._measure_experts(ExpertShape(8, 16, 8, torch.float32), experts=16)
+    slower = cost.piece_s / ExpertCost(0.0, 0.0).piece_s
+    assert 1.8 < slower < 2.0
+    # fc1 and fc2; of 16 experts 8 were timed
+    assert cost.row_s == pytest.approx(slower * 2 * per_row)
+    assert cost.pass_s == pytest.approx(slower * 16 * 2 * per_matrix)
+    monkeypatch.setattr(clocks, "perf_counter", lambda: own)
+    alone = choice._measure_experts(ExpertShape(8, 16, 8, torch.float32), experts=16)
+    assert alone == pytest.approx(ExpertCost(2 * per_row, 16 * 2 * per_matrix))
 
 
 def test_rows_of_one_source_are_where_the_next_ones_begin() -> None:
