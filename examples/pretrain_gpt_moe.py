@@ -67,6 +67,7 @@ from run_signals import StopRequest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.patches.iteration_graphs import drop_iteration_graphs
 
 __all__ = ["main"]
 
@@ -331,6 +332,7 @@ def train(output: RunOutput) -> None:
         picture = folder.end(result)
         tested = bool(getattr(args, "do_test", False)) and finished is None
         output.say(run_report(args, text, result, tested, picture, stopped=stop.asked))
+    drop_iteration_graphs()
     torch.distributed.destroy_process_group()
     if finished is not None:
         raise finished

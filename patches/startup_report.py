@@ -42,8 +42,7 @@ _calls = itertools.count()
 _WAYS_OUT = {
     "moe_token_dispatcher_type": "--moe-token-dispatcher-type alltoall",
     "expert_tensor_parallel_size": "--expert-tensor-parallel-size 1",
-    "cuda_graph_impl": "--cuda-graph-impl none (or full_iteration with a "
-    "--fluid-moe-capacity-factor)",
+    "cuda_graph_impl": "--cuda-graph-impl none",
     "transformer_impl": "--transformer-impl transformer_engine",
 }
 

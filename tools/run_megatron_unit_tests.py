@@ -282,9 +282,8 @@ def _run_all(state: _State, sessions: Sessions, options: argparse.Namespace, fol
             for group in _sessions(folder, state.files, options.session_bytes):
                 for way in WAYS[:2]:
                     begin(group, way)
-                if "with" not in options.ways or not state.todo(
-                    group, "with"
-                ):  # of an earlier call
+                # Else it follows the way "with", which says whether there is anything to force.
+                if "with" not in options.ways or not state.todo(group, "with"):
                     begin(group, "forced")
             for group, way, found, code in ended():
                 state.take(group, way, found, code)

@@ -11,11 +11,9 @@ PRETRAIN_KERNELS=1 traces the last iteration on a GPU, which then is not among t
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -160,20 +158,10 @@ def main() -> None:
     if report is not None:
         Path(os.environ["PRETRAIN_RESULT"]).write_text(json.dumps(report), encoding="utf-8")
     torch.distributed.barrier()
-    _drop_graphs()
+    if not PLAIN:  # Megatron's variants have no graph of a whole iteration
+        name = "megatron_fluid.patches.iteration_graphs"
+        importlib.import_module(name).drop_iteration_graphs()
     torch.distributed.destroy_process_group()
-
-
-def _drop_graphs() -> None:
-    """Let go of the graph of an iteration, which Megatron keeps: NCCL waits for graphs that hold
-    its kernels when a communicator is destroyed."""
-    graphs = sys.modules.get("megatron.core.full_cuda_graph")
-    if graphs is None:
-        return
-    for kept in (graphs.FullCudaGraphWrapper.cuda_graph, graphs.FullCudaGraphWrapper.result):
-        kept.update(training=None, validation=None)
-    gc.collect()
-    _synchronize()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,10 @@ __all__ = ["kernel_times", "kind_of", "time_with_kernel"]
 
 # In this order: the first that is found in a kernel's name.
 _KINDS = {
-    "expert GEMMs of megatron_fluid": r"^(grouped|sent|gather|scatter|fp8)_\w+$",
+    # With the waits for peers, which are inside of them.
+    "exchange of megatron_fluid": r"^(publish|plan|push|scatter|begin_combine|send_rows|reduce"
+    r"|reduce_push|barrier)_kernel$",
+    "expert GEMMs of megatron_fluid": r"^(grouped|sent|gather|fp8)_\w+$",
     "sums of tensors by torch": r"CUDAFunctor_?add",
     "attention": r"flash|fmha|attention|attn|cudnn.*sdpa",
     "GEMMs of libraries": r"gemm|nvjet|cutlass|xmma|cublas",

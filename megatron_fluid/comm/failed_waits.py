@@ -12,10 +12,12 @@ its result, and goes on. The host reads the records at these points:
   costs a few microseconds. Without such a read the host loses its lead over the device once a step;
 - when the process exits.
 
-The error is PeerTimeoutError, or what else a workspace's owner has added: an error of a kernel that
-cannot raise either. A thread looks every half second, too. It prints the error, and ends
+The error is PeerTimeoutError. A thread looks every half second, too. It prints the error, and ends
 the process with EXIT_CODE if the main thread has not raised it within GRACE_S: a process that waits
 inside NCCL for a rank that is lost cannot raise.
+
+What else a workspace's owner has added (ErrorWords.further), an error of a kernel that cannot raise
+either, is raised and printed there, too; the thread ends no process for it.
 
 Only workspaces whose memory several processes share are watched here.
 """
@@ -199,14 +201,14 @@ def _look_for_ever() -> None:
 
 def look(now: float, end: Callable[[Exception], None] = end_process) -> None:
     """Look at all records once at time `now` (seconds, monotonic): report new ones, and `end` what
-    has not raised one in time."""
+    has not raised a failed wait in time. Other errors leave no main thread waiting inside NCCL."""
     for errors in _watched:
         if errors.raised or not errors.failed() or (error := errors.error()) is None:
             continue
         if errors.seen_at is None:
             errors.seen_at = now
             say(error)
-        elif now - errors.seen_at > GRACE_S:
+        elif any(errors.on_host) and now - errors.seen_at > GRACE_S:
             end(error)
 
 

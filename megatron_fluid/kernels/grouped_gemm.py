@@ -365,8 +365,8 @@ def host_ends(offsets: Tensor, ends: Sequence[int] | None) -> Sequence[int]:
     if ends is not None:
         return ends
     if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
-        found = "separate matrices, another type, widths no multiple of 8, or a strided main_grad"
-        allowed = "bf16, stacked, a dense main_grad on a 16-byte boundary"
+        found = "separate matrices, another type, widths no multiple of 8, or another main_grad"
+        allowed = "bf16, stacked, a dense main_grad in fp32 on a 16-byte boundary, on a Hopper GPU"
         raise ConfigError.of("expert weights in a CUDA-graph capture", found, allowed)
     return offsets.tolist()
 

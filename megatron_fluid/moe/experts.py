@@ -172,8 +172,12 @@ def weight_grads(
         shape = (fc.num_experts, left.shape[1], right.shape[1])
         return fc.as_gradients(left.new_zeros(shape))
     gradient = grouped_weight_grad(left, right, groups.offsets, groups.ends)
-    if groups.ends is not None and not sends_rows(left.device, left.dtype):
+    if not sends_rows(left.device, left.dtype):
         # Other kernels than ours may leave the matrix of an expert without rows unwritten.
+        if groups.ends is None:
+            rows = groups.offsets.diff(prepend=groups.offsets.new_zeros(1))
+            gradient.masked_fill_((rows == 0).view(-1, 1, 1), 0.0)
+            return fc.as_gradients(gradient)
         for e, (start, end) in enumerate(itertools.pairwise([0, *groups.ends])):
             if start == end:
                 gradient[e].zero_()

@@ -20,6 +20,7 @@ import torch
 
 from megatron_fluid import patches
 from megatron_fluid.config import current_config, names_exchange
+from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.limits import Limit, first_reason, is_given, offloads
 
 if TYPE_CHECKING:
@@ -100,6 +101,12 @@ def bounded_unsupported_reason(config: TransformerConfig) -> str | None:
     """Why room for the rows of a layer over symmetric memory cannot be bounded, or None."""
     if config.add_bias_linear:
         return "experts with biases take as many rows as arrive"
+    if torch.cuda.is_available() and not cpu_mode_active():
+        from megatron_fluid.kernels.grouped_gemm import sends_rows
+
+        dtype = config.params_dtype
+        if not sends_rows(torch.device("cuda", torch.cuda.current_device()), dtype):
+            return f"the host counts the rows of experts in {dtype} on this GPU"
     return None
 
 
@@ -156,7 +163,8 @@ LAYER_LIMITS: tuple[Limit[TransformerConfig], ...] = (
         "cuda_graph_impl",
         "graphs may hold attention and, with transformer_engine, the router, but not the experts, "
         "whose row counts the host reads; on one expert-parallel rank whole layers and iterations "
-        "may be captured, on several whole iterations with --fluid-moe-capacity-factor",
+        "may be captured, on several, over symmetric memory and without biases, whole iterations "
+        "with --fluid-moe-capacity-factor",
         _captures_experts,
     ),
     Limit(

@@ -225,7 +225,8 @@ class NvlinkBuffers:
         memory only; may lag the device.
         """
         if wanted := int(self.overflow[0]):
-            self.overflow.zero_()
+            if not self._overflow_raised:  # else it is still to be raised there
+                self.overflow.zero_()
             raise FluidError(
                 f"rank {self.rank}: the routing wanted {wanted} expert rows, more than the "
                 "capacity of this layer's bounded mode; the rows above it were left out. Raise the "
@@ -254,9 +255,9 @@ class NvlinkBuffers:
             return ConfigError.of(
                 setting,
                 factor,
-                f"at least {enough:g}, since rank {rank} had room for {room} expert rows and the "
-                f"routing sent it {wanted}, or none: room for what arrives. What the rows above "
-                "would have given is missing in the results",
+                f"at least {enough:g}, since rank {rank} of its group had room for {room} expert "
+                f"rows and the routing sent it {wanted}, or none: room for what arrives. What the "
+                "rows above would have given is missing in the results",
             )
 
         self.workspace.errors.further.append(found)
@@ -269,7 +270,7 @@ class NvlinkBuffers:
             raise ConfigError.of("x", _shown(x), f"[T, {hidden}] {self.dtype}")
         if bounded and tokens > self.max_tokens:
             raise self.too_many(
-                tokens, "; with bounded rows buffers stay as the first call made them"
+                tokens, "; with a capacity factor buffers stay as the first call made them"
             )
         if ids.shape != (tokens, top_k) or ids.is_floating_point():
             raise ConfigError.of("topk_ids", _shown(ids), f"integers [{tokens}, {top_k}]")

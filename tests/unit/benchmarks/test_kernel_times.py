@@ -12,6 +12,11 @@ from benchmarks.harness.kernel_times import kind_of, time_with_kernel
     [
         ("grouped_gated", "expert GEMMs of megatron_fluid"),
         ("fp8_grouped", "expert GEMMs of megatron_fluid"),
+        ("sent_rows", "expert GEMMs of megatron_fluid"),
+        ("push_kernel", "exchange of megatron_fluid"),
+        ("scatter_kernel", "exchange of megatron_fluid"),
+        ("reduce_push_kernel", "exchange of megatron_fluid"),
+        ("ncclDevKernel_SendRecv", "communication"),
         ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "GEMMs of libraries"),
         ("cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90>>", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"),

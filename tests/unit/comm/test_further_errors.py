@@ -1,5 +1,5 @@
-"""Errors of kernels that are no timed-out waits (ErrorWords.further): raised, told and ended with
-wherever a failed wait is."""
+"""Errors of kernels that are no timed-out waits (ErrorWords.further): raised and told wherever a
+failed wait is."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_wait_that_timed_out_comes_first(space: Space) -> None:
         raise_if_failed()
 
 
-def test_what_nobody_raises_is_told_once_and_ends_the_process(
+def test_what_nobody_raises_is_told_once_and_waits_for_the_host_to_raise_it(
     space: Space, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[Exception] = []
@@ -97,11 +97,9 @@ def test_what_nobody_raises_is_told_once_and_ends_the_process(
     look(GRACE_S, ended.append)
     assert capfd.readouterr().err == f"megatron_fluid: {LACK}\n" and not ended
     look(GRACE_S + 2.0, ended.append)
-    assert ended == [LACK]
+    assert not ended and not capfd.readouterr().err
     with pytest.raises(ConfigError):
         raise_if_failed()
-    look(GRACE_S + 3.0, ended.append)  # the main thread knows: it is left alone
-    assert len(ended) == 1
 
 
 @pytest.mark.parametrize("lacks", [False, True])

@@ -428,8 +428,8 @@ def test_more_rows_than_the_factor_allows_are_an_error_on_the_rank_that_is_short
     case = make_case(3, "one rank", ranks=2, capacity=8)
     with planned(case, (1.25,)) as (first, second):
         words = (
-            r"^moe_capacity_factor: found 1.25, allowed: at least 2, since rank 0 had room for 20 "
-            r"expert rows and the routing sent it 32, "
+            r"^moe_capacity_factor: found 1.25, allowed: at least 2, since rank 0 of its group had "
+            r"room for 20 expert rows and the routing sent it 32, "
         )
         second.workspace.check_errors()
         for raises in (first.workspace.check_errors, failed_waits.check_for_failed_waits):

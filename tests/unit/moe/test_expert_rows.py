@@ -8,9 +8,11 @@ from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.expert_stacks import ReversedStack
+from megatron_fluid.moe import experts
 from megatron_fluid.moe.activations import resolve_activation
 from megatron_fluid.moe.expert_rows import expert_rows
 from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.experts import RowGroups
 
 H, F, COUNTS = 6, 5, [3, 0, 4, 1]
 El, N = len(COUNTS), sum(COUNTS)
@@ -104,3 +106,18 @@ def test_counts_that_are_not_the_rows_are_refused_by_name() -> None:
     rows = _normal(N, H, seed=1)
     with pytest.raises(ConfigError, match=r"expert rows: found '\[8, 6\], 7 counted'"):
         expert_rows(rows, None, [3, 0, 3, 1], w1, w2)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["on the host", "on the device alone"])
+def test_an_expert_without_rows_has_a_zero_gradient_whatever_a_kernel_leaves_there(
+    monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    left_there = torch.full((4, 6, 5), float("nan"))
+    left_there[1], left_there[3] = 1.0, 2.0  # those with rows
+    monkeypatch.setattr(experts, "grouped_weight_grad", lambda *given: left_there.clone())
+    ends = [0, 3, 3, 7]
+    groups = RowGroups(torch.tensor(ends, dtype=torch.int32), ends if known else None)
+    fc = ExpertWeights(torch.zeros(4, 6, 5), 4)
+    (found,) = experts.weight_grads(fc, torch.zeros(7, 6), torch.zeros(7, 5), groups)
+    right = torch.tensor([0.0, 1.0, 0.0, 2.0]).view(4, 1, 1).expand(4, 6, 5)
+    assert torch.equal(found, right)

@@ -296,7 +296,7 @@ def test_what_does_not_fit_is_named() -> None:
         nvlink_moe(buffers, x, ids, probs, w1, w2, "tanh")
     more = torch.zeros(T + 1, H), ids.new_zeros(T + 1, K), torch.ones(T + 1, K)
     # Told by the plan; and before, since a bounded one is not read.
-    for capacity, why in ((None, "$"), (T * K, "; with bounded rows buffers stay as the first")):
+    for capacity, why in ((None, "$"), (T * K, "; with a capacity factor buffers stay as the")):
         words = f"tokens of a rank: found {T + 1}, allowed: at most max_tokens = {T}{why}"
         with pytest.raises(ConfigError, match=words):
             nvlink_moe(buffers, *more, w1, w2, capacity=capacity)

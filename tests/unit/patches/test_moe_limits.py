@@ -517,3 +517,22 @@ def test_graphs_that_leave_the_experts_out_keep_the_overlapped_path(
         expert_model_parallel_size=ranks,
     )
     assert limit.applies(config) is not served
+
+
+def test_bounded_room_needs_kernels_that_count_rows_on_the_device(
+    supported: TransformerConfig, bounded: FluidConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_fluid.kernels import grouped_gemm
+
+    layer: Any = Layer(supported, 2)
+    served = [torch.bfloat16]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(limits, "cpu_mode_active", lambda: False)
+    monkeypatch.setattr(grouped_gemm, "sends_rows", lambda device, dtype: dtype in served)
+    layer.config.params_dtype = torch.bfloat16
+    assert limits.bounds_rows(layer.config) and unsupported_reason(layer.config) is None
+    layer.config.params_dtype = torch.float32
+    reason = limits.bounded_unsupported_reason(layer.config)
+    assert reason == "the host counts the rows of experts in torch.float32 on this GPU"
+    assert "cuda_graph_impl='full_iteration'" in str(unsupported_reason(layer.config))
