@@ -34,7 +34,14 @@ WING_FLOORS = (
     ("engine", "limits", "checkpoint_errors", "dataset_helpers")
     + ("fused_weight_gradients", "gradient_zeroing", "optimizer_copies", "peer_watch")
     + ("profile_steps", "rank_findings"),
-    ("cpu", "failed_waits", "gradient_readiness", "optimizer_step", "optimizer_loops"),
+    (
+        "cpu",
+        "failed_waits",
+        "gradient_readiness",
+        "iteration_graphs",
+        "optimizer_step",
+        "optimizer_loops",
+    ),
     ("__init__",),
     ("arguments", "overlap_decision", "weight_gradients"),
     ("linears", "moe"),

@@ -397,7 +397,8 @@ def test_a_layer_with_room_for_its_rows_is_megatrons_and_one_without_says_so_by_
     stock, ours = bounded["step", recompute]
     for name, value in stock.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
-    words = "moe_capacity_factor: found 0.5, allowed: at least 1, since rank 0 had room for 15"
+    words = "moe_capacity_factor: found 0.5, allowed: at least 1, since rank 0 of its group "
+    words += "had room for 15 expert rows"
     assert bounded["short", recompute].startswith(words)
 
 
