@@ -2,7 +2,7 @@
 # make test       lint, types and every test that this machine can run, a worker a core (in one process where there are GPUs)
 # make test-fast  lint, types and the tests that start no rank and no program, compile nothing, interpret no kernel
 # make bench      every benchmark on all GPUs of this host, then the tables: make bench ARGS="--only moe_layer attention"
-# make bench-hosts  overlap between hosts that this machine plays: root, iproute2, no GPU; about 40 minutes on 2 quiet cores
+# make bench-hosts  overlap between hosts that this machine plays: root, iproute2, no GPU; about an hour on 2 quiet cores
 #
 # All make .venv first, if it is not there or its requirements changed. To use an environment of your own instead, in which
 # this package is installed with its extras "megatron" and "dev": make test PYTHON=python3

@@ -160,6 +160,7 @@ def ineffective_settings(rows: Iterable[Feature] = ()) -> list[Feature]:
     from megatron_fluid.config import FluidConfig, current_config
     from megatron_fluid.patches.cpu.mode import cpu_mode_active
     from megatron_fluid.patches.engine.switches import cpu_mode_asked
+    from megatron_fluid.patches.moe.limits import bounded_unsupported_reason
 
     config, default = current_config(), FluidConfig()
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
@@ -184,9 +185,7 @@ def ineffective_settings(rows: Iterable[Feature] = ()) -> list[Feature]:
     # Attention's backward computes in such pieces, whoever exchanges them.
     if ours and not any("rounds" in how or name == _ATTENTION for how, name in ours.items()):
         chunks = neither or f"rounds alone read it, found {'; '.join(ours)}"
-    room = experts
-    if not room and args.add_bias_linear:
-        room = "experts with biases take as many rows as arrive"
+    room = experts or bounded_unsupported_reason(args) or ""
     layers = [reason for name, on, reason, _ in rows if on and name == _MOE]
     # What follows a semicolon is why a layer is not fused: it has room for whatever arrives.
     bounded = any(how.startswith("nvlink") and ";" not in how for how in layers)

@@ -29,7 +29,7 @@ def current_capture() -> tuple[int, int] | None:
 
     The driver gives each capture of the process a number of its own.
     """
-    if not torch.cuda.is_current_stream_capturing():
+    if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return None
     stream, status, number = current_stream().cuda_stream, ctypes.c_int(), ctypes.c_uint64()
     ask = entry("cuStreamGetCaptureInfo_v2")

@@ -78,7 +78,7 @@ class WeightCast:
         """[El, out, in], as the weights are now."""
         versions = fc.versions()
         # Of another capture, or another stream of this one, it may come too late in a replay.
-        capture = current_capture() if _on_gpu(fc) else None
+        capture = current_capture()
         if self._cast is None or (versions, capture) != (self._versions, self._capture):
             self._make(fc)
             self._versions, self._capture = versions, capture
@@ -105,10 +105,6 @@ class WeightCast:
         for e, matrix in enumerate(fc.matrices):
             part = [Fp8Matrices(m.values[e : e + 1], m.scales[e : e + 1]) for m in self._cast]
             cast_weights(matrix.contiguous().unsqueeze(0), (part[0], part[1]))
-
-
-def _on_gpu(fc: ExpertWeights) -> bool:
-    return fc.params[0].is_cuda
 
 
 def _matrices(like: Tensor, experts: int, out: int, width: int) -> Fp8Matrices:

@@ -390,14 +390,8 @@ class NvlinkLayer(_ChoicesLayer):
     def experts(self, tokens: Tensor, plan: Any, probs: Tensor) -> Callable[[], Tensor]:
         buffers, ids, handle, capacity = plan
         arguments = (buffers, tokens, ids, probs, *self.weights.matrices(), self.activation)
-        settings = {
-            "handle": handle,
-            "capacity": capacity,
-            "biases": self.weights.biases(),
-            **self._precision,
-        }
-        settings["grow"] = self._buffers.grow
-        settings |= self._settings
+        settings = {"handle": handle, "capacity": capacity, "grow": self._buffers.grow}
+        settings |= {"biases": self.weights.biases(), **self._precision, **self._settings}
         return functools.partial(self._transport.nvlink_moe, *arguments, **settings)
 
 

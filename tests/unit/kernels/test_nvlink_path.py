@@ -432,6 +432,9 @@ def test_more_rows_than_the_factor_allows_are_an_error_on_the_rank_that_is_short
             r"room for 20 expert rows and the routing sent it 32, "
         )
         second.workspace.check_errors()
+        # A layer on plain torch that shares the buffers says it, too, and takes nothing away.
+        with pytest.raises(FluidError, match="wanted 32 expert rows"):
+            first.check_overflow()
         for raises in (first.workspace.check_errors, failed_waits.check_for_failed_waits):
             with pytest.raises(ConfigError, match=words):
                 raises()

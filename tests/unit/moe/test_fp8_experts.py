@@ -313,7 +313,6 @@ def test_weights_are_cast_once_in_each_capture_and_stream(monkeypatch: pytest.Mo
     capture: list[tuple[int, int] | None] = [None]
     monkeypatch.setattr(fp8_experts, "cast_weights", lambda *given: casts.append(given))
     monkeypatch.setattr(fp8_experts, "current_capture", lambda: capture[0])
-    monkeypatch.setattr(fp8_experts, "_on_gpu", lambda fc: True)
     weights = torch.randn(E, 2 * F, H).bfloat16()
     cast = fp8_experts.WeightCast()
 

@@ -180,6 +180,7 @@ def test_the_precision_of_weight_gradients_says_where_nothing_reads_it(
         cp_comm_type=None,
         num_experts=8,
         add_bias_linear=False,
+        params_dtype=torch.bfloat16,
         fp8=fp8,
     )
     given = FluidConfig(moe_fp8=whose, moe_fp8_weight_grads="bf16")
@@ -227,6 +228,7 @@ def test_room_for_rows_says_where_nothing_reads_it(
         cp_comm_type=["a2a"],
         num_experts=experts,
         add_bias_linear=biases,
+        params_dtype=torch.bfloat16,
         fp8=None,
     )
     module = SimpleNamespace(_GLOBAL_ARGS=args)
