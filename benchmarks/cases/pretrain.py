@@ -69,7 +69,8 @@ class Variant:
 
     ``fluid``: megatron_fluid is imported and overlaps; else nothing of ours is in the process.
     ``needs``: modules without which the variant cannot be run. ``without``: flags of
-    common_flags that it leaves out. ``several``: flags beside them on several ranks.
+    common_flags that it leaves out; ``without_alone``: on one rank. ``several``: flags beside them
+    on several ranks.
     """
 
     fluid: bool = False
@@ -77,6 +78,7 @@ class Variant:
     environment: Mapping[str, str] = field(default_factory=dict)
     needs: Sequence[str] = ()
     without: Sequence[str] = ()
+    without_alone: Sequence[str] = ()
     several: Sequence[str] = ()
 
     def missing(self) -> str | None:
@@ -84,14 +86,18 @@ class Variant:
         absent = [name for name in self.needs if importlib.util.find_spec(name) is None]
         return f"{absent[0]} is not importable" if absent else None
 
+    def left_out(self, ranks: int) -> Sequence[str]:
+        """The flags of common_flags that it leaves out on so many ranks."""
+        return self.without if ranks > 1 else [*self.without, *self.without_alone]
+
 
 _GRAPH = [
     *("--cuda-graph-impl", "transformer_engine"),
     *("--cuda-graph-modules", "attn", "moe_router", "moe_preprocess"),
     "--te-rng-tracker",
 ]
-# Forward and backward of all microbatches as one graph. Nothing may be waited for in it that was
-# started outside of it, and on one rank there is nothing to overlap.
+# Forward and backward of all microbatches as one graph. On one rank there is no reduction or gather
+# to overlap.
 _UNCHECKED = ["--no-check-for-nan-in-loss-and-grad"]
 _WHOLE_GRAPH = ["--cuda-graph-impl", "full_iteration", "--te-rng-tracker", *_UNCHECKED]
 _OVERLAPS = ["--overlap-grad-reduce", "--overlap-param-gather"]
@@ -127,15 +133,21 @@ VARIANTS = {
     "megatron_graph_apex": Variant(
         flags=[*_GRAPH, *_UNCHECKED], needs=[*_ENGINE, _APEX], without=_OVERLAPS
     ),
+    # What one GPU has no use for, several may want.
+    "megatron_graph_apex_overlap": Variant(flags=[*_GRAPH, *_UNCHECKED], needs=[*_ENGINE, _APEX]),
     "megatron_fp8": Variant(flags=_FP8, needs=_ENGINE),
     "megatron_graph_fp8": Variant(flags=[*_GRAPH, *_FP8], needs=_ENGINE),
     "fluid": Variant(fluid=True),
     "fluid_graph": Variant(fluid=True, flags=_GRAPH, needs=_ENGINE),
     "fluid_whole_graph": Variant(
-        fluid=True, flags=_WHOLE_GRAPH, needs=_ENGINE, without=_OVERLAPS, several=_BOUNDED
+        fluid=True, flags=_WHOLE_GRAPH, needs=_ENGINE, without_alone=_OVERLAPS, several=_BOUNDED
     ),
     "fluid_whole_graph_fp8": Variant(
-        fluid=True, flags=[*_WHOLE_GRAPH, *_FP8], needs=_ENGINE, without=_OVERLAPS, several=_BOUNDED
+        fluid=True,
+        flags=[*_WHOLE_GRAPH, *_FP8],
+        needs=_ENGINE,
+        without_alone=_OVERLAPS,
+        several=_BOUNDED,
     ),
     "fluid_grouped_weight": Variant(fluid=True, **_GROUPED_WEIGHT),
     "fluid_fp8": Variant(fluid=True, flags=_FP8, needs=_ENGINE),

@@ -47,16 +47,20 @@ class Watch:
         self.losses: list[float] = []
         self.kernels: dict[str, Any] | None = None
         self._traced = traced
+        self._hosts: Any = None
 
     def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's train_step, timed from a device that is done to a device that is done."""
+        """Megatron's train_step, timed from a device that is done to a device that is done. All
+        ranks begin together: the last rank logs each iteration, and the others would wait for it
+        in their first exchange."""
 
         @functools.wraps(step)
         def timed(*args: Any, **kwargs: Any) -> Any:
             _synchronize()
             if len(self.seconds) == self._traced:
-                done, self.kernels = kernel_times(lambda: step(*args, **kwargs))
+                done, self.kernels = kernel_times(lambda: step(*args, **kwargs), self._together)
             else:
+                self._together()
                 begun = time.perf_counter()
                 done = step(*args, **kwargs)
                 _synchronize()
@@ -65,6 +69,14 @@ class Watch:
             return done
 
         return timed
+
+    def _together(self) -> None:
+        """Wait for the other ranks' hosts, by no kernel of a GPU."""
+        if torch.distributed.get_world_size() == 1:
+            return
+        if self._hosts is None:
+            self._hosts = torch.distributed.new_group(backend="gloo")
+        torch.distributed.barrier(self._hosts)
 
 
 def _on_gpu() -> bool:

@@ -51,8 +51,14 @@ def time_with_kernel(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def kernel_times(step: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+def kernel_times(
+    step: Callable[[], Any], ready: Callable[[], None] = lambda: None
+) -> tuple[Any, dict[str, Any]]:
     """What `step` returns, and where its time went on the current GPU, in milliseconds.
+
+    `ready` is called before it, while the profiler runs already: on several ranks a barrier of the
+    hosts. A profiler takes long to start, on one rank longer than on another, and the first kernel
+    that waits for peers would be given the difference.
 
     `kinds`: the sum of the kernels' times by kind, the largest first. `kernels`: the longest
     kernels by name, their times and how many ran. `busy_ms`: how long any ran. `span_ms`: from the
@@ -62,6 +68,7 @@ def kernel_times(step: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
     ) as profiler:
+        ready()
         result = step()
         torch.cuda.synchronize()
     kinds: dict[str, float] = defaultdict(float)

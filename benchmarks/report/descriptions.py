@@ -71,13 +71,14 @@ SUITES = {
             "megatron_apex": "with Apex's fused weight gradients",
             "megatron_graph_apex": "with Apex's fused weight gradients and the flags of "
             "megatron_graph_unchecked",
+            "megatron_graph_apex_overlap": "the same with overlapped reductions and gathers",
             "megatron_fp8": "fp8 blockwise",
             "megatron_graph_fp8": "fp8 blockwise, with partial CUDA graphs",
         },
         ours={
             "fluid_graph": "ours with partial CUDA graphs",
             "fluid_whole_graph": "ours, forward and backward of an iteration as one CUDA graph, "
-            "with the flags of megatron_graph_unchecked",
+            "without the checks for NaN, on one GPU without overlapped reductions and gathers",
             "fluid_grouped_weight": "ours with a layer's experts as two parameters",
             "fluid_fp8": "ours, fp8 blockwise",
             "fluid_graph_fp8": "ours, fp8 blockwise, with partial CUDA graphs",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.harness.kernel_times import kind_of, time_with_kernel
+from benchmarks.harness import kernel_times as module
+from benchmarks.harness.kernel_times import kernel_times, kind_of, time_with_kernel
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,26 @@ def test_a_kernel_is_counted_by_what_it_is_for(name: str, kind: str) -> None:
 def test_time_in_which_two_kernels_run_counts_once() -> None:
     assert time_with_kernel([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5)]) == 4.0
     assert time_with_kernel([]) == 0.0
+
+
+def test_ranks_meet_after_their_profilers_started_and_before_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    class Profiler:
+        def __enter__(self) -> Profiler:
+            calls.append("profiler")
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            calls.append("end")
+
+        def events(self) -> list[object]:
+            return []
+
+    monkeypatch.setattr(module.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(module.torch.profiler, "profile", lambda **_: Profiler())
+    result, found = kernel_times(lambda: calls.append("step"), lambda: calls.append("met"))
+    assert calls == ["profiler", "met", "step", "end"]
+    assert result is None and found["span_ms"] == 0.0

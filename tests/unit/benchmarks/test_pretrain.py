@@ -49,7 +49,7 @@ def test_every_flag_is_one_of_megatrons(case: str, ranks: int) -> None:
         assert args.num_experts % ranks == 0
         assert args.moe_router_topk <= args.num_experts
         # Megatron refuses it without Apex.
-        assert args.gradient_accumulation_fusion == (variant.fluid or name.endswith("apex")), name
+        assert args.gradient_accumulation_fusion == (variant.fluid or "apex" in name), name
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,14 @@ def test_a_graph_of_several_ranks_bounds_their_rows() -> None:
             for ranks in (1, 4)
         ]
         assert bounded == [False, True]
+
+
+def test_a_graph_overlaps_reductions_where_there_are_several_ranks() -> None:
+    overlaps = ["--overlap-grad-reduce", "--overlap-param-gather"]
+    assert list(VARIANTS["fluid_whole_graph"].left_out(1)) == overlaps
+    assert list(VARIANTS["fluid_whole_graph"].left_out(4)) == []
+    assert list(VARIANTS["megatron_graph_apex"].left_out(4)) == overlaps
+    assert list(VARIANTS["megatron_graph_apex_overlap"].left_out(4)) == []
 
 
 def test_without_a_gpu_nothing_asks_for_the_fusion() -> None:
