@@ -18,7 +18,11 @@ from torch import Tensor, nn
 from benchmarks.cases.moe import MoECase, torch_grouped_matmul, torch_grouped_weight_grad
 from megatron_fluid import MoELayer
 from megatron_fluid.config import FluidConfig, set_config
-from megatron_fluid.kernels.grouped_gemm import sends_rows
+from megatron_fluid.kernels.grouped_gemm import grouped_weight_grad, sends_rows
+from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.experts import activated_product, grouped_product
+from megatron_fluid.moe.local.kernel_transport import permute
+from megatron_fluid.moe.local.transport import LocalPlan, plan_local
 from megatron_fluid.moe.nvlink import buffers
 from megatron_fluid.moe.nvlink.schedule import Schedule, choose_schedule
 
@@ -29,6 +33,7 @@ __all__ = [
     "floor_call",
     "fluid_layer",
     "graph_call",
+    "own_gemms_call",
     "routed_tokens",
     "schedule_of",
     "set_routing_weight",
@@ -223,5 +228,32 @@ def floor_call(
             torch_grouped_matmul(h, w1, offsets, ends)
             torch_grouped_weight_grad(x, a, offsets, ends)
             torch_grouped_weight_grad(h, x, offsets, ends)
+
+    return run
+
+
+@torch.no_grad()
+def own_gemms_call(layer: MoELayer, x: Tensor, train: bool) -> Callable[[], object]:
+    """Return the grouped GEMMs of a layer of one rank by the kernels that it runs itself, on its
+    rows as they are routed, which lie in the experts' order already. The first one activates, as in
+    the layer."""
+    x = x.detach()
+    routing, experts = layer.router(x), layer.num_local_experts
+    plan = plan_local(x, routing.ids, routing.probs.float(), experts, layer.activation)
+    assert not isinstance(plan, LocalPlan)
+    rows, groups, act = permute(plan, x), plan.groups, layer.activation
+    w1, w2 = (ExpertWeights(w.detach(), experts) for w in (layer.weight1, layer.weight2))
+    h, a = activated_product(rows, w1, groups, act, plan.row_prob)
+    assert h is not None
+
+    def run() -> None:
+        with torch.no_grad():
+            activated_product(rows, w1, groups, act, plan.row_prob, keep=train)
+            grouped_product(a, w2.forward_matrices, groups)
+            if train:
+                grouped_product(rows, w2.backward_matrices, groups)
+                grouped_product(h, w1.backward_matrices, groups)
+                grouped_weight_grad(rows, a, groups.offsets)
+                grouped_weight_grad(h, rows, groups.offsets)
 
     return run

@@ -28,6 +28,7 @@ _TORCHRUN = re.compile(r"torchrun --nproc_per_node (\d+) benchmarks/(\w+)\.py")
 _WORDS = {
     "fluid": "ours",
     **dict.fromkeys(FLOORS, "the floor"),
+    "floor_fluid": "our grouped GEMMs alone, on the rows as routed",
     "floor_sdpa": "the floor with torch's attention",
     "floor_te": "the floor with Transformer Engine's attention",
 }

@@ -13,6 +13,7 @@ Every variant gets tokens from which its own router computes the same random log
 
     floor             two grouped GEMMs over as many rows, evenly spread (in train, three times that
                       work); it moves and routes nothing
+    floor_fluid       on one GPU, the same by the kernels of `fluid`, on its rows as they are routed
     fluid             megatron_fluid.MoELayer
     fluid_no_overlap  the same, which dispatches, multiplies, sums and combines one after the other
     fluid_fp8         the same with fp8_recipe="blockwise", on Hopper GPUs
@@ -61,6 +62,7 @@ from benchmarks.cases.moe_layers import (
     floor_call,
     fluid_layer,
     graph_call,
+    own_gemms_call,
     routed_tokens,
     schedule_of,
     set_routing_weight,
@@ -103,7 +105,16 @@ ENVIRONMENT = {"megatron_te_single_launch": {"NVTE_GROUPED_LINEAR_USE_FUSED_GROU
 CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
 OVER_SEVERAL = ("fluid_no_overlap", "megatron_te_overlap_wgrad")
 """Variants that differ from another on several GPUs alone."""
-VARIANTS = ("floor", "fluid", "fluid_fp8", "fluid_graph", "fluid_no_overlap", *MEGATRON, *RIVALS)
+VARIANTS = (
+    "floor",
+    "floor_fluid",
+    "fluid",
+    "fluid_fp8",
+    "fluid_graph",
+    "fluid_no_overlap",
+    *MEGATRON,
+    *RIVALS,
+)
 # What --schedules measures, by name.
 SCHEDULES = {
     "whole": NO_OVERLAP,
@@ -319,6 +330,8 @@ def _measure_case(
         train = mode == "train"
         floor = floor_call(case, tokens, ranks, device, train)
         calls: dict[str, Callable[[], object]] = {"floor": floor}
+        if ranks == 1 and device.type == "cuda":
+            calls["floor_fluid"] = own_gemms_call(fluid, x, train)
         memory: dict[str, dict[str, int]] = {}
         for variant, layer in layers.items():
             call = (step_call if train else forward_call)(layer, x)

@@ -97,7 +97,7 @@ def _program(name: str) -> ModuleType:
         (
             "moe_layer",
             "--smoke --variants flood",
-            "--variants: found 'flood', allowed: beginnings of floor, fluid, ",
+            "--variants: found 'flood', allowed: beginnings of floor, floor_fluid, ",
         ),
         (
             "moe_layer",
@@ -179,7 +179,7 @@ def test_variants_that_may_be_asked_for_are_those_that_are_built(
         monkeypatch.setattr(moe_layer, name, lambda *arguments, **named: None)
     monkeypatch.setattr(moe_layer.dist, "new_group", lambda: None)
     given = argparse.Namespace(variants="", schedules="", tokens=2)
-    found = {"floor", "fluid_graph"}
+    found = {"floor", "floor_fluid", "fluid_graph"}
     monkeypatch.setattr(moe_layer, "missing", lambda variant: None)
     monkeypatch.setattr(moe_layer, "fp8_device_reason", lambda device: None)
     for ranks in (1, 2):
