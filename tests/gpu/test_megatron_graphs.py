@@ -72,8 +72,7 @@ _FUSED = "--gradient-accumulation-fusion"  # no flag of Megatron's: what MODEL s
 _FP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise"]
 EAGER_AND_GRAPHED = {
     "as it is": [],
-    "fused weight gradients": [_FUSED],
-    "overlapped reductions and gathers": [_FUSED, *_OVERLAPPED],
+    "fused weight gradients, overlapped reductions and gathers": [_FUSED, *_OVERLAPPED],
     "fp8": [_FUSED, *_FP8],
 }
 # Room for what a new router sends, and not for all tokens on one rank.
