@@ -21,13 +21,7 @@ from benchmarks.cases.moe import MoECase
 from benchmarks.harness.emulated_hosts import DEVICE
 from benchmarks.harness.results import Row
 from megatron_fluid.moe.hierarchical.choice import ExpertCost, forget_links, works
-from megatron_fluid.moe.hierarchical.model import (
-    Form,
-    Link,
-    hosts_reached,
-    plain_s,
-    two_level_s,
-)
+from megatron_fluid.moe.hierarchical.model import Form, Link, hosts_reached, plain_s, two_level_s
 
 __all__ = [
     "CASES",

@@ -276,8 +276,8 @@ def _bytes_of(call: Callable[[], object]) -> int:
 
 
 def _exchange_ms(case: WireCase) -> float:
-    """What a dispatch and a combine of the plain form take by themselves over the links as they are,
-    as if every expert were chosen equally often. Collective."""
+    """Milliseconds that a dispatch and a combine of the plain form take by themselves over the
+    links as they are, as if every expert were chosen equally often. Collective."""
     ranks, rows = dist.get_world_size(), case.tokens * case.moe.top_k
     sent = torch.zeros(rows // ranks * ranks, case.moe.hidden)
     received = torch.zeros_like(sent)
@@ -328,9 +328,9 @@ def _sweep(
             expected = sum(unlimited.values()) * (1 + ratio)
             timings = _measure(calls, seconds, expected)
             if case.kind == "moe" and cost is not None:
-                assert rate is not None
+                assert rate is not None and forms.own is not None
                 for variant, form, alone in (
-                    ("fluid", forms.own or Form(joined=True), 0.0),
+                    ("fluid", forms.own, 0.0),
                     ("plain", None, exchange_ms),
                 ):
                     given = (unlimited[variant], bytes_sent[variant], rate, cost)

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.harness.results import read_results
 
-__all__ = ["draw_slow_wire"]
+__all__ = ["compute_ms", "draw_slow_wire"]
 
 _STYLES = {
     "fluid": {"color": "tab:green", "marker": "o", "linewidth": 2.2},
@@ -34,7 +34,7 @@ def draw_slow_wire(results: Path | str) -> Path:
     figure = Figure(figsize=(3.7 * columns, 3.2 * lines), layout="constrained")
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axis, ((name, mode), rows) in zip(axes, panels.items(), strict=False):
-        compute = _compute_ms(rows)
+        compute = compute_ms(rows)
         for variant, style in _STYLES.items():
             points = sorted(
                 (_ratio(row), row["median_ms"] / compute[_ratio(row)])
@@ -58,7 +58,7 @@ def draw_slow_wire(results: Path | str) -> Path:
     return path
 
 
-def _compute_ms(rows: list[dict[str, Any]]) -> dict[float, float]:
+def compute_ms(rows: list[dict[str, Any]]) -> dict[float, float]:
     """By wire over compute: what the plain form, else Megatron's, took without a limit just before
     that link was measured; where the row does not say, at the beginning."""
     found: dict[float, float] = {}

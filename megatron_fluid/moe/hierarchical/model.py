@@ -4,9 +4,9 @@ suite slow_wire compares it with what is measured.
 
 The time line of one pass is that of transport.py. The pieces of the dispatch are sent at once, each
 piece's results when they are computed. The rank computes some of its experts for the tokens of its
-own host, then each piece when it has come, then the other experts. To one peer messages go one after
-the other; of a link's streams to several peers one gets what the others leave, and a piece is there
-when that one has brought its part.
+own host, then each piece when it has come, then the other experts. To one peer messages go one
+after the other; of a link's streams to several peers one gets what the others leave, and a piece is
+there when that one has brought its part.
 
 Legend: T tokens of a rank, K top-k, E experts, M hosts; seconds and bytes are of one rank.
 """
@@ -79,8 +79,8 @@ class Link:
     Attributes:
         bytes_per_s: rate, of each direction. latency_s: of a message.
         hand_on_bytes_per_s: rate inside a host.
-        streams: connections that share it: gateways of other hosts, times the ranks of this host
-            where they send through one adapter.
+        streams: connections that share it, of TCP: gateways of other hosts, times the ranks of this
+            host where they send through one adapter. 1: all get equal parts.
     """
 
     bytes_per_s: float
