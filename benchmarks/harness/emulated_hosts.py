@@ -34,7 +34,9 @@ _NAME = re.compile(rf"{_PREFIX}-(\d+)-\w+")
 # A packet that the network stack has not yet cut may have 64 KiB; a larger bucket would let the
 # first bytes of each message through at once.
 _BURST_BYTES = 64 * 1024
-_QUEUE_BYTES = 4 * 2**20
+# All that a host's streams may have under way: of 4 MiB reno lost a message's last packets now and
+# then, and a call then waited a second for them to be sent again.
+_QUEUE_BYTES = 32 * 2**20
 _FRAME_BYTES = "9000"
 _CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 _GRACE_S = 5.0
