@@ -37,7 +37,7 @@ def draw_slow_wire(results: Path | str) -> Path:
         compute = compute_ms(rows)
         for variant, style in _STYLES.items():
             points = sorted(
-                (_ratio(row), row["median_ms"] / compute[_ratio(row)])
+                (_ratio(row), row["median_ms"] / compute.get(_ratio(row), 1.0))
                 for row in rows
                 if row["variant"] == variant
             )
@@ -60,7 +60,8 @@ def draw_slow_wire(results: Path | str) -> Path:
 
 def compute_ms(rows: list[dict[str, Any]]) -> dict[float, float]:
     """By wire over compute: what the plain form, else Megatron's, took without a limit just before
-    that link was measured; where the row does not say, at the beginning."""
+    that link was measured; where the row does not say, at the beginning. Empty where neither was
+    measured: times are milliseconds then."""
     found: dict[float, float] = {}
     for name in ("megatron_alltoall", "plain"):
         of_name = {_ratio(row): row for row in rows if row["variant"] == name}

@@ -105,6 +105,15 @@ def test_the_picture_divides_by_the_computation_of_the_same_minute() -> None:
     # the main job says it once, at its beginning
     main = [row("megatron_alltoall", ratio, ms) for ratio, ms in ((0.0, 90.0), (2.0, 270.0))]
     assert compute_ms(main) == {0.0: 90.0, 2.0: 90.0}
+    assert compute_ms(rows[2:3]) == {}
+
+
+def test_rows_of_ours_alone_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "slow_wire.json"
+    row = Row("moe-2x1-wire-1", "train", "fluid", 9, 9, 9, 3, {"wire_over_compute": 1.0})
+    slow_wire.write_results("slow_wire", [row], 2, output)
+    assert draw_slow_wire(output).is_file()
 
 
 @pytest.fixture
