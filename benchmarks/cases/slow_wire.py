@@ -21,13 +21,7 @@ from benchmarks.cases.moe import MoECase
 from benchmarks.harness.emulated_hosts import DEVICE
 from benchmarks.harness.results import Row
 from megatron_fluid.moe.hierarchical.choice import ExpertCost, forget_links, works
-from megatron_fluid.moe.hierarchical.model import (
-    Link,
-    best_form,
-    hosts_reached,
-    plain_s,
-    two_level_s,
-)
+from megatron_fluid.moe.hierarchical.model import Form, Link, hosts_reached, plain_s, two_level_s
 
 __all__ = [
     "CASES",
@@ -134,19 +128,23 @@ def rate_for(ratio: float, compute_ms: float, wire_bytes: float) -> float | None
 
 def predicted_ms(
     case: WireCase, mode: str, unlimited_ms: float, wire_bytes: float, rate: float,
-    cost: ExpertCost, plain: bool = False,
+    cost: ExpertCost, form: Form | None, exchange_ms: float = 0.0,
 ) -> float:  # fmt: skip
     """What the model (moe/hierarchical/model.py) says that an MoE layer takes over this link.
 
     Args:
         unlimited_ms: what it was measured to take over links without a limit.
-        wire_bytes: that its host sends in one call. rate: of a host's link, bits a second.
+        wire_bytes: that the host sends in one call that sends most. rate: of a host's link, bits a
+            second.
         cost: of ours; what a row costs follows from unlimited_ms.
-        plain: one all-to-all each way; else ours, in its best form.
+        form: that ours took; None: one all-to-all each way.
+        exchange_ms: what the all-to-alls of a dispatch and a combine were measured to take by
+            themselves over links without a limit; of ours, which computes meanwhile, nothing.
     """
     moe, train = case.moe, mode == "train"
     # Forward, gradients of the inputs and weight gradients are a third each.
-    pass_ms = unlimited_ms / 3 if train else unlimited_ms
+    computed_ms = unlimited_ms - exchange_ms * (2 if train else 1)
+    pass_ms = computed_ms / 3 if train else computed_ms
     own = case.tokens * moe.top_k / case.hosts
     crossing = case.tokens * moe.top_k - own
     cost = cost._replace(row_s=(pass_ms / 1e3 - cost.pass_s) / (own + crossing))
@@ -155,11 +153,10 @@ def predicted_ms(
     passes = passes if train else passes[:1]
     computed = sum(work.out_bytes + work.back_bytes for work in passes)
     # As fast for the bytes that the model counts as the link is for those of all headers.
-    link = Link(computed * rate / 8 / wire_bytes)
-    if plain:
-        by_turns = 1 / (case.hosts * case.ranks)
+    link = Link(computed * rate / 8 / wire_bytes, streams=(case.hosts - 1) * case.ranks)
+    if form is None:
+        by_turns = 1 / (case.hosts * case.ranks - 1)
         return 1e3 * sum(plain_s(work, link, by_turns) for work in passes)
-    form = best_form(passes, link)
     return 1e3 * sum(two_level_s(work, link, form) for work in passes)
 
 

@@ -275,6 +275,20 @@ def _bytes_of(call: Callable[[], object]) -> int:
     return int(found)
 
 
+def _exchange_ms(case: WireCase) -> float:
+    """Milliseconds that a dispatch and a combine of the plain form take by themselves over the
+    links as they are, as if every expert were chosen equally often. Collective."""
+    ranks, rows = dist.get_world_size(), case.tokens * case.moe.top_k
+    sent = torch.zeros(rows // ranks * ranks, case.moe.hidden)
+    received = torch.zeros_like(sent)
+
+    def both_ways() -> None:
+        dist.all_to_all_single(received, sent)
+        dist.all_to_all_single(sent, received)
+
+    return measure({"exchange": both_ways}, _DEVICE, warmup=1, iters=6)["exchange"].median_ms
+
+
 def _measure(
     calls: dict[str, Callable[[], object]], seconds: float, expected_ms: float
 ) -> dict[str, Timing]:
@@ -298,6 +312,7 @@ def _sweep(
     unlimited = {variant: timing.median_ms for variant, timing in timings.items()}
     plain = "plain" if "plain" in unlimited else next(iter(unlimited))
     predicted: dict[str, float] = {}
+    exchange_ms = _exchange_ms(case) if cost is not None else 0.0
     compared = {plain, "fluid"}
     for ratio in [0.0, *ratios]:
         rate = None
@@ -313,10 +328,13 @@ def _sweep(
             expected = sum(unlimited.values()) * (1 + ratio)
             timings = _measure(calls, seconds, expected)
             if case.kind == "moe" and cost is not None:
-                assert rate is not None
-                for variant in ("fluid", "plain"):
+                assert rate is not None and forms.own is not None
+                for variant, form, alone in (
+                    ("fluid", forms.own, 0.0),
+                    ("plain", None, exchange_ms),
+                ):
                     given = (unlimited[variant], bytes_sent[variant], rate, cost)
-                    predicted[variant] = predicted_ms(case, mode, *given, variant == "plain")
+                    predicted[variant] = predicted_ms(case, mode, *given, form, alone)
         medians = {variant: timing.median_ms for variant, timing in timings.items()}
         rows = []
         for variant, timing in timings.items():

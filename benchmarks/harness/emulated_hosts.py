@@ -6,7 +6,9 @@
 
 Ranks of one host reach each other over its loopback at memory speed. What a host sends to others
 passes its token-bucket filter (tbf), which lets through `set_rate` bits a second; what it receives
-is limited by the senders alone. Frames have 9,000 bytes, as cluster networks have: with 1,500 the
+is limited by the senders alone. Hosts control congestion by reno, whatever the machine does: by bbr
+a stream whose rate it has once found low leaves the link idle for tens of milliseconds when others
+have ended, now and then. Frames have 9,000 bytes, as cluster networks have: with 1,500 the
 cores that compute spend up to 40% of their time on packets, for which real hosts have network
 adapters. Nothing is made in the machine's own namespace, and nothing outside this machine can be
 reached. Needs root and iproute2.
@@ -32,8 +34,11 @@ _NAME = re.compile(rf"{_PREFIX}-(\d+)-\w+")
 # A packet that the network stack has not yet cut may have 64 KiB; a larger bucket would let the
 # first bytes of each message through at once.
 _BURST_BYTES = 64 * 1024
-_QUEUE_BYTES = 4 * 2**20
+# All that a host's streams may have under way: of 4 MiB reno lost a message's last packets now and
+# then, and a call then waited a second for them to be sent again.
+_QUEUE_BYTES = 32 * 2**20
 _FRAME_BYTES = "9000"
+_CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 _GRACE_S = 5.0
 
 
@@ -128,6 +133,8 @@ class EmulatedHosts:
             _run("ip", "-n", self._switch, "link", "set", port, "up")
             _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", DEVICE)
             _run("ip", "-n", name, "link", "set", DEVICE, "up")
+            # Every kernel has it, and lets namespaces choose it.
+            _run("ip", "netns", "exec", name, "sh", "-c", f"echo reno > {_CONGESTION}")
 
     def set_rate(self, bits_per_s: float | None, hosts: Sequence[int] | None = None) -> None:
         """Limit what hosts (all by default) send to others; None: no limit. Takes effect at once,

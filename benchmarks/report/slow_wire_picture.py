@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.harness.results import read_results
 
-__all__ = ["draw_slow_wire"]
+__all__ = ["compute_ms", "draw_slow_wire"]
 
 _STYLES = {
     "fluid": {"color": "tab:green", "marker": "o", "linewidth": 2.2},
@@ -34,11 +34,10 @@ def draw_slow_wire(results: Path | str) -> Path:
     figure = Figure(figsize=(3.7 * columns, 3.2 * lines), layout="constrained")
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axis, ((name, mode), rows) in zip(axes, panels.items(), strict=False):
-        unlimited = {row["variant"]: row["median_ms"] for row in rows if not _ratio(row)}
-        compute = unlimited.get("plain", unlimited.get("megatron_alltoall", 0.0)) or 1.0
+        compute = compute_ms(rows)
         for variant, style in _STYLES.items():
             points = sorted(
-                (_ratio(row), row["median_ms"] / compute)
+                (_ratio(row), row["median_ms"] / compute.get(_ratio(row), 1.0))
                 for row in rows
                 if row["variant"] == variant
             )
@@ -57,6 +56,21 @@ def draw_slow_wire(results: Path | str) -> Path:
     path = Path(results).with_suffix(".png")
     figure.savefig(path, dpi=130)
     return path
+
+
+def compute_ms(rows: list[dict[str, Any]]) -> dict[float, float]:
+    """By wire over compute: what the plain form, else Megatron's, took without a limit just before
+    that link was measured; where the row does not say, at the beginning. Empty where neither was
+    measured: times are milliseconds then."""
+    found: dict[float, float] = {}
+    for name in ("megatron_alltoall", "plain"):
+        of_name = {_ratio(row): row for row in rows if row["variant"] == name}
+        for ratio, row in of_name.items():
+            first = of_name[0.0]["median_ms"] if 0.0 in of_name else None
+            compute = row["config"].get("unlimited_ms", first)
+            if compute is not None:
+                found[ratio] = compute
+    return found
 
 
 def _ratio(row: dict[str, Any]) -> float:

@@ -180,7 +180,9 @@ def _measure_link(rounds: P2PRounds) -> Link:
     # The least of several: beside other work of the hosts single ones took up to 1.8 times as long
     # as the link needs. Measured: docs/tuning_notes.md#experts-over-several-hosts-on-cpus
     seconds = min(seconds, *(slowest(size) for _ in range(_RATE_SAMPLES - 1)))
-    return Link(size * max(len(targets), 1) / max(seconds - latency, 1e-9), latency)
+    rate = size * max(len(targets), 1) / max(seconds - latency, 1e-9)
+    streams = (layout.num_hosts - 1) * max(map(len, layout.members))
+    return Link(rate, latency, streams=streams)
 
 
 def expert_cost(rounds: P2PRounds, shape: ExpertShape, experts: int) -> ExpertCost:

@@ -2,10 +2,11 @@
 and the computation. What `best_form` finds fastest is what moves: in pieces, or all at once. The
 suite slow_wire compares it with what is measured.
 
-The time line of one pass is that of transport.py. The link of a rank sends one message after the
-other: the pieces of the dispatch at once, each piece's results when they are computed. The rank
-computes some of its experts for the tokens of its own host, then each piece when it has come, then
-the other experts.
+The time line of one pass is that of transport.py. The pieces of the dispatch are sent at once, each
+piece's results when they are computed. The rank computes some of its experts for the tokens of its
+own host, then each piece when it has come, then the other experts. To one peer messages go one
+after the other; of a link's streams to several peers one gets what the others leave, and a piece is
+there when that one has brought its part.
 
 Legend: T tokens of a rank, K top-k, E experts, M hosts; seconds and bytes are of one rank.
 """
@@ -78,11 +79,14 @@ class Link:
     Attributes:
         bytes_per_s: rate, of each direction. latency_s: of a message.
         hand_on_bytes_per_s: rate inside a host.
+        streams: connections that share it, of TCP: gateways of other hosts, times the ranks of this
+            host where they send through one adapter. 1: all get equal parts.
     """
 
     bytes_per_s: float
     latency_s: float = 0.0
     hand_on_bytes_per_s: float = math.inf
+    streams: int = 1
 
 
 @dataclass(frozen=True)
@@ -114,16 +118,25 @@ def two_level_s(work: Work, link: Link, form: Form) -> float:
     chunks = form.chunks
     out, back = work.out_bytes / chunks, work.back_bytes / chunks
     hand_on = (out + back) / link.hand_on_bytes_per_s
+    # The last of a link's streams: what the others carry goes before. Measured:
+    # docs/tuning_notes.md#experts-over-several-hosts-on-cpus
+    others = 1 - 1 / link.streams
     arrivals = [
-        work.before_s + (k + 1) * (link.latency_s + out / link.bytes_per_s) for k in range(chunks)
+        work.before_s
+        + (k + 1) * link.latency_s
+        + (others * work.out_bytes + (k + 1) * out / link.streams) / link.bytes_per_s
+        for k in range(chunks)
     ]
     each_s, own_s = work.pass_s + work.piece_s, work.own_s + work.pass_s
     now, first = work.before_s + work.piece_s + form.first * own_s, form.first
     if form.joined:  # the own host's tokens are computed with those that cross
         now, first, each_s = work.before_s, 1.0, each_s + work.own_s
-    free = arrivals[-1]
+    free, computed = arrivals[-1], list[float]()
     for arrival in arrivals:
+        for earlier in computed:  # results of the other streams that left before it came
+            arrival += others * back / link.bytes_per_s if earlier < arrival else 0.0
         now = max(now, arrival) + hand_on + work.crossing_s / chunks + each_s
+        computed.append(now)
         free = max(free, now) + link.latency_s + back / link.bytes_per_s
     return max(now + (1 - first) * own_s + work.after_s, free)
 
@@ -133,8 +146,8 @@ def plain_s(work: Work, link: Link, by_turns: float = 0.0) -> float:
 
     Args:
         by_turns: share of the wire's time for which a rank sends while it does not receive, or the
-            other way round. Of gloo's all-to-all among W ranks about 1 / W: the message that asks
-            for a peer's data queues behind the data that it is sent.
+            other way round. Of gloo's all-to-all among W ranks one message of W - 1: what asks for
+            a peer's data queues behind the data that this peer is sent.
     """
     wire = (1 + by_turns) * (work.out_bytes + work.back_bytes) / link.bytes_per_s
     computation = work.own_s + work.crossing_s + work.pass_s + work.after_s

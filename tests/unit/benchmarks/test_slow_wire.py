@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,10 @@ from benchmarks.harness import emulated_hosts
 from benchmarks.harness.emulated_hosts import EmulatedHosts, missing
 from benchmarks.harness.results import Row
 from benchmarks.report.descriptions import SUITES
-from benchmarks.report.slow_wire_picture import draw_slow_wire
+from benchmarks.report.slow_wire_picture import compute_ms, draw_slow_wire
 from benchmarks.suites import slow_wire
 from megatron_fluid.moe.hierarchical.choice import ExpertCost
+from megatron_fluid.moe.hierarchical.model import Form
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -88,6 +90,32 @@ def test_the_picture_has_a_panel_for_each_case_and_mode(tmp_path: Path) -> None:
     assert draw_slow_wire(output).stat().st_size > 10_000
 
 
+def test_the_picture_divides_by_the_computation_of_the_same_minute() -> None:
+    def row(variant: str, ratio: float, ms: float, **more: float) -> dict[str, Any]:
+        config = {"wire_over_compute": ratio, **more}
+        return {"variant": variant, "median_ms": ms, "config": config}
+
+    rows = [
+        row("plain", 0.0, 100.0, unlimited_ms=100.0),
+        row("plain", 1.0, 300.0, unlimited_ms=120.0),
+        row("fluid", 1.0, 130.0, unlimited_ms=125.0),
+        row("megatron_alltoall", 1.0, 310.0),
+    ]
+    assert compute_ms(rows) == {0.0: 100.0, 1.0: 120.0}
+    # the main job says it once, at its beginning
+    main = [row("megatron_alltoall", ratio, ms) for ratio, ms in ((0.0, 90.0), (2.0, 270.0))]
+    assert compute_ms(main) == {0.0: 90.0, 2.0: 90.0}
+    assert compute_ms(rows[2:3]) == {}
+
+
+def test_rows_of_ours_alone_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "slow_wire.json"
+    row = Row("moe-2x1-wire-1", "train", "fluid", 9, 9, 9, 3, {"wire_over_compute": 1.0})
+    slow_wire.write_results("slow_wire", [row], 2, output)
+    assert draw_slow_wire(output).is_file()
+
+
 @pytest.fixture
 def hosts() -> Iterator[EmulatedHosts]:
     if (why := missing()) is not None:
@@ -98,6 +126,12 @@ def hosts() -> Iterator[EmulatedHosts]:
 
 def namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.process
+def test_hosts_control_congestion_alike_on_every_machine(hosts: EmulatedHosts) -> None:
+    words = ["ip", "netns", "exec", hosts.names[1], "cat", emulated_hosts._CONGESTION]
+    assert subprocess.run(words, capture_output=True, text=True).stdout == "reno\n"
 
 
 _SEND = """
@@ -204,16 +238,43 @@ def test_a_tiny_case_is_measured_over_two_hosts(tmp_path: Path, hosts: EmulatedH
 @pytest.mark.parametrize("mode", ["forward", "train"])
 def test_the_model_s_time_is_between_the_computation_and_the_plain_form(mode: str) -> None:
     case, megabytes = cases.CASES["moe-2x1"], 4.2e6
-    cost = ExpertCost(row_s=0.0, pass_s=0.005)
+    cost, form = ExpertCost(row_s=0.0, pass_s=0.005), Form(2, 0.5)
     for ratio in (0.25, 1.0, 4.0):
         rate = cases.rate_for(ratio, 200.0, megabytes)
         assert rate is not None
         ours, plain = (
-            cases.predicted_ms(case, mode, 200.0, size, rate, cost, plain=form)
-            for size, form in ((0.8 * megabytes, False), (megabytes, True))
+            cases.predicted_ms(case, mode, 200.0, size, rate, cost, moved)
+            for size, moved in ((0.8 * megabytes, form), (megabytes, None))
         )
         wire_ms = 0.8 * ratio * 200.0
         assert 0.999 * max(wire_ms, 195.0) < ours < plain
-        # gloo's all-to-all of two ranks sends and receives half of the time by turns
-        assert plain == pytest.approx(200.0 * (1 + 1.5 * ratio), rel=0.02)
+        # gloo's all-to-all of two ranks sends and receives by turns
+        assert plain == pytest.approx(200.0 * (1 + 2 * ratio), rel=0.02)
         assert ours < 1.25 * max(wire_ms, 200.0)
+
+
+def test_the_model_s_time_is_that_of_the_form_that_ran() -> None:
+    case, cost = cases.CASES["moe-4x1"], ExpertCost(row_s=0.0, pass_s=0.005)
+    rate = cases.rate_for(2.0, 200.0, 6e6)
+    assert rate is not None
+    at_once, pieces = (
+        cases.predicted_ms(case, "forward", 200.0, 6e6, rate, cost, form)
+        for form in (Form(first=1.0, joined=True), Form(4, 0.5))
+    )
+    # at once nothing is hidden: the wire takes 400 ms
+    assert at_once == pytest.approx(200.0 + 2.0 + 400.0, rel=0.01)
+    assert pieces < 0.9 * at_once
+
+
+@pytest.mark.parametrize(("mode", "passes"), [("forward", 1), ("train", 2)])
+def test_what_the_exchanges_take_without_a_limit_is_not_counted_twice(
+    mode: str, passes: int
+) -> None:
+    case, cost = cases.CASES["moe-4x1"], ExpertCost(row_s=0.0, pass_s=0.005)
+    rate = cases.rate_for(1.0, 400.0, 6e6)
+    assert rate is not None
+    given = case, mode, 400.0, 6e6, rate, cost, None
+    # four ranks: a third of the wire's time goes by turns
+    assert cases.predicted_ms(*given) == pytest.approx(400.0 * (2 + 1 / 3), rel=0.01)
+    less = cases.predicted_ms(*given) - cases.predicted_ms(*given, exchange_ms=30.0)
+    assert less == pytest.approx(30.0 * passes)

@@ -128,6 +128,25 @@ def test_a_wire_shorter_than_the_computation_is_hidden() -> None:
     assert two_level_s(after, slower, Form(1)) == pytest.approx(2 + 0.5 + 0.25 + 4)
 
 
+def test_a_piece_is_there_when_the_last_stream_has_brought_its_part() -> None:
+    # The wire takes 2 s each way. Of three streams the last one's half of the tokens comes when the
+    # others have sent all of theirs, after 5/3 s and not 1; its other half after 2.
+    link = Link(0.5e6, streams=3)
+    instant = replace(WORK, own_s=0.0, crossing_s=0.0)
+    late = replace(instant, back_bytes=0.0)
+    assert two_level_s(replace(late, crossing_s=1.0), link, Form(2)) == pytest.approx(5 / 3 + 1)
+    assert two_level_s(late, link, Form(1)) == pytest.approx(2.0)
+    # Results that others have sent by then go before it, too; but the wire is never idle.
+    assert two_level_s(instant, link, Form(2)) == pytest.approx(4.0)
+    after = replace(instant, after_s=3.0)
+    assert two_level_s(after, link, Form(2)) == pytest.approx(2 + 2 / 3 + 3)
+    for form in (Form(1), Form(4, 0.75), Form(first=1.0, joined=True)):
+        times = [two_level_s(WORK, Link(2e6, streams=streams), form) for streams in (1, 2, 3, 9)]
+        assert times == sorted(times)
+        if form.chunks == 1:  # nothing overtakes
+            assert times[0] == pytest.approx(times[-1])
+
+
 def test_the_form_is_the_one_that_pays() -> None:
     work = replace(WORK, pass_s=0.05)
     assert best_form([work], Link(1e12)) == FORMS[0] == Form(first=1.0, joined=True)
@@ -167,6 +186,14 @@ def test_a_link_is_taken_at_the_best_of_several_messages(monkeypatch: pytest.Mon
     link = choice._measure_link(rounds)
     assert link.latency_s == 0.001
     assert link.bytes_per_s == pytest.approx(2**18 / 0.04)
+
+
+def test_the_ranks_of_a_host_share_its_link_to_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(choice, "_gathered", lambda *_: [[0.1]])
+    for domains, streams in (([0, 1], 1), ([0, 1, 2, 3], 3), ([0, 0, 1, 1], 2), ([0, 1, 1, 2], 4)):
+        rounds: Any = SimpleNamespace(domains=domains, rank=0, exchange=lambda *_: pending)
+        assert choice._measure_link(rounds).streams == streams
 
 
 def test_experts_of_ranks_that_share_a_core_cost_what_a_rank_waits_for_them(
