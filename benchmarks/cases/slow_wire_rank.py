@@ -95,10 +95,11 @@ class _Forms:
 
         return noted
 
-    def words(self) -> str:
-        if self.own is None or self.own.joined:
-            return "at once"
-        return f"{self.own.chunks} pieces, {self.own.first:g} of the experts first"
+
+def _words(form: Form) -> str:
+    if form.joined:
+        return "at once"
+    return f"{form.chunks} pieces, {form.first:g} of the experts first"
 
 
 class _Megatron(nn.Module):
@@ -314,34 +315,39 @@ def _sweep(
     predicted: dict[str, float] = {}
     exchange_ms = _exchange_ms(case) if cost is not None else 0.0
     compared = {plain, "fluid"}
+    before: dict[str, float] = {}
+
+    def without_limit() -> dict[str, float]:
+        parent.set_rate(None)
+        given = {variant: call for variant, call in calls.items() if variant in compared}
+        now = measure(given, _DEVICE, warmup=1, iters=6)
+        return {variant: timing.median_ms for variant, timing in now.items()}
+
     for ratio in [0.0, *ratios]:
-        rate = None
+        rate, form = None, forms.own
         if ratio:
-            # What the link costs is a difference: of figures of one minute.
-            parent.set_rate(None)
-            now = measure(
-                {n: c for n, c in calls.items() if n in compared}, _DEVICE, warmup=1, iters=6
-            )
-            unlimited |= {variant: timing.median_ms for variant, timing in now.items()}
-            rate = rate_for(ratio, unlimited[plain], bytes_sent[plain])
+            # What the link costs is a difference: of figures of one minute, the one without a limit
+            # from before and after it.
+            before = before or without_limit()
+            rate = rate_for(ratio, before[plain], bytes_sent[plain])
             parent.set_rate(rate)
-            expected = sum(unlimited.values()) * (1 + ratio)
-            timings = _measure(calls, seconds, expected)
+            expected = sum((unlimited | before).values()) * (1 + ratio)
+            timings, form = _measure(calls, seconds, expected), forms.own
+            after = without_limit()
+            unlimited |= {variant: (before[variant] + ms) / 2 for variant, ms in after.items()}
+            before = after
             if case.kind == "moe" and cost is not None:
-                assert rate is not None and forms.own is not None
-                for variant, form, alone in (
-                    ("fluid", forms.own, 0.0),
-                    ("plain", None, exchange_ms),
-                ):
+                assert rate is not None and form is not None
+                for variant, taken, alone in (("fluid", form, 0.0), ("plain", None, exchange_ms)):
                     given = (unlimited[variant], bytes_sent[variant], rate, cost)
-                    predicted[variant] = predicted_ms(case, mode, *given, form, alone)
+                    predicted[variant] = predicted_ms(case, mode, *given, taken, alone)
         medians = {variant: timing.median_ms for variant, timing in timings.items()}
         rows = []
         for variant, timing in timings.items():
             row = timing.row(label(name, ratio), mode, variant)
             more: dict[str, Any] = {"rate_bits_per_s": rate, "wire_bytes": bytes_sent[variant]}
-            if variant == "fluid" and forms.own is not None:
-                more["form"] = forms.words()
+            if variant == "fluid" and form is not None:
+                more["form"] = _words(form)
             if variant in compared:
                 more["unlimited_ms"] = unlimited[variant]
             if variant in predicted:
@@ -353,8 +359,8 @@ def _sweep(
             hidden = [row.config.get("hidden_share") for row in rows if row.variant == "fluid"]
             share = f"  hidden {hidden[0]:.2f}" if hidden and hidden[0] is not None else ""
             model = "".join(f"  {v} by the model {ms:.0f}" for v, ms in predicted.items())
-            form = f"  fluid {forms.words()}" if forms.own is not None else ""
-            print(f"{label(name, ratio)} {mode} ms: {words}{share}{model}{form}", flush=True)
+            moved = f"  fluid {_words(form)}" if form is not None else ""
+            print(f"{label(name, ratio)} {mode} ms: {words}{share}{model}{moved}", flush=True)
 
 
 def main() -> int:
