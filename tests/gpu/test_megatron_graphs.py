@@ -65,7 +65,7 @@ RANKS = 4 if GPUS >= 4 else min(GPUS, 2)
 _SEVERAL = [
     *("--fluid-moe-backend", "nvlink", "--expert-model-parallel-size", str(RANKS)),
     *("--global-batch-size", str(4 * RANKS)),
-    # Jobs that run side by side measure other figures of the machine, and may choose other schedules.
+    # Jobs side by side measure different figures of the machine, and may choose other schedules.
     *("--fluid-machine", "reference"),
 ]
 _BOUNDED = [*_SEVERAL, "--fluid-moe-capacity-factor"]
