@@ -16,8 +16,10 @@ floor_sdpa (norm, projections and the attention kernel alone, by torch), floor_t
 Engine) and floor, the faster of them. A variant that cannot be built and run forward and backward
 on every rank is named and left out. Before anything is timed, outputs and input gradients of ours
 are compared with fluid_no_overlap. Cases of gpt-oss, Qwen3-Next and DeepSeek-V3 have Megatron's
-modules alone, of equal weights, and are compared with fluid_megatron_exchange. The host has a head
-start (benchmarks/harness/timing.py).
+modules alone, of equal weights, and are compared with fluid_megatron_exchange. A sample is
+--repeats calls in a row, as a model's layers are, divided by their number, and the host has a head
+start (benchmarks/harness/timing.py): after one call alone autograd's thread sleeps, and waking it
+takes the host up to half of a small layer's time.
 
 On one GPU, `NPROC=2` lets ranks share it over gloo: kernels then take turns, and only the host's
 time of a call (host_ms) says something. `NPROC=1` measures ours alone, without an exchange."""
@@ -249,6 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", default=None, help="comma-separated; all by default")
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated")
     parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=4, help="calls in a row of one sample")
     parser.add_argument(
         "--variants", default="", help="comma-separated; all that can run by default"
     )
@@ -380,14 +383,14 @@ def main(arguments: list[str] | None = None) -> int:
             make = step_call if mode == "train" else forward_call
             calls = {variant: make(module, x) for variant, module in modules.items()}
             head_start = layer_head_start_ms(device)
-            timings = measure(
-                calls, device, iters=options.iters, warmup=3, head_start_ms=head_start
-            )
+            counts = {"iters": options.iters, "warmup": 3, "repeats": options.repeats}
+            timings = measure(calls, device, **counts, head_start_ms=head_start)
             config = {
                 "ranks": ranks,
                 "shares_gpus": shares,
                 "rotary": options.rotary,
                 "difference": difference,
+                "repeats": options.repeats,
                 "head_start_ms": head_start,
             }
             for variant, timing in timings.items():
