@@ -69,8 +69,7 @@ class Variant:
 
     ``fluid``: megatron_fluid is imported and overlaps; else nothing of ours is in the process.
     ``needs``: modules without which the variant cannot be run. ``without``: flags of
-    common_flags that it leaves out; ``without_alone``: on one rank. ``several``: flags beside them
-    on several ranks.
+    common_flags that it leaves out. ``several``: flags beside them on several ranks.
     """
 
     fluid: bool = False
@@ -78,17 +77,12 @@ class Variant:
     environment: Mapping[str, str] = field(default_factory=dict)
     needs: Sequence[str] = ()
     without: Sequence[str] = ()
-    without_alone: Sequence[str] = ()
     several: Sequence[str] = ()
 
     def missing(self) -> str | None:
         """Why this machine cannot run the variant, or None."""
         absent = [name for name in self.needs if importlib.util.find_spec(name) is None]
         return f"{absent[0]} is not importable" if absent else None
-
-    def left_out(self, ranks: int) -> Sequence[str]:
-        """The flags of common_flags that it leaves out on so many ranks."""
-        return self.without if ranks > 1 else [*self.without, *self.without_alone]
 
 
 _GRAPH = [
@@ -97,7 +91,7 @@ _GRAPH = [
     "--te-rng-tracker",
 ]
 # Forward and backward of all microbatches as one graph. On one rank there is no reduction or gather
-# to overlap.
+# to overlap. On four, losses with both were not those of an eager run to the last bit.
 _UNCHECKED = ["--no-check-for-nan-in-loss-and-grad"]
 _WHOLE_GRAPH = ["--cuda-graph-impl", "full_iteration", "--te-rng-tracker", *_UNCHECKED]
 _OVERLAPS = ["--overlap-grad-reduce", "--overlap-param-gather"]
@@ -140,14 +134,10 @@ VARIANTS = {
     "fluid": Variant(fluid=True),
     "fluid_graph": Variant(fluid=True, flags=_GRAPH, needs=_ENGINE),
     "fluid_whole_graph": Variant(
-        fluid=True, flags=_WHOLE_GRAPH, needs=_ENGINE, without_alone=_OVERLAPS, several=_BOUNDED
+        fluid=True, flags=_WHOLE_GRAPH, needs=_ENGINE, without=_OVERLAPS, several=_BOUNDED
     ),
     "fluid_whole_graph_fp8": Variant(
-        fluid=True,
-        flags=[*_WHOLE_GRAPH, *_FP8],
-        needs=_ENGINE,
-        without_alone=_OVERLAPS,
-        several=_BOUNDED,
+        fluid=True, flags=[*_WHOLE_GRAPH, *_FP8], needs=_ENGINE, without=_OVERLAPS, several=_BOUNDED
     ),
     "fluid_grouped_weight": Variant(fluid=True, **_GROUPED_WEIGHT),
     "fluid_fp8": Variant(fluid=True, flags=_FP8, needs=_ENGINE),

@@ -78,7 +78,7 @@ SUITES = {
         ours={
             "fluid_graph": "ours with partial CUDA graphs",
             "fluid_whole_graph": "ours, forward and backward of an iteration as one CUDA graph, "
-            "without the checks for NaN, on one GPU without overlapped reductions and gathers",
+            "with the flags of megatron_graph_unchecked",
             "fluid_grouped_weight": "ours with a layer's experts as two parameters",
             "fluid_fp8": "ours, fp8 blockwise",
             "fluid_graph_fp8": "ours, fp8 blockwise, with partial CUDA graphs",

@@ -18,8 +18,8 @@ on every rank is named and left out. Before anything is timed, outputs and input
 are compared with fluid_no_overlap. Cases of gpt-oss, Qwen3-Next and DeepSeek-V3 have Megatron's
 modules alone, of equal weights, and are compared with fluid_megatron_exchange. A sample is
 --repeats calls in a row, as a model's layers are, divided by their number, and the host has a head
-start (benchmarks/harness/timing.py): after one call alone autograd's thread sleeps, and waking it
-takes the host up to half of a small layer's time.
+start (benchmarks/harness/timing.py). After a call alone autograd's thread sleeps, and the host
+waits for it to wake, which a model does once a backward and not once a layer.
 
 On one GPU, `NPROC=2` lets ranks share it over gloo: kernels then take turns, and only the host's
 time of a call (host_ms) says something. `NPROC=1` measures ours alone, without an exchange."""

@@ -117,11 +117,10 @@ def _measure(
         }
         if not gpu:
             environment["MEGATRON_FLUID_CPU"] = "1"
-        left_out = variant.left_out(ranks)
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", str(ranks), "-m", "benchmarks.cases.pretrain_rank"),
-            *(f for f in common_flags(case, ranks, iterations, gpu) if f not in left_out),
+            *(f for f in common_flags(case, ranks, iterations, gpu) if f not in variant.without),
             *flags_of(variant, ranks, gpu),
             *layout.flags,
             *("--data-cache-path", scratch),

@@ -103,14 +103,6 @@ def test_a_graph_of_several_ranks_bounds_their_rows() -> None:
         assert bounded == [False, True]
 
 
-def test_a_graph_overlaps_reductions_where_there_are_several_ranks() -> None:
-    overlaps = ["--overlap-grad-reduce", "--overlap-param-gather"]
-    assert list(VARIANTS["fluid_whole_graph"].left_out(1)) == overlaps
-    assert list(VARIANTS["fluid_whole_graph"].left_out(4)) == []
-    assert list(VARIANTS["megatron_graph_apex"].left_out(4)) == overlaps
-    assert list(VARIANTS["megatron_graph_apex_overlap"].left_out(4)) == []
-
-
 def test_without_a_gpu_nothing_asks_for_the_fusion() -> None:
     for name in ("megatron", "fluid"):
         assert "--no-gradient-accumulation-fusion" in flags_of(VARIANTS[name], 1, gpu=False)
