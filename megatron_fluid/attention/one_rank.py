@@ -65,9 +65,13 @@ def one_rank_attention(x: Tensor, weights: AttentionWeights, call: AttentionCall
 
     Results have the same bits. No weight gradient is queued.
     """
-    part = call.exchange.heads.part(0)
-    packed = linear(x, weights.w_qkv, weights.b_qkv)
-    q, k, v = apply(_Prepared, call, packed, weights.q_norm, weights.k_norm)
-    attended = run_kernel(call, part, q, k, v)
-    rows = attended.reshape(packed.shape[0], packed.shape[1], part.output_width)
-    return linear(rows, weights.w_out, weights.b_out)
+    part, shape = call.exchange.heads.part(0), x.shape
+    # Rows as matrices: of [S, B, H] autograd records a projection as two nodes more.
+    packed = linear(x.reshape(-1, shape[2]), weights.w_qkv, weights.b_qkv)
+    packed = packed.view(shape[0], shape[1], packed.shape[1])
+    if call.table is None and weights.q_norm is None:
+        q, k, v = split(packed, part)
+    else:
+        q, k, v = apply(_Prepared, call, packed, weights.q_norm, weights.k_norm)
+    rows = run_kernel(call, part, q, k, v).reshape(-1, part.output_width)
+    return linear(rows, weights.w_out, weights.b_out).view(shape)

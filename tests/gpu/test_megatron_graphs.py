@@ -4,12 +4,15 @@ whether the experts' gradients are zeroed or written by the first microbatch."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +103,7 @@ def _start(
         "PRETRAIN_RESULT": str(result),
         "PRETRAIN_PLAIN": "0",
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",  # where a job that is aborted hangs
     }
     if ranks == 1:
         one = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -118,6 +122,16 @@ def _start(
     return process, result, log
 
 
+def _children(parent: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent:
+                found.append(int(stat.parent.name))
+    return found
+
+
 def _train(folder: Path, kinds: dict[str, list[str]], ranks: int) -> dict[str, dict[str, Any]]:
     """What each job reports; all run side by side."""
     programs = {UNEVEN: "tests.support.uneven_routing"}
@@ -131,12 +145,14 @@ def _train(folder: Path, kinds: dict[str, list[str]], ranks: int) -> dict[str, d
         for name, flags in kinds.items()
     }
     found: dict[str, dict[str, Any]] = {}
+    end = time.monotonic() + 240
     for name, (process, result, log) in jobs.items():
         try:
-            code = process.wait(240)
+            code = process.wait(max(end - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
-            process.kill()
-            code = -1
+            for rank in _children(process.pid):  # which say in the log where they are
+                os.kill(rank, signal.SIGABRT)
+            code = process.wait(30) or -1
         text = log.read_text(errors="replace")
         captured = any(words in text for words in CAPTURED)
         if code == 0 and result.is_file():
