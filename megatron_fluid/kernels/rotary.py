@@ -10,53 +10,64 @@ b1 cos1 + a1 sin1].
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fluid.cuda.triton_launch import power_of_two
+from megatron_fluid.cuda.triton_launch import Launcher, power_of_two
 
-__all__ = ["rotate_heads"]
+__all__ = ["rotate_heads", "rotate_heads_kernel"]
+
+_ROWS = 16  # of one program
+_STRIDES = ["s_s", "s_b", "s_h", "t_s", "t_b", "t_h"]
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _rotate(
-    source, target, cos, sin, rows, batch, heads, half, dim, s0, s1, s2, t0, t1, t2,
-    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr,
-    HALF: tl.constexpr, REST: tl.constexpr,
+@triton.jit(do_not_specialize=["rows", "batch", "heads", *_STRIDES])
+def rotate_heads_kernel(
+    source, target, cos, sin,
+    rows,  # positions * batch * heads
+    batch, heads,
+    s_s,  # strides of position, batch entry and head, in units of VEC elements
+    s_b, s_h, t_s, t_b, t_h,
+    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, APART: tl.constexpr, VEC: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, REST_P: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Turn ROWS rows. Grid (blocks of rows,)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     head = row % heads
     position = row // heads
     entry = position % batch
     position = position // batch
-    read = source + position * s0 + entry * s1 + head * s2
-    write = target + position * t0 + entry * t1 + head * t2
-    pair = tl.arange(0, HALF)
-    live = inside[:, None] & (pair < half)[None, :]
+    read = source + (position * s_s + entry * s_b + head * s_h) * VEC
+    write = target + (position * t_s + entry * t_b + head * t_h) * VEC
+    pair = tl.arange(0, HALF_P)
+    live = inside[:, None] & (pair < HALF)[None, :]
     if INTERLEAVED:
         first, second = 2 * pair, 2 * pair + 1
     else:
-        first, second = pair, pair + half
+        first, second = pair, pair + HALF
     a = tl.load(read[:, None] + first[None, :], mask=live, other=0.0)
     b = tl.load(read[:, None] + second[None, :], mask=live, other=0.0)
-    c = tl.load(cos + position[:, None] * half + pair[None, :], mask=live, other=0.0)
-    s = tl.load(sin + position[:, None] * half + pair[None, :], mask=live, other=0.0)
+    c = tl.load(cos + position[:, None] * HALF + pair[None, :], mask=live, other=0.0)
+    s = tl.load(sin + position[:, None] * HALF + pair[None, :], mask=live, other=0.0)
     wide_a, wide_b = a.to(c.dtype), b.to(c.dtype)
     if INVERSE:
         s = -s
     tl.store(write[:, None] + first[None, :], (wide_a * c - wide_b * s).to(a.dtype), mask=live)
     tl.store(write[:, None] + second[None, :], (wide_b * c + wide_a * s).to(a.dtype), mask=live)
-    if APART and REST > 0:
-        column = 2 * half + tl.arange(0, REST)
-        kept = inside[:, None] & (column < dim)[None, :]
+    if APART and 2 * HALF < D:
+        column = 2 * HALF + tl.arange(0, REST_P)
+        kept = inside[:, None] & (column < D)[None, :]
         tl.store(
             write[:, None] + column[None, :],
             tl.load(read[:, None] + column[None, :], mask=kept),
             mask=kept,
         )
+
+
+_rotate = Launcher(rotate_heads_kernel, 4)
 
 
 def rotate_heads(
@@ -73,21 +84,27 @@ def rotate_heads(
         inverse: rotate by the negative angles (the gradient).
     """
     length, batch, heads, dim = source.shape
-    if source.shape != target.shape or source.stride(3) != 1 or target.stride(3) != 1:
+    (*read, last), (*write, target_last) = source.stride(), target.stride()
+    if source.shape != target.shape or last != 1 or target_last != 1:
         raise ValueError(
             f"source {tuple(source.shape)} and target {tuple(target.shape)} must agree and have a "
             "unit last stride"
         )
-    half = cos.shape[1]
-    rows = length * batch * heads
-    if rows == 0:
-        return
-    block = 16
-    rest = dim - 2 * half
-    with torch.cuda.device(source.device):
-        _rotate[(triton.cdiv(rows, block),)](
-            source, target, cos, sin, rows, batch, heads, half, dim, *source.stride()[:3],
-            *target.stride()[:3], INTERLEAVED=interleaved, INVERSE=inverse,
-            APART=source.data_ptr() != target.data_ptr(), ROWS=block, HALF=power_of_two(half),
-            REST=power_of_two(rest) if rest else 0, num_warps=4,
-        )  # fmt: skip
+    rows, half = length * batch * heads, cos.shape[1]
+    # What the compiler may move at once: it is not told what divides a stride.
+    vector = 16 // source.element_size()
+    if any(stride % vector for stride in (*read, *write)):
+        vector = 1
+    _rotate(
+        -(-rows // _ROWS),
+        (source, target, cos, sin, rows, batch, heads, *(s // vector for s in (*read, *write))),
+        INTERLEAVED=interleaved,
+        INVERSE=inverse,
+        APART=source.data_ptr() != target.data_ptr(),
+        VEC=vector,
+        D=dim,
+        HALF=half,
+        HALF_P=power_of_two(half),
+        REST_P=power_of_two(dim - 2 * half),
+        ROWS=_ROWS,
+    )

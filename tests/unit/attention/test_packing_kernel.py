@@ -1,10 +1,11 @@
-"""The kernel that packs gradients in one pass, against torch's operations."""
+"""The kernels that rotate heads and pack gradients in one pass, against torch's operations."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from megatron_fluid.attention import packed
 from megatron_fluid.attention.layouts import HeadLayout
 from megatron_fluid.attention.packed import (
     Norm,
@@ -14,9 +15,33 @@ from megatron_fluid.attention.packed import (
     pack_in_one_pass,
     split,
 )
+from megatron_fluid.kernels.rotary import rotate_heads
 from tests.support.machine import NEEDS_INTERPRETER
 
 pytestmark = NEEDS_INTERPRETER
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize(
+    ("rotary", "dim", "above"),
+    [(Rotary(8), 8, 0), (Rotary(4, 500.0, True), 8, 0), (Rotary(6), 10, 0), (Rotary(8), 8, 3)],
+)
+def test_rotating_by_the_kernel_is_rotating(
+    rotary: Rotary, dim: int, above: int, inverse: bool, apart: bool
+) -> None:
+    """Heads of a wider buffer, whose rows are ``above`` elements longer than whole heads."""
+    length, batch, heads = 7, 2, 5
+    table = rotary.table(length, torch.device("cpu"), torch.float64)
+    buffer = torch.randn(length, batch, 6 * dim + above, dtype=torch.float64)
+    source = buffer[..., : heads * dim].unflatten(2, (heads, dim))
+    target = torch.full_like(source, 7.0) if apart else source
+    expected = source.clone()
+    packed._turn(source, expected, table, inverse)
+    whole = buffer.clone()
+    rotate_heads(source, target, table.cos, table.sin, rotary.interleaved, inverse)
+    torch.testing.assert_close(target, expected, rtol=1e-14, atol=1e-14)
+    assert torch.equal(buffer[..., heads * dim :], whole[..., heads * dim :])
 
 
 @pytest.mark.parametrize("rotary", [None, Rotary(8), Rotary(4, 500.0, True)])
