@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.workspace import Buffer, Workspace, agreed_name
+from megatron_fluid.cuda.forks import apart_from_forks
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.topology import host_identity
 
@@ -24,7 +25,12 @@ def import_ahead(device: torch.device) -> threading.Thread | None:
     other in a circle."""
     if device.type != "cuda":
         return None
-    thread = threading.Thread(target=importlib.import_module, args=("sympy",), daemon=True)
+
+    def run() -> None:
+        with apart_from_forks():
+            importlib.import_module("sympy")
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
 

@@ -21,6 +21,8 @@ import triton
 from torch import Tensor
 
 from megatron_fluid.cuda.driver_launch import DriverLaunch
+from megatron_fluid.cuda.forks import apart_from_forks
+from megatron_fluid.cuda.kernel_cache import say
 from megatron_fluid.errors import ConfigError
 
 __all__ = ["Argument", "Launch", "Launcher", "aligned", "compile_only", "power_of_two", "rehearse"]
@@ -31,6 +33,7 @@ _compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)  # o
 # Rehearsals that compile at a time: half of Triton's work holds Python's lock, for which more
 # threads only compete. Measured: docs/tuning_notes.md#host
 _compiling = threading.BoundedSemaphore(3)
+_LONGEST_REHEARSAL_S = 120.0  # then whoever needs the kernel compiles it
 _rehearsed: dict[int, list[threading.Event]] = {}  # by kernel: what ends with its rehearsals
 
 
@@ -202,12 +205,15 @@ class Launch:
             ]
         given = (*arguments, *self._fixed, *integers)
         if _compile_only.get():
-            with _compiling:
+            with _compiling, apart_from_forks():
                 found = self._kernel.warmup(*given, grid=grid, **self._constants, **self._options)
-            getattr(found, "run", None)  # has Triton's launcher compiled, too
+            with apart_from_forks():
+                getattr(found, "run", None)  # has Triton's launcher compiled, too
             return
         for done in _rehearsed.pop(id(self._kernel), ()):
-            done.wait()
+            if not done.wait(_LONGEST_REHEARSAL_S):
+                name = getattr(self._kernel, "__name__", "a kernel")
+                say(f"waited {_LONGEST_REHEARSAL_S:g} s for the background to compile {name}")
         # Interpreted, every launch is a first one and there are no streams.
         with torch.cuda.stream(stream):
             compiled = self._kernel[grid](*given, **self._constants, **self._options)

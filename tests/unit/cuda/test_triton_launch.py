@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton
 
-from megatron_fluid.cuda import driver_api, triton_launch
+from megatron_fluid.cuda import driver_api, forks, triton_launch
 from megatron_fluid.cuda.driver_launch import DriverLaunch
 from megatron_fluid.cuda.triton_launch import Launch, Launcher, compile_only, power_of_two
 from megatron_fluid.errors import ConfigError, FluidError
@@ -357,6 +357,49 @@ def test_a_first_launch_waits_for_its_kernels_rehearsal() -> None:
         threading.Timer(0.2, goes_on.set).start()
         launch()
     assert order == ["compiled", "started"]
+
+
+@pytest.mark.usefixtures("rehearsing")
+def test_a_rehearsal_that_does_not_end_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(triton_launch, "_LONGEST_REHEARSAL_S", 0.1)
+    goes_on, x = threading.Event(), torch.zeros(4)
+
+    class Stuck(_Kernel):
+        def warmup(self, *arguments: Any, grid: tuple[int, ...], **keywords: Any) -> None:
+            assert goes_on.wait(300)
+
+    kernel = Stuck()
+    launch = Launch(kernel, 4, {"BLOCK": 64}, (x,))
+    triton_launch.rehearse(
+        torch.device("cuda", 0), [kernel], lambda: launch.start_aligned(3, (x,), (7,))
+    )
+    try:
+        with pytest.raises(AssertionError, match="started"):
+            launch.start_aligned(3, (x,), (7,))
+    finally:
+        goes_on.set()
+    assert "waited 0.1 s for the background to compile" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("rehearsing")
+def test_a_rehearsal_compiles_apart_from_forks() -> None:
+    apart: list[bool] = []
+
+    class Compiled:
+        def __getattr__(self, name: str) -> None:
+            apart.append(threading.get_ident() in forks._gate.workers)
+
+    class Kernel(_Kernel):
+        def warmup(self, *arguments: Any, grid: tuple[int, ...], **keywords: Any) -> Compiled:
+            apart.append(threading.get_ident() in forks._gate.workers)
+            return Compiled()
+
+    x = torch.zeros(4)
+    with compile_only():
+        Launch(Kernel(), 4, {"BLOCK": 64}, (x,)).start_aligned(3, (x,), (7,))
+    assert apart == [True, True]
 
 
 @pytest.mark.usefixtures("rehearsing")

@@ -1,0 +1,99 @@
+"""Work of background threads that a fork must not meet half done.
+
+A child that is forked has every file that its parent has open. A thread that starts a process (as
+Triton does for each kernel, ptxas and the C compiler) waits until every copy of a pipe's end is
+closed: a worker of torch's DataLoader that was forked between the pipe and the process keeps one
+for as long as it lives, and the thread waits as long. So does an import in a child that another
+thread of the parent had begun.
+
+    with apart_from_forks():          # in the background thread
+        compile()
+
+A fork waits until such work has ended, and work that has not begun waits for the fork. Other
+threads, locks and files are left to those that own them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+__all__ = ["apart_from_forks"]
+
+# Forks come in groups, a worker each: work that began between two of them would hold up the next.
+_BETWEEN_FORKS_S = 0.2
+_LONGEST_S = 60.0  # that a fork waits: late is better than never, and the danger small
+
+
+class _Gate:
+    """Of one process."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.workers: dict[int, int] = {}  # by thread: how many of its contexts are open
+        self.forking = 0
+        self.forked = -_BETWEEN_FORKS_S
+
+    def enter(self) -> None:
+        me = threading.get_ident()
+        with self.changed:
+            while me not in self.workers:
+                left = self.forked + _BETWEEN_FORKS_S - time.monotonic()
+                if not self.forking and left <= 0:
+                    break
+                self.changed.wait(None if self.forking else left)
+            self.workers[me] = self.workers.get(me, 0) + 1
+
+    def leave(self) -> None:
+        me = threading.get_ident()
+        with self.changed:
+            self.workers[me] -= 1
+            if not self.workers[me]:
+                del self.workers[me]
+                self.changed.notify_all()
+
+    def before_fork(self) -> None:
+        """Wait, and keep the lock until `after_fork`."""
+        self.changed.acquire()
+        self.forking += 1
+        end, me = time.monotonic() + _LONGEST_S, threading.get_ident()
+        while any(worker != me for worker in self.workers):
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            self.changed.wait(left)
+
+    def after_fork(self) -> None:
+        self.forking -= 1
+        self.forked = time.monotonic()
+        self.changed.notify_all()
+        self.changed.release()
+
+
+_gate = _Gate()
+
+
+def _in_child() -> None:
+    global _gate
+    _gate = _Gate()  # the other threads are not here
+
+
+@contextlib.contextmanager
+def apart_from_forks() -> Iterator[None]:
+    """No fork of this process falls into this context; a thread may fork inside its own."""
+    gate = _gate
+    gate.enter()
+    try:
+        yield
+    finally:
+        gate.leave()
+
+
+os.register_at_fork(
+    before=lambda: _gate.before_fork(),
+    after_in_parent=lambda: _gate.after_fork(),
+    after_in_child=_in_child,
+)
