@@ -1,10 +1,10 @@
 """Work of background threads that a fork must not meet half done.
 
 A child that is forked has every file that its parent has open. A thread that starts a process (as
-Triton does for each kernel, ptxas and the C compiler) waits until every copy of a pipe's end is
-closed: a worker of torch's DataLoader that was forked between the pipe and the process keeps one
-for as long as it lives, and the thread waits as long. So does an import in a child that another
-thread of the parent had begun.
+Triton starts the C compiler) waits until every copy of a pipe's end is closed: a worker of torch's
+DataLoader that was forked between the pipe and the process keeps one for as long as it lives, and
+the thread waits as long. In the same way a child waits for an import that another thread of its
+parent had begun.
 
     with apart_from_forks():          # in the background thread
         compile()
@@ -21,11 +21,14 @@ import threading
 import time
 from collections.abc import Iterator
 
+from megatron_fluid.cuda.kernel_cache import say
+
 __all__ = ["apart_from_forks"]
 
 # Forks come in groups, a worker each: work that began between two of them would hold up the next.
 _BETWEEN_FORKS_S = 0.2
-_LONGEST_S = 60.0  # that a fork waits: late is better than never, and the danger small
+_LONGEST_PAUSE_S = 5.0  # of work, however many forks follow each other
+_LONGEST_FORK_S = 60.0  # that work holds up a fork: then it is stuck, and no longer waited for
 
 
 class _Gate:
@@ -34,14 +37,17 @@ class _Gate:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.workers: dict[int, int] = {}  # by thread: how many of its contexts are open
-        self.forking = 0
+        self.forking: set[int] = set()  # threads that fork, or wait to
+        self.stuck: set[int] = set()  # threads that held up a fork for too long
         self.forked = -_BETWEEN_FORKS_S
+        self.late = False
 
     def enter(self) -> None:
-        me = threading.get_ident()
+        me, end = threading.get_ident(), time.monotonic() + _LONGEST_PAUSE_S
         with self.changed:
             while me not in self.workers:
-                left = self.forked + _BETWEEN_FORKS_S - time.monotonic()
+                now = time.monotonic()
+                left = min(self.forked + _BETWEEN_FORKS_S, end) - now
                 if not self.forking and left <= 0:
                     break
                 self.changed.wait(None if self.forking else left)
@@ -53,24 +59,31 @@ class _Gate:
             self.workers[me] -= 1
             if not self.workers[me]:
                 del self.workers[me]
+                self.stuck.discard(me)
                 self.changed.notify_all()
 
     def before_fork(self) -> None:
         """Wait, and keep the lock until `after_fork`."""
         self.changed.acquire()
-        self.forking += 1
-        end, me = time.monotonic() + _LONGEST_S, threading.get_ident()
-        while any(worker != me for worker in self.workers):
+        self.forking.add(threading.get_ident())
+        end = time.monotonic() + _LONGEST_FORK_S
+        # Threads that fork inside their own work would wait for each other.
+        while under_way := self.workers.keys() - self.stuck - self.forking:
             left = end - time.monotonic()
             if left <= 0:
+                self.stuck |= under_way
+                self.late = True
                 break
             self.changed.wait(left)
 
     def after_fork(self) -> None:
-        self.forking -= 1
+        self.forking.discard(threading.get_ident())
         self.forked = time.monotonic()
+        late, self.late = self.late, False
         self.changed.notify_all()
         self.changed.release()
+        if late:
+            say(f"forked beside work in the background that took longer than {_LONGEST_FORK_S:g} s")
 
 
 _gate = _Gate()

@@ -33,7 +33,8 @@ _compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)  # o
 # Rehearsals that compile at a time: half of Triton's work holds Python's lock, for which more
 # threads only compete. Measured: docs/tuning_notes.md#host
 _compiling = threading.BoundedSemaphore(3)
-_LONGEST_REHEARSAL_S = 120.0  # then whoever needs the kernel compiles it
+_LONGEST_REHEARSAL_S = 120.0  # then who needs a kernel compiles it, and waits for no other
+_given_up = threading.Event()
 _rehearsed: dict[int, list[threading.Event]] = {}  # by kernel: what ends with its rehearsals
 
 
@@ -82,6 +83,14 @@ def rehearse(device: torch.device, kernels: Sequence[Any], call: Callable[[], ob
 
     # A daemon: a process that ends does not wait for the compiler.
     threading.Thread(target=run, daemon=True).start()
+
+
+def _wait_for_rehearsal(done: threading.Event) -> None:
+    if done.wait(0.0 if _given_up.is_set() else _LONGEST_REHEARSAL_S) or _given_up.is_set():
+        return
+    _given_up.set()
+    took = f"{_LONGEST_REHEARSAL_S:g} s"
+    say(f"kernels were not compiled in the background within {took}: they are where they are used")
 
 
 class Launch:
@@ -211,9 +220,7 @@ class Launch:
                 getattr(found, "run", None)  # has Triton's launcher compiled, too
             return
         for done in _rehearsed.pop(id(self._kernel), ()):
-            if not done.wait(_LONGEST_REHEARSAL_S):
-                name = getattr(self._kernel, "__name__", "a kernel")
-                say(f"waited {_LONGEST_REHEARSAL_S:g} s for the background to compile {name}")
+            _wait_for_rehearsal(done)
         # Interpreted, every launch is a first one and there are no streams.
         with torch.cuda.stream(stream):
             compiled = self._kernel[grid](*given, **self._constants, **self._options)

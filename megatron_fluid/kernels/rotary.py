@@ -10,6 +10,7 @@ b1 cos1 + a1 sin1].
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -83,6 +84,10 @@ def rotate_heads(
         interleaved: pairs are neighbours instead of half the rotated dimensions apart.
         inverse: rotate by the negative angles (the gradient).
     """
+    if source.is_cuda and source.get_device() != torch._C._cuda_getDevice():
+        with torch.cuda.device(source.device):
+            rotate_heads(source, target, cos, sin, interleaved, inverse)
+        return
     length, batch, heads, dim = source.shape
     (*read, last), (*write, target_last) = source.stride(), target.stride()
     if source.shape != target.shape or last != 1 or target_last != 1:

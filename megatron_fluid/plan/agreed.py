@@ -2,11 +2,9 @@
 alike without another word.
 
 The group's first rank looks for them in the user's cache folder, in a file for this GPU, host
-processor, versions and size of group. What is missing is measured: the device by that rank, the
-links by all ranks, of which the slowest counts. The next process that asks measures once more, and
-of each figure the better one is kept for good: other programs beside a measurement make it worse,
-and never better. The first rank sends what is found to the others through the group's store. The
-setting `machine` (`--fluid-machine`) pins them.
+processor, versions and size of group. What is missing is measured, once: the device by that rank,
+the links by all ranks, of which the slowest counts. The first rank sends what is found to the
+others through the group's store. The setting `machine` (`--fluid-machine`) pins them.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import functools
 import hashlib
 import itertools
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,6 @@ __all__ = ["agreed_machine", "cached_machine", "machine_key", "machine_of_device
 
 _FORMAT = 2  # of the files, and how they are measured: another number is another key
 _KEY = "megatron_fluid/machine"
-_measured_here: set[str] = set()  # keys of what this process has measured
 
 
 @functools.cache
@@ -73,23 +70,13 @@ def agreed_machine(
 
 def machine_of_device(device_type: str) -> Machine:
     """The figures of this process's device without links: as they are kept, or measured now."""
-    device, (key, again) = _device(device_type), _keys(device_type)
-    before = cached_machine(key)
-    if before is not None and key in _measured_here:
-        return before
-    if before is None:
-        _measured_here.add(key)
-        return _obtain(key, lambda: measure_device(device))
-    return _obtain(again, lambda: before.better(measure_device(device)))
-
-
-def _obtain(key: str, measure: Callable[[], Machine]) -> Machine:
-    """What is kept under a key, or is measured by one process of the host while others wait."""
-    code = _cache().obtain(key, lambda: measure().dumps().encode())
+    device = _device(device_type)
+    key = machine_key(device_type)
+    code = _cache().obtain(key, lambda: measure_device(device).dumps().encode())
     try:
         return Machine.loads(code, key)
     except ConfigError:  # a whole file of other contents
-        machine = measure()
+        machine = measure_device(device)
         _cache().write(key, machine.dumps().encode())
         return machine
 
@@ -103,11 +90,6 @@ def cached_machine(key: str) -> Machine | None:
         return Machine.loads(code, key)
     except ConfigError:
         return None
-
-
-def _keys(device_type: str, *links: object) -> tuple[str, str]:
-    """Under which figures are kept: those of the first process, and those of two."""
-    return machine_key(device_type, *links), machine_key(device_type, *links, "again")
 
 
 def machine_key(device_type: str, *links: object) -> str:
@@ -165,11 +147,6 @@ def _agree(group: dist.ProcessGroup, device_type: str, asked: str) -> Machine:
         collective = _slowest([link for link, _ in every])
         copies = None if any(link is None for _, link in every) else _slowest([b for _, b in every])
         final = dataclasses.replace(machine, collective=collective, copies=copies)
-        first, _ = _link_keys(group, device_type, len(set(hosts or ())))
-        before = None if key == first else cached_machine(first)
-        if before is not None:
-            final = before.better(final)
-        _measured_here.add(key)
         _cache().write(key, final.dumps().encode())
     found = talk.send("figures", final)
     return found
@@ -183,22 +160,16 @@ def _opening(
     try:
         if asked != "measure":
             return _of_ranks(Machine.read(asked), group.size()), None, None
-        first, again = _link_keys(group, device_type, hosts)
-        kept, once = cached_machine(again), cached_machine(first)
-        if kept is None and first in _measured_here:
-            kept = once
-        if kept is not None:
+        key = machine_key(device_type, dist.get_backend(group), group.size(), hosts)
+        kept = cached_machine(key)
+        if kept is not None and kept.collective is not None:
             return kept, None, None
-        return machine_of_device(device_type), first if once is None else again, None
+        return machine_of_device(device_type), key, None
     except ConfigError as error:
         return None, None, str(error)
     except (RuntimeError, OSError) as error:  # out of memory: training goes on
         say(f"this machine could not be measured ({error}): reference figures in place of it")
         return reference_machine(device_type, group.size()), None, None
-
-
-def _link_keys(group: dist.ProcessGroup, device_type: str, hosts: int) -> tuple[str, str]:
-    return _keys(device_type, dist.get_backend(group), group.size(), hosts)
 
 
 def _of_ranks(machine: Machine, ranks: int) -> Machine:

@@ -38,16 +38,6 @@ class Link:
     start_s: float
     hidden: float
 
-    def better(self, other: Self) -> Self:
-        """Each figure as one of two measurements has it better."""
-        return dataclasses.replace(
-            self,
-            latency_s=min(self.latency_s, other.latency_s),
-            bytes_per_s=max(self.bytes_per_s, other.bytes_per_s),
-            start_s=min(self.start_s, other.start_s),
-            hidden=max(self.hidden, other.hidden),
-        )
-
     def seconds(self, sent_bytes: float) -> float:
         """Of an exchange in which each rank sends so much to others."""
         return self.latency_s + sent_bytes / self.bytes_per_s if sent_bytes else 0.0
@@ -78,23 +68,6 @@ class Machine:
     copies: Link | None = None
     collective: Link | None = None
     source: str = "measured"
-
-    def better(self, other: Self) -> Self:
-        """Each figure as one of two measurements of a machine has it better. Links that only one of
-        them has are as in ``other``."""
-
-        def link(mine: Link | None, theirs: Link | None) -> Link | None:
-            return theirs if mine is None or theirs is None else mine.better(theirs)
-
-        return dataclasses.replace(
-            other,
-            flops_per_s=max(self.flops_per_s, other.flops_per_s),
-            gemm_s=min(self.gemm_s, other.gemm_s),
-            bytes_per_s=max(self.bytes_per_s, other.bytes_per_s),
-            operation_s=min(self.operation_s, other.operation_s),
-            copies=link(self.copies, other.copies),
-            collective=link(self.collective, other.collective),
-        )
 
     def dumps(self) -> str:
         """As JSON."""

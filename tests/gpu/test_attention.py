@@ -58,6 +58,11 @@ def test_the_rotary_kernel_equals_its_reference(
         torch.testing.assert_close(target.cpu(), expected, rtol=tolerance, atol=tolerance)
         assert torch.equal(source[:, :, :heads], target[:, :, :heads])
         assert torch.equal(source[:, :, heads:].cpu(), x[:, :, heads:])
+        # Between addresses that vectors begin at.
+        odd = torch.empty(x.numel() + 1, dtype=dtype, device="cuda")[1:].view(x.shape)
+        odd.copy_(x)
+        _turn(odd[:, :, :heads], odd[:, :, :heads], on_gpu, inverse)
+        assert torch.equal(odd, source)
 
 
 CASES = [

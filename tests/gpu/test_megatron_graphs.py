@@ -132,6 +132,20 @@ def _children(parent: int) -> list[int]:
     return found
 
 
+def _abort(process: subprocess.Popen[bytes]) -> int:
+    """End a job whose ranks say in its log where they are."""
+    for rank in _children(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGABRT)
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        for one in (*_children(process.pid), process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+    return -1
+
+
 def _train(folder: Path, kinds: dict[str, list[str]], ranks: int) -> dict[str, dict[str, Any]]:
     """What each job reports; all run side by side."""
     programs = {UNEVEN: "tests.support.uneven_routing"}
@@ -150,9 +164,7 @@ def _train(folder: Path, kinds: dict[str, list[str]], ranks: int) -> dict[str, d
         try:
             code = process.wait(max(end - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
-            for rank in _children(process.pid):  # which say in the log where they are
-                os.kill(rank, signal.SIGABRT)
-            code = process.wait(30) or -1
+            code = _abort(process)
         text = log.read_text(errors="replace")
         captured = any(words in text for words in CAPTURED)
         if code == 0 and result.is_file():

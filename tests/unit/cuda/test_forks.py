@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -33,11 +34,11 @@ others = [threading.Thread(target=compute, daemon=True) for _ in range(3)]
 for thread in (*threads, *others):
     thread.start()
 workers = []
-for _ in range(20):
+for number in range(20):
     worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     worker.start()
     workers.append(worker)
-    time.sleep(0.02)
+    time.sleep(0.3 if number % 4 == 3 else 0.02)  # or no process starts between them
 ended = True
 for thread in threads:
     thread.join(20)
@@ -122,27 +123,71 @@ def test_a_thread_forks_inside_its_own_work() -> None:
         assert _fork() == 0
 
 
-def test_a_child_does_not_wait_for_work_of_its_parent() -> None:
-    with apart_from_forks():
-        number = os.fork()
-        if not number:
-            with apart_from_forks():
-                os._exit(len(forks._gate.workers))
+class _Working:
+    """A thread that works until it is told to stop."""
+
+    def __init__(self) -> None:
+        self._begun, self._ends = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        assert self._begun.wait(60)
+
+    def _run(self) -> None:
+        with apart_from_forks():
+            self._begun.set()
+            assert self._ends.wait(60)
+
+    def stop(self) -> None:
+        self._ends.set()
+        self._thread.join()
+
+
+def test_a_child_does_not_wait_for_work_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "_LONGEST_FORK_S", 0.1)
+    working = _Working()
+    number = os.fork()
+    if not number:
+        signal.alarm(20)  # where it waits for a thread that it does not have
+        with apart_from_forks():
+            os._exit(len(forks._gate.workers))
+    working.stop()
     assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 1
 
 
-def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forks, "_LONGEST_S", 0.1)
-    begun, ended = threading.Event(), threading.Event()
+def test_work_that_is_stuck_holds_up_one_fork_and_not_the_next(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gate: forks._Gate
+) -> None:
+    monkeypatch.setattr(forks, "_LONGEST_FORK_S", 0.1)
+    working = _Working()
+    assert _fork() == 0
+    monkeypatch.setattr(forks, "_LONGEST_FORK_S", 300.0)
+    assert _fork() == 0
+    assert gate.workers, "it did not wait until the work was over"
+    assert capsys.readouterr().err.count("longer than 0.1 s") == 1
+    working.stop()
+    assert not gate.stuck
+
+
+def test_threads_that_fork_inside_their_own_work_do_not_wait_for_each_other() -> None:
+    inside, codes = threading.Barrier(2, timeout=60), []
 
     def work() -> None:
         with apart_from_forks():
-            begun.set()
-            assert ended.wait(60)
+            inside.wait()
+            codes.append(_fork())
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert begun.wait(60)
-    assert _fork() == 0
-    ended.set()
-    thread.join()
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert codes == [0, 0]
+
+
+def test_work_goes_on_beside_forks_that_follow_each_other_without_end(
+    monkeypatch: pytest.MonkeyPatch, gate: forks._Gate
+) -> None:
+    monkeypatch.setattr(forks, "_LONGEST_PAUSE_S", 0.1)
+    gate.forked = time.monotonic() + 3600.0  # the last fork is always just now
+    with apart_from_forks():
+        pass

@@ -14,7 +14,7 @@ import torch
 from megatron_fluid.cuda.kernel_cache import KernelCache
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.plan import agreed
-from megatron_fluid.plan.machine import REFERENCE, Link, Machine, reference_machine
+from megatron_fluid.plan.machine import REFERENCE, Machine, reference_machine
 from megatron_fluid.plan.measure import measure_device
 
 CPU = REFERENCE["cpu"]
@@ -24,7 +24,6 @@ CPU = REFERENCE["cpu"]
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelCache:
     found = KernelCache(tmp_path, suffix=".machine", what="figures of this machine")
     monkeypatch.setattr(agreed, "_cache", lambda: found)
-    monkeypatch.setattr(agreed, "_measured_here", set())
     return found
 
 
@@ -84,47 +83,13 @@ def test_a_file_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
         Machine.read(str(tmp_path / "absent"))
 
 
-def test_a_device_is_measured_once_by_each_of_two_processes(
-    cache: KernelCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_is_measured_once(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = _counted(monkeypatch)
     first = agreed.machine_of_device("cpu")
     assert agreed.machine_of_device("cpu") == first and len(measured) == 1
-    for count in (2, 2):
-        monkeypatch.setattr(agreed, "_measured_here", set())  # as in another process
-        assert agreed.machine_of_device("cpu") == first and len(measured) == count
     monkeypatch.setattr(torch, "__version__", "another")
     agreed.machine_of_device("cpu")
-    assert len(measured) == 3, "of another torch"
-
-
-def test_figures_that_were_measured_beside_other_programs_are_not_kept_for_good(
-    cache: KernelCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    quiet = dataclasses.replace(CPU, collective=None, copies=None, source="measured")
-    slow = dataclasses.replace(
-        quiet,
-        flops_per_s=quiet.flops_per_s / 2,
-        gemm_s=quiet.gemm_s * 2,
-        bytes_per_s=quiet.bytes_per_s / 2,
-        operation_s=quiet.operation_s * 2,
-    )
-    for order in ((slow, quiet), (quiet, slow)):
-        monkeypatch.setattr(torch, "__version__", repr(order[0]))  # a file of its own
-        for machine in order:
-            monkeypatch.setattr(agreed, "measure_device", lambda _, m=machine: m)
-            monkeypatch.setattr(agreed, "_measured_here", set())
-            found = agreed.machine_of_device("cpu")
-        assert found == quiet
-
-
-def test_the_better_of_two_links_has_each_figure_of_the_better() -> None:
-    one, other = Link(2, 1e-6, 1e9, 3e-6, 0.5), Link(2, 2e-6, 2e9, 1e-6, 0.25)
-    best = Link(2, 1e-6, 2e9, 1e-6, 0.5)
-    assert one.better(other) == other.better(one) == best
-    with_copies = dataclasses.replace(CPU, collective=one, copies=one)
-    without = dataclasses.replace(CPU, collective=other, copies=None)
-    assert with_copies.better(without) == dataclasses.replace(without, collective=best)
+    assert len(measured) == 2, "of another torch"
 
 
 @pytest.mark.parametrize("harm", [b"", b"x" * 100, None])
