@@ -11,14 +11,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.cases import slow_wire as cases
+from benchmarks.cases import slow_wire_rank
 from benchmarks.harness import emulated_hosts
 from benchmarks.harness.emulated_hosts import EmulatedHosts, missing
 from benchmarks.harness.results import Row
+from benchmarks.harness.timing import Timing
 from benchmarks.report.descriptions import SUITES
 from benchmarks.report.slow_wire_picture import compute_ms, draw_slow_wire
 from benchmarks.suites import slow_wire
@@ -278,3 +281,43 @@ def test_what_the_exchanges_take_without_a_limit_is_not_counted_twice(
     assert cases.predicted_ms(*given) == pytest.approx(400.0 * (2 + 1 / 3), rel=0.01)
     less = cases.predicted_ms(*given) - cases.predicted_ms(*given, exchange_ms=30.0)
     assert less == pytest.approx(30.0 * passes)
+
+
+class _Parent:
+    """What a rank tells its parent."""
+
+    def __init__(self) -> None:
+        self.rate: float | None = None
+        self.found: list[list[Row]] = []
+
+    def set_rate(self, rate: float | None) -> None:
+        self.rate = rate
+
+    def rows(self, rows: list[Row]) -> None:
+        self.found.append(rows)
+
+
+def test_the_reference_of_a_rate_is_of_before_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that becomes slower with each measurement of the link without a limit."""
+    parent, slower = _Parent(), iter([100.0, 110.0, 130.0, 150.0])
+
+    def measure(calls: dict[str, Any], *_: Any, **__: Any) -> dict[str, Timing]:
+        ms = next(slower) if parent.rate is None else 400.0
+        return {name: Timing(ms, ms, ms, 6) for name in calls}
+
+    monkeypatch.setattr(slow_wire_rank, "measure", measure)
+    monkeypatch.setattr(slow_wire_rank, "_bytes_of", lambda call: 1_000_000)
+    monkeypatch.setattr(slow_wire_rank.dist, "get_rank", lambda: 1)
+    calls = {name: (lambda: None) for name in ("fluid", "fluid_no_overlap", "plain")}
+    forms: Any = SimpleNamespace(own=None)
+    given: Any = "moe-2x1", "train", [0.5, 1.0], calls, parent, 1.0, None, forms
+    slow_wire_rank._sweep(*given)
+    assert len(parent.found) == 3, "without a limit, and at two rates"
+    unlimited = [{row.variant: row.config.get("unlimited_ms") for row in at} for at in parent.found]
+    both = [(at["fluid"], at["plain"]) for at in unlimited]
+    assert both == [(100.0, 100.0), (120.0, 120.0), (140.0, 140.0)]
+    assert all(at["fluid_no_overlap"] is None for at in unlimited)
+    rates = [at[0].config["rate_bits_per_s"] for at in parent.found]
+    expected = [cases.rate_for(0.5, 110.0, 1_000_000), cases.rate_for(1.0, 130.0, 1_000_000)]
+    assert rates == [None, *expected], "by the computation of the minute before"
+    assert next(slower, None) is None
