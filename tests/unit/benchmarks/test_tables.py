@@ -289,11 +289,19 @@ def test_the_headline_takes_the_most_gpus_and_of_these_megatron_with_the_patches
         on_gpus(tmp_path / f"{name}.json", "moe_layer", rows, gpus)
     iteration = of("qwen3-30b-a3b", "train", {"fluid": 3.0, "fluid_graph": 2.0, "megatron": 6.0})
     on_gpus(tmp_path / "pretrain.json", "pretrain", iteration, 4)
+    on_one = of("qwen3-30b-a3b", "train", {"fluid": 2.0, "megatron": 9.0})
+    on_gpus(tmp_path / "pretrain-1gpu.json", "pretrain", on_one, 1)
     block = {"fluid": 1.0, "fluid_megatron": 1.0, "megatron_te_a2a": 2.0}
-    on_gpus(tmp_path / "block.json", "block", of("mixtral-8x7b", "train", block), 4)
+    path = tmp_path / "block.json"
+    on_gpus(path, "block", of("mixtral-8x7b", "train", block), 4)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"code": "another"}))
     text = headline(tmp_path)
     layer = (
         "| qwen3-30b-a3b, MoE layer, 4 H200 | 12.00 ms | 4.00 ms | **3.00** | 2.00 ms | 1.50 ms |"
     )
     assert layer in text
     assert "end to end, 4 H200 | 6.00 ms | 2.00 ms | **3.00** |  |  |" in text
+    assert "end to end, 1 H200 | 9.00 ms | 2.00 ms | **4.50** |  |  |" in text
+    said = text.splitlines()[-1]
+    assert said.count("its code has changed since") == 1, "the block's"
+    assert "docs/results.md" in said
