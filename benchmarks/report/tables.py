@@ -317,8 +317,8 @@ def all_results(folder: Path = RESULTS) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# Suite, case, and what its row measures.
-_HEADLINE = (  # suite, case, its words, and on how many GPUs: None for the most
+# Suite, case, what its row measures, and on how many GPUs: None for the most.
+_HEADLINE = (
     ("pretrain", "qwen3-30b-a3b", "training iteration, end to end", None),
     ("pretrain", "qwen3-30b-a3b", "training iteration, end to end", 1),
     ("moe_layer", "qwen3-30b-a3b", "MoE layer", None),

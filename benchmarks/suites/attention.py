@@ -297,7 +297,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=None, help="result file")
     options = parser.parse_args(arguments)
     of_phases = ("transport", "groups", "kernels")
-    of_comparison = ("modes", "profile", "profile_folder", "output", "variants", "fluid")
+    of_comparison = ("modes", "repeats", "profile", "profile_folder", "output", "variants", "fluid")
     if options.phases:
         refuse_ignored(parser, options, of_comparison, "without --phases")
     else:

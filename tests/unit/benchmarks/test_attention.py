@@ -108,6 +108,7 @@ def test_choices_are_read(text: str, found: list[tuple[str, str, int | None]]) -
             ["--phases", "--modes", "train", "--profile-folder", "x"],
             "--modes, --profile-folder: allowed without",
         ),
+        (["--phases", "--repeats", "2"], "--repeats: allowed without --phases only"),
         (["--groups", "2"], "--groups: allowed with --phases only"),
     ],
 )

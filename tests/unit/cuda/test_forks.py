@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -73,15 +73,21 @@ def _fork(child: int = 0) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
 
 
+def _until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_a_fork_waits_for_work_that_has_begun(gate: forks._Gate) -> None:
     begun, order = threading.Event(), []
 
     def work() -> None:
         with apart_from_forks():
             begun.set()
-            while not gate.forking:
-                time.sleep(0.01)
-            time.sleep(0.1)
+            _until(lambda: bool(gate.forking))
+            time.sleep(0.1)  # in which a fork that does not wait would be over
             order.append("worked")
 
     thread = threading.Thread(target=work)
@@ -104,15 +110,13 @@ def test_work_inside_work_does_not_wait_for_a_fork_that_waits_for_it(gate: forks
 
     def work() -> None:
         with apart_from_forks():
-            while not gate.forking:
-                time.sleep(0.01)
+            _until(lambda: bool(gate.forking))
             with apart_from_forks():
                 inside.set()
 
     thread = threading.Thread(target=work)
     thread.start()
-    while not gate.workers:
-        time.sleep(0.01)
+    _until(lambda: bool(gate.workers))
     assert _fork() == 0
     assert inside.is_set()
     thread.join()
