@@ -65,8 +65,9 @@ class KernelCache:
         self._lock = threading.Lock()
 
     def obtain(self, key: str, make: Callable[[], bytes]) -> bytes:
-        """Return the code under `key`: as it is kept, or from `make`, which one process of the
-        host calls while the others wait for its file.
+        """Return the code under `key`: from disk, or from `make`, which one process of the host
+        calls while the others wait for its file. Where the file system cannot lock, each process
+        calls `make`.
         """
         code = self.read(key)
         if code is not None:
@@ -77,22 +78,30 @@ class KernelCache:
         patience = 0.0 if os.environ.get("LOCAL_RANK", "0") == "0" else _FOLLOWER_S
         while (waited := time.monotonic() - begin) < self.wait_s:
             if waited >= patience:
-                lock = _try_lock(folder / f"{key}.lock")
+                try:
+                    lock = _try_lock(folder / f"{key}.lock")
+                except OSError as error:  # no wait could end: nobody else holds a lock either
+                    reason = (error.strerror or str(error)).lower()
+                    self._tell(f"no locks in {folder} ({reason}): {self.what} are made per process")
+                    break
                 if lock is not None:
                     try:
                         code = self.read(key)  # of the process that had the lock before
-                        if code is None:
-                            code = make()
-                            self.write(key, code)
-                        return code
+                        return self._make(key, make) if code is None else code
                     finally:
                         _unlock(lock, folder / f"{key}.lock")
             time.sleep(_POLL_S)
             code = self.read(key)
             if code is not None:
                 return code
-        self._tell(f"waited {self.wait_s:g} s for another process that compiles {key[:12]}")
-        return make()
+        else:
+            self._tell(f"waited {self.wait_s:g} s for another process that compiles {key[:12]}")
+        return self._make(key, make)
+
+    def _make(self, key: str, make: Callable[[], bytes]) -> bytes:
+        code = make()
+        self.write(key, code)  # atomic, so that several processes may write the same key
+        return code
 
     def read(self, key: str) -> bytes | None:
         """Return what is kept under `key` if it is whole and this user's or root's."""
@@ -191,19 +200,23 @@ def _unusable(folder: Path, private: bool = False) -> str:
 
 
 def _try_lock(path: Path) -> int | None:
-    """Return the number of the locked file, None while another process holds it."""
+    """Return the descriptor of the locked file, None while another process holds the lock.
+
+    Raises:
+        OSError: the file cannot be locked at all.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        number = os.open(path, flags, 0o600)
-    except OSError:
-        return None
+    number = os.open(path, flags, 0o600)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(number).st_nlink:
             return number
-    except OSError:
+    except BlockingIOError:
         pass
-    os.close(number)  # held by another, or removed by the one that held it
+    except OSError:
+        os.close(number)
+        raise
+    os.close(number)  # held by another process, or removed by the one that held it
     return None
 
 

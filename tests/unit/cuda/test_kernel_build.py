@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import threading
@@ -91,6 +93,46 @@ def test_a_wait_for_another_compiler_is_bounded(
     assert "waited 0.2 s for another process that compiles aaaaaaaaaaaa" in capfd.readouterr().err
     done.set()
     holder.join(300)
+
+
+def _no_flock(error: int) -> Any:
+    def flock(number: int, operation: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    return flock
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("error", ["ENOSYS", "ENOLCK", "EACCES", "EOPNOTSUPP", "unopenable"])
+def test_without_locks_code_is_made_and_kept_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+    error: str, rank: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(kernel_cache, "_FOLLOWER_S", 0.0)
+    keys = [KEY, "b" * 64]
+    if error == "unopenable":  # as a lock file of root with mode 0600 is to everybody else
+        for key in keys:
+            (tmp_path / f"{key}.lock").mkdir()
+    else:
+        monkeypatch.setattr(kernel_cache.fcntl, "flock", _no_flock(getattr(errno, error)))
+    sleeps: list[float] = []
+    monkeypatch.setattr(kernel_cache.time, "sleep", sleeps.append)
+    cache = KernelCache(tmp_path)
+    for key in keys:
+        assert cache.obtain(key, key[:4].encode) == key[:4].encode()
+        assert KernelCache(tmp_path).obtain(key, lambda: b"made again") == key[:4].encode()
+    assert not sleeps
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"megatron_fluid: no locks in {tmp_path} (")
+
+
+def test_code_made_after_a_bounded_wait_is_kept(tmp_path: Path) -> None:
+    number = os.open(tmp_path / f"{KEY}.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(number, fcntl.LOCK_EX)  # of a process that is stuck
+    assert KernelCache(tmp_path, wait_s=0.1).obtain(KEY, lambda: b"code") == b"code"
+    assert KernelCache(tmp_path).read(KEY) == b"code"
+    os.close(number)
 
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "of another key"])
