@@ -65,7 +65,6 @@ SUITES = (
     Job("block", 300),
     Job("tp_overlap", 400, ["--sweep", "goals", "seeds"]),
     Job("tp_layer", 200),
-    Job("tp_experts", 200),
     Job("transformer_speedup", 200),
     Job("memory", 300, ranks=1),
     Job("cold_start", 600, ranks=1),

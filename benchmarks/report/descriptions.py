@@ -222,15 +222,6 @@ SUITES = {
         unoverlapped="torch",
         shown=_compared_linears,
     ),
-    "tp_experts": Suite(
-        what="experts split over tensor-parallel GPUs: `ag` the first GEMM with the gather of "
-        "its tokens, `rs` the second with the "
-        "reduce-scatter of its sums, `layer` both, `train` with backward",
-        floor="the two GEMMs alone, on rows that are already there",
-        others={"nccl": "NCCL's collectives around the GEMMs"},
-        ours={"fluid_copy_engine": "ours by copy engine"},
-        best="not overlapped",
-    ),
     "dispatch_combine": Suite(
         what="tokens to their experts and back without any GEMM, 4096 tokens a GPU; NCCL's is "
         "one all-to-all of a row for each "

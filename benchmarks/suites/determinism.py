@@ -5,8 +5,8 @@
 
 Modes, each with `fluid`, the form that this package runs, and others that do the same work:
 
-- `combine`: a token's K rows are weighed and summed. `atomic`: each row is added to its token's sum
-  in fp32 by atomics, which is then cast. `index_add`: the same by torch.
+- `combine`: a token's K rows are summed in fp32. `atomic`: each row is added to its token's sum by
+  atomics, and the sum is then cast. `index_add`: the same by torch.
 - `row order`: rows are sorted by expert. `fluid` is stable, by prefix sums; `atomic` gives a row
   the next place of its expert's counter, after a histogram by atomics; `argsort` is torch's,
   unstable.
@@ -14,9 +14,7 @@ Modes, each with `fluid`, the form that this package runs, and others that do th
 - `layer train`: forward and backward of one whole layer of one rank (`fluid` only): what the other
   rows are a share of.
 
-`combine` is the kernel that torch's tensors of any layout take; the NVLink and local paths read
-rows in the same order in theirs. `rank sum` is no part of a layer of one rank, and counts all the
-same.
+`rank sum` is not part of a layer of one rank; it is counted all the same.
 
 A row's config says whether two calls gave the same bits (`bitwise`). Of the layer these are its
 output and all gradients. `fluid` must: a difference ends the run with status 1. A summary line of a
@@ -43,8 +41,7 @@ from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.kernels.reduce_slots import reduce_slots
-from megatron_fluid.kernels.sum_rows import sum_rows
-from megatron_fluid.moe.local.transport import LocalPlan, plan_local
+from megatron_fluid.moe.local.kernel_transport import KernelPlan, make_plan, unpermute
 
 __all__ = ["main"]
 
@@ -54,13 +51,12 @@ type _Calls = dict[str, Callable[[], tuple[Tensor, ...]]]
 
 @triton.jit
 def _scatter_add_kernel(
-    z, tokens, probs, out, H: tl.constexpr, BLOCK: tl.constexpr
+    z, tokens, out, H: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """out fp32 [T, H] += probs[r] * z[r] at tokens[r]. Grid (R, H / BLOCK)."""
+    """out fp32 [T, H] += z[r] at tokens[r]. Grid (R, H / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(z + row * H + column, mask=column < H, other=0.0).to(tl.float32)
-    value *= tl.load(probs + row)
     tl.atomic_add(out + tl.load(tokens + row) * H + column, value, mask=column < H, sem="relaxed")
 
 
@@ -93,12 +89,12 @@ def _atomic_order(ids: Tensor, experts: int) -> Tensor:
     return rows
 
 
-def _atomic_combine(z: Tensor, tokens: Tensor, probs: Tensor, out: Tensor) -> Tensor:
+def _atomic_combine(z: Tensor, tokens: Tensor, out: Tensor) -> Tensor:
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     rows, hidden = z.shape
     block = min(2048, triton.next_power_of_2(hidden))
     grid = (rows, triton.cdiv(hidden, block))
-    _scatter_add_kernel[grid](z, tokens, probs, total, H=hidden, BLOCK=block)
+    _scatter_add_kernel[grid](z, tokens, total, H=hidden, BLOCK=block)
     return total.to(out.dtype)
 
 
@@ -115,12 +111,9 @@ class _Case:
         logits = router_logits(case, tokens, 0.0, 1, device)
         self.probs, ids = logits.softmax(1).topk(case.top_k)
         self.ids = ids.int()
+        self.plan = self._make_plan()
         order = ids.flatten().argsort(stable=True)
-        self.rows = torch.empty_like(order)
-        self.rows[order] = torch.arange(order.numel(), device=device)
-        self.rows = self.rows.view(ids.shape)
         self.token_of_row = order // case.top_k
-        self.prob_of_row = self.probs.flatten()[order]
         self.z = torch.randn(order.numel(), case.hidden, device=device, dtype=dtype)
         self.out = self.z.new_empty(tokens, case.hidden)
         self.slots = torch.randn(SLOTS, tokens // SLOTS, case.hidden, device=device, dtype=dtype)
@@ -130,13 +123,11 @@ class _Case:
         return {
             "combine": {
                 "fluid": self._combine,
-                "atomic": lambda: (
-                    _atomic_combine(self.z, self.token_of_row, self.prob_of_row, self.out),
-                ),
+                "atomic": lambda: (_atomic_combine(self.z, self.token_of_row, self.out),),
                 "index_add": lambda: (self._index_add(),),
             },
             "row order": {
-                "fluid": self._plan,
+                "fluid": lambda: (self._make_plan().inverse,),
                 "atomic": lambda: (_atomic_order(self.ids, self.case.experts),),
                 "argsort": lambda: (self.ids.flatten().argsort(),),
             },
@@ -148,19 +139,14 @@ class _Case:
         }
 
     def _combine(self) -> tuple[Tensor, ...]:
-        sum_rows(self.z, self.rows, self.probs, self.out)
-        return (self.out,)
+        return (unpermute(self.plan, self.z)[0],)
 
     def _index_add(self) -> Tensor:
-        weighed = self.z.float() * self.prob_of_row[:, None]
         total = torch.zeros(self.out.shape, dtype=torch.float32, device=self.device)
-        return total.index_add_(0, self.token_of_row, weighed).to(self.out.dtype)
+        return total.index_add_(0, self.token_of_row, self.z.float()).to(self.out.dtype)
 
-    def _plan(self) -> tuple[Tensor, ...]:
-        plan = plan_local(self.x, self.ids, self.probs, self.case.experts)
-        if isinstance(plan, LocalPlan):  # torch's operations, without a GPU
-            return (plan.permutation.slot_row,)
-        return (plan.inverse,)
+    def _make_plan(self) -> KernelPlan:
+        return make_plan(self.ids, self.probs, self.case.experts, read_ends=False)
 
     def _train(self) -> tuple[Tensor, ...]:
         x = self.x.detach().requires_grad_()

@@ -12,7 +12,7 @@ from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.cuda.copy_engine import Driver
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.tensor_parallel.double_buffer import DoubleBuffer, SlotSum, refuse_capture
-from megatron_fluid.tensor_parallel.gemm import Gemm, Product
+from megatron_fluid.tensor_parallel.gemm import Gemm
 
 __all__ = ["Backend", "OverlappedBackend", "SignallingBackend"]
 
@@ -32,7 +32,7 @@ class Backend(Protocol):
         `gather_matmul`."""
 
     def gather_matmul(
-        self, a_shard: Tensor, gemm: Product, keep: bool = True, lend: bool = False
+        self, a_shard: Tensor, gemm: Gemm, keep: bool = True, lend: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """C of all shards' rows, and with ``keep`` the gathered A.
 
@@ -41,7 +41,7 @@ class Backend(Protocol):
         """
 
     def matmul_scatter(
-        self, a: Tensor, gemm: Product, overlapped: Callable[[], None] | None = None
+        self, a: Tensor, gemm: Gemm, overlapped: Callable[[], None] | None = None
     ) -> Tensor:
         """This rank's rows of the sum over ranks of A B. ``overlapped`` enqueues work that runs
         while the sum is in flight."""
@@ -73,11 +73,11 @@ class OverlappedBackend:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ranks={self.ranks}, rank={self.rank})"
 
-    def unsupported_reason(self, a: Tensor, gemm: Product, m: int) -> str | None:
+    def unsupported_reason(self, a: Tensor, gemm: Gemm, m: int) -> str | None:
         """Why these operands of a whole GEMM of `m` rows cannot be multiplied, or None."""
         raise NotImplementedError
 
-    def check(self, a: Tensor, gemm: Product, m: int) -> None:
+    def check(self, a: Tensor, gemm: Gemm, m: int) -> None:
         """Raise ConfigError for operands that cannot be multiplied, FluidError in a CUDA-graph
         capture."""
         reason = self.unsupported_reason(a, gemm, m)
@@ -118,8 +118,7 @@ class SignallingBackend(OverlappedBackend):
         self._sum = SlotSum(workspace, self._scatter_flags)
         self._scatter_calls = 0
 
-    def unsupported_reason(self, a: Tensor, gemm: Product, m: int) -> str | None:
-        assert isinstance(gemm, Gemm)
+    def unsupported_reason(self, a: Tensor, gemm: Gemm, m: int) -> str | None:
         dtype, strides = gemm.dtype_for(a), tuple(gemm.b.stride())
         if a.dtype not in (torch.bfloat16, torch.float16) or dtype != a.dtype:
             served = "bf16 and fp16 into their own dtype"
@@ -138,9 +137,8 @@ class SignallingBackend(OverlappedBackend):
         return None
 
     def matmul_scatter(
-        self, a: Tensor, gemm: Product, overlapped: Callable[[], None] | None = None
+        self, a: Tensor, gemm: Gemm, overlapped: Callable[[], None] | None = None
     ) -> Tensor:
-        assert isinstance(gemm, Gemm)
         self.check(a, gemm, a.shape[0])
         try:
             slots, sent = self._matmul_blocks(a.contiguous(), gemm)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.config import current_config
-from megatron_fluid.tensor_parallel.gemm import FP8_DTYPES, Product
+from megatron_fluid.tensor_parallel.gemm import FP8_DTYPES, Gemm
 
 __all__ = ["CollectiveBackend"]
 
@@ -47,13 +47,13 @@ class CollectiveBackend:
         return finish
 
     def gather_matmul(
-        self, a_shard: Tensor, gemm: Product, keep: bool = True, lend: bool = False
+        self, a_shard: Tensor, gemm: Gemm, keep: bool = True, lend: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         full = self.start_gather(a_shard)()
         return gemm(full), full if keep else None
 
     def matmul_scatter(
-        self, a: Tensor, gemm: Product, overlapped: Callable[[], None] | None = None
+        self, a: Tensor, gemm: Gemm, overlapped: Callable[[], None] | None = None
     ) -> Tensor:
         c = gemm.without_bias()(a)
         rows = c.shape[0] // self.ranks

@@ -41,7 +41,7 @@ from megatron_fluid.kernels.flags import barrier_kernel
 from megatron_fluid.kernels.reduce_slots import reduce_slots
 from megatron_fluid.tensor_parallel.backend import OverlappedBackend
 from megatron_fluid.tensor_parallel.double_buffer import refuse_capture
-from megatron_fluid.tensor_parallel.gemm import Product
+from megatron_fluid.tensor_parallel.gemm import Gemm
 
 __all__ = ["CopyEngineBackend"]
 
@@ -61,7 +61,7 @@ class CopyEngineBackend(OverlappedBackend):
         self._steps = [driver.event() for _ in range(ranks)]
         self._barriers = {name: self._barrier_of(name) for name in ("tp_gather", "tp_scatter")}
 
-    def unsupported_reason(self, a: Tensor, gemm: Product, m: int) -> str | None:
+    def unsupported_reason(self, a: Tensor, gemm: Gemm, m: int) -> str | None:
         wide = torch.float64 in (a.dtype, gemm.dtype_for(a))
         return "it adds in fp32, not in torch.float64" if wide else None
 
@@ -125,36 +125,34 @@ class CopyEngineBackend(OverlappedBackend):
         return finish
 
     def gather_matmul(
-        self, a_shard: Tensor, gemm: Product, keep: bool = True, lend: bool = False
+        self, a_shard: Tensor, gemm: Gemm, keep: bool = True, lend: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         self.check(a_shard, gemm, self.ranks * a_shard.shape[0])
         shard = a_shard.contiguous()
         return self._gather_matmul(shard, self._announce(shard), gemm, keep)
 
     def _gather_matmul(
-        self, shard: Tensor, staged: list[int], gemm: Product, keep: bool
+        self, shard: Tensor, staged: list[int], gemm: Gemm, keep: bool
     ) -> tuple[Tensor, Tensor | None]:
         driver, lane, current = self._driver, self._lane, self._driver.current()
         m, k = shard.shape
         gathered = shard.new_empty((self.ranks * m, k))
-        height = gemm.out_rows(m)  # of one block of C
-        c = shard.new_empty((self.ranks * height, gemm.n), dtype=gemm.dtype_for(shard))
+        c = shard.new_empty((self.ranks * m, gemm.n), dtype=gemm.dtype_for(shard))
         multiply = gemm.into(shard)
         driver.wait(self._entered, lane.cuda_stream)
         try:
             # The own rows need no peer: enqueued before the pulls, they give the GPU work while the
             # host continues.
-            start = self.rank * height
-            multiply(shard, c[start : start + height], self.rank * m)
+            start = self.rank * m
+            multiply(shard, c[start : start + m], start)
             self._pull(staged, gathered.data_ptr(), shard.nbytes, keep)
             for step, source in enumerate(self._order[1:], 1):
                 aside = step % 2 == 1
                 driver.wait(self._steps[step], lane.cuda_stream if aside else current)
-                rows = gathered[source * m : (source + 1) * m]
-                out = c[source * height : (source + 1) * height]
+                block = slice(source * m, (source + 1) * m)
                 if aside:
                     driver.use(lane)
-                multiply(rows, out, source * m)
+                multiply(gathered[block], c[block], source * m)
                 if aside:
                     driver.use(None)
         finally:
@@ -167,18 +165,17 @@ class CopyEngineBackend(OverlappedBackend):
 
     # ---- GEMM-ReduceScatter
     def matmul_scatter(
-        self, a: Tensor, gemm: Product, overlapped: Callable[[], None] | None = None
+        self, a: Tensor, gemm: Gemm, overlapped: Callable[[], None] | None = None
     ) -> Tensor:
         self.check(a, gemm, a.shape[0])
         slots, sent = self._matmul_blocks(a, gemm)
         return self._add(slots, sent, gemm, overlapped)
 
-    def _matmul_blocks(self, a: Tensor, gemm: Product) -> tuple[Tensor, Tensor]:
+    def _matmul_blocks(self, a: Tensor, gemm: Gemm) -> tuple[Tensor, Tensor]:
         """Multiply and send; returns the slots ``[W, M / W, N]`` of the receive buffer, whose own
         one is filled in stream order, and the blocks that the copies still read."""
         driver, copies = self._driver, self._copies.cuda_stream
-        step_rows, n, dtype = a.shape[0] // self.ranks, gemm.n, gemm.dtype_for(a)
-        rows = gemm.out_rows(step_rows)  # of one block of C
+        rows, n, dtype = a.shape[0] // self.ranks, gemm.n, gemm.dtype_for(a)
         multiply = gemm.without_bias().into(a)
         nbytes = rows * n * dtype.itemsize
         received = self._scatters.next(self.ranks * nbytes)
@@ -188,21 +185,21 @@ class CopyEngineBackend(OverlappedBackend):
         try:
             for step in range(self.ranks - 1, 0, -1):
                 owner = self._order[step]
-                start = owner * step_rows
-                multiply(a[start : start + step_rows], c[owner], start)
+                start = owner * rows
+                multiply(a[start : start + rows], c[owner], start)
                 driver.record(self._steps[step], current)
                 driver.wait(self._steps[step], copies)
                 target = received[owner] + self.rank * nbytes
                 driver.copy(target, c.data_ptr() + owner * nbytes, nbytes, copies)
-            start = self.rank * step_rows
-            multiply(a[start : start + step_rows], slots[self.rank], start)
+            start = self.rank * rows
+            multiply(a[start : start + rows], slots[self.rank], start)
         except BaseException:
             self._join()
             raise
         return slots, c
 
     def _add(
-        self, slots: Tensor, sent: Tensor, gemm: Product, overlapped: Callable[[], None] | None
+        self, slots: Tensor, sent: Tensor, gemm: Gemm, overlapped: Callable[[], None] | None
     ) -> Tensor:
         """Add the slots of all ranks once they are there; ``sent`` is held until the copies have
         read it."""

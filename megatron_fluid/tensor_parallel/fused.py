@@ -37,7 +37,7 @@ from megatron_fluid.kernels.fused_gemm import (
 )
 from megatron_fluid.tensor_parallel.backend import SignallingBackend
 from megatron_fluid.tensor_parallel.double_buffer import PeerWait, refuse_capture
-from megatron_fluid.tensor_parallel.gemm import Gemm, Product
+from megatron_fluid.tensor_parallel.gemm import Gemm
 
 __all__ = ["FusedBackend"]
 
@@ -70,7 +70,7 @@ class FusedBackend(SignallingBackend):
         self._awaited: int | None = None  # the flag of a gather that nobody has waited for
         self._kernels: dict[torch.dtype, FusedGemm] = {}
 
-    def unsupported_reason(self, a: Tensor, gemm: Product, m: int) -> str | None:
+    def unsupported_reason(self, a: Tensor, gemm: Gemm, m: int) -> str | None:
         if m > MOST_ROWS * self.ranks:
             return f"A has {m} rows in all, more than {MOST_ROWS} a rank"
         return super().unsupported_reason(a, gemm, m)
@@ -150,9 +150,8 @@ class FusedBackend(SignallingBackend):
         return finish
 
     def gather_matmul(
-        self, a_shard: Tensor, gemm: Product, keep: bool = True, lend: bool = False
+        self, a_shard: Tensor, gemm: Gemm, keep: bool = True, lend: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        assert isinstance(gemm, Gemm)
         self.check(a_shard, gemm, self.ranks * a_shard.shape[0])
         shard = a_shard.contiguous()
         try:

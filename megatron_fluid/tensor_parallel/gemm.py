@@ -8,42 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["FP8_DTYPES", "Gemm", "Product"]
+__all__ = ["FP8_DTYPES", "Gemm"]
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-class Product(Protocol):
-    """What the backends ask of a multiplication: `Gemm` here, products with the experts' weights in
-    expert_gemm.py."""
-
-    @property
-    def n(self) -> int:
-        """Columns of C."""
-
-    @property
-    def bias(self) -> Tensor | None: ...
-
-    def dtype_for(self, a: Tensor) -> torch.dtype:
-        """dtype of C for this A."""
-
-    def out_rows(self, rows: int) -> int:
-        """Rows of C that so many rows of A give."""
-
-    def without_bias(self) -> Product: ...
-
-    def into(self, a: Tensor) -> Callable[[Tensor, Tensor, int], None]:
-        """A function of (a block of rows of A, its C, the number of its first row) that fills C."""
-
-    def __call__(self, a: Tensor) -> Tensor:
-        """C of the whole A."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +103,6 @@ class Gemm:
             allowed = f"{dtype}, as C" if fp8 else f"{a.dtype} as A, or {dtype} as C"
             raise ConfigError(f"bias: found {self.bias.dtype}, allowed: {allowed}")
         return dtype
-
-    def out_rows(self, rows: int) -> int:
-        """Rows of C that so many rows of A give: as many."""
-        return rows
 
     def without_bias(self) -> Gemm:
         """The same product without its bias (a reduction adds the bias once, at the end)."""

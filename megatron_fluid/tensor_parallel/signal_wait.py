@@ -29,7 +29,7 @@ from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.kernels.flagged_gemm import flagged_gemm_kernel
 from megatron_fluid.tensor_parallel.backend import SignallingBackend
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
-from megatron_fluid.tensor_parallel.gemm import Gemm, Product
+from megatron_fluid.tensor_parallel.gemm import Gemm
 
 __all__ = ["TILES", "SignalWaitBackend", "Tile"]
 
@@ -131,9 +131,8 @@ class SignalWaitBackend(SignallingBackend):
             driver.write(flag, self._gather_calls, stream)
 
     def gather_matmul(
-        self, a_shard: Tensor, gemm: Product, keep: bool = True, lend: bool = False
+        self, a_shard: Tensor, gemm: Gemm, keep: bool = True, lend: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        assert isinstance(gemm, Gemm)
         self.check(a_shard, gemm, self.ranks * a_shard.shape[0])
         shard = a_shard.contiguous()
         self._push(shard)

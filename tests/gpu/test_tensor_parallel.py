@@ -18,7 +18,6 @@ from megatron_fluid.kernels import fused_gemm
 from megatron_fluid.kernels.fused_gemm import splits_of_depth
 from megatron_fluid.tensor_parallel import all_gather_matmul, fused, matmul_reduce_scatter
 from tests.distributed.test_tensor_parallel import check_case
-from tests.distributed.test_tensor_parallel_experts import check_layer
 from tests.support.launch import run_ranks
 from tests.support.machine import GPUS, RANKS, SHARED
 
@@ -192,19 +191,6 @@ def test_the_fused_form_names_a_rank_that_stays_away(operation: str) -> None:
             and f"peer {ranks - 1}" in text
             and f"tp_fused_{operation}" in text
         )
-
-
-def _experts(rank: int, ranks: int) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    for backend in ("copy_engine", "collective", "auto"):
-        check_layer(64, 128, 64, 8, 2, torch.bfloat16, backend, "cuda", False)
-        check_layer(32, 64, 64, 4, 2, torch.bfloat16, backend, "cuda", True)
-    close_group(group)
-
-
-def test_experts_split_over_the_ranks_equal_the_reference() -> None:
-    run_ranks(_experts, min(RANKS, 8), backend="nccl", timeout_s=200, env=TIMEOUT)
 
 
 def _refused(rank: int, ranks: int) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from megatron_fluid.kernels.flagged_gemm import flagged_gemm_kernel
 from megatron_fluid.kernels.flags import wait_for_peers_kernel
 from megatron_fluid.kernels.reduce_slots import reduce_slots_kernel
-from megatron_fluid.kernels.sum_rows import sum_rows_kernel
 from megatron_fluid.tensor_parallel.signal_wait import TILES
 from tests.support.kernel_cases import KernelCase
 
@@ -61,13 +60,6 @@ CASES = [
         ("*bf16:16", "*bf16:16", "*bf16:16", "i32", "i32"),
         {"W": 4, "HAS_BIAS": False, "ALIGNED": True, "BLOCK": 4096},
         num_warps=8,
-        wanted=("ld.global.v4.b32", "st.global.v4.b32"),
-    ),
-    KernelCase(
-        "sum_rows",
-        sum_rows_kernel,
-        ("*bf16:16", "*i64:16", "*fp32:16", "*bf16:16"),
-        {"H": 7168, "K": 8, "HAS_PROBS": True, "BLOCK": 2048},
         wanted=("ld.global.v4.b32", "st.global.v4.b32"),
     ),
 ]

@@ -14,7 +14,6 @@ from megatron_fluid.kernels.fused_gemm import MOST_ROWS
 from megatron_fluid.plan.machine import reference_machine
 from megatron_fluid.tensor_parallel import choice
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
-from megatron_fluid.tensor_parallel.expert_ops import plan_rows
 from megatron_fluid.tensor_parallel.fused import FusedBackend
 from megatron_fluid.tensor_parallel.gemm import Gemm
 
@@ -150,10 +149,6 @@ def test_where_nothing_can_overlap_the_collective_serves_and_others_say_why_not(
             ConfigError, match=f"found '{name}', allowed here: auto, collective, because {reason}"
         ):
             choice.backend_for(name, group, "gather", gemm, 8192, a)
-    with pytest.raises(
-        ConfigError, match=f"found 'copy_engine', allowed here: auto, collective, because {reason}"
-    ):
-        plan_rows(torch.zeros(2, 1, dtype=torch.int64).as_subclass(kind), 2, group, "copy_engine")
 
 
 def test_megatrons_linears_ask_with_their_three_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:

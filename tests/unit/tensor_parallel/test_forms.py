@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.tensor_parallel.expert_gemm import GatherProduct, ScatterProduct, TokenRows
 from megatron_fluid.tensor_parallel.gemm import Gemm
 from tests.support.machine import NEEDS_INTERPRETER
 from tests.support.tensor_parallel_forms import (
@@ -195,37 +194,6 @@ def test_a_bias_has_the_dtype_of_c_or_of_a(b: Tensor) -> None:
             Gemm(b, bias=torch.ones(8, dtype=dtype), scale_a=scale, scale_b=scale, out_dtype=half)(
                 a
             )
-
-
-def test_the_copy_engine_form_serves_experts_block_by_block() -> None:
-    ranks, m, hidden, ffn, experts, k = 3, 5, 6, 4, 4, 2
-    backends = copy_engine_forms(ranks)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.rand(ranks * m, experts, generator=generator).topk(k, -1).indices
-    ids[:m] = torch.tensor([0, 3])  # a block in which two experts have nothing
-    probs = torch.rand(ranks * m, k, generator=generator)
-    rows = TokenRows.plan(ids, experts, ranks)
-    assert rows.ends[0].tolist() == [m, m, m, 2 * m]
-    x = torch.randn(ranks * m, hidden, generator=generator)
-    w1 = [torch.randn(experts, hidden, ffn, generator=generator) for _ in range(ranks)]
-    w2 = [torch.randn(experts, ffn, hidden, generator=generator) for _ in range(ranks)]
-    h = [
-        c
-        for c, _ in gather_all(
-            backends, list(x.chunk(ranks)), [ScatterProduct(w, rows) for w in w1], False
-        )
-    ]  # type: ignore[misc]
-    for found, w in zip(h, w1, strict=True):
-        wanted = torch.einsum("mh,mkhf->mkf", x, w[ids])
-        place = rows.rows + (torch.arange(ranks) * m * k)[:, None, None]
-        torch.testing.assert_close(found[place.flatten(0, 1)], wanted)
-    total = sum(
-        torch.einsum("mk,mh,mkhf,mkfg->mg", probs, x, a[ids], b[ids])
-        for a, b in zip(w1, w2, strict=True)
-    )
-    found = scatter_all(backends, h, [GatherProduct(w, rows, probs) for w in w2])  # type: ignore[misc]
-    torch.testing.assert_close(torch.cat(found), total, rtol=1e-4, atol=1e-4)
-    assert torch.equal(rows.by_choice(rows.by_row(probs)), probs)
 
 
 def test_fp8_with_scales_by_row_goes_block_by_block() -> None:
