@@ -216,7 +216,6 @@ SUITES = {
         },
         ours={
             "fluid_copy_engine": "ours by copy engine",
-            "fluid_flagged": "ours in one Triton kernel",
             "fluid_fused": "ours by kernels for Hopper",
         },
         unoverlapped="torch",

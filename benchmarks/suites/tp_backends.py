@@ -109,7 +109,7 @@ def torch_symm_mem(problem: Problem) -> Call:
 
 def _fluid(backend: str) -> Callable[[Problem], Call]:
     def build(problem: Problem) -> Call:
-        if backend in ("copy_engine", "flagged", "fused"):
+        if backend in ("copy_engine", "fused"):
             _needs_cuda(problem, f"the {backend} backend")
         operation: Any = all_gather_matmul if problem.operation == "ag" else matmul_reduce_scatter
         return lambda: operation(
@@ -250,7 +250,6 @@ BACKENDS: dict[str, Callable[[Problem], Call]] = {
     "flux": flux,
     "fluid": _fluid("auto"),  # what its table or rule chooses
     "fluid_copy_engine": _fluid("copy_engine"),
-    "fluid_flagged": _fluid("flagged"),
     "fluid_fused": _fluid("fused"),
 }
 

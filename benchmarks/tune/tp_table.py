@@ -21,12 +21,7 @@ from megatron_fluid.tensor_parallel.measured import TABLE, Entry, read_table
 
 __all__ = ["entries_of", "main", "render"]
 
-FORMS = {
-    "torch": "collective",
-    "fluid_copy_engine": "copy_engine",
-    "fluid_flagged": "flagged",
-    "fluid_fused": "fused",
-}
+FORMS = {"torch": "collective", "fluid_copy_engine": "copy_engine", "fluid_fused": "fused"}
 _MARGIN = 0.98
 
 

@@ -1,7 +1,7 @@
 """Tensor-parallel linears whose communication is overlapped with their GEMM.
 
 `ops` has `all_gather_matmul` and `matmul_reduce_scatter`: checks and gradients. `choice` picks a
-backend: copy_engine, flagged (signal_wait), fused or collective. `gemm` is the product.
+backend: copy_engine, fused or collective. `gemm` is the product.
 """
 
 from megatron_fluid.tensor_parallel.choice import BACKENDS

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.cuda.copy_engine import Driver
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.tensor_parallel.double_buffer import DoubleBuffer, SlotSum, refuse_capture
+from megatron_fluid.tensor_parallel.double_buffer import DoubleBuffer, refuse_capture
 from megatron_fluid.tensor_parallel.gemm import Gemm
 
-__all__ = ["Backend", "OverlappedBackend", "SignallingBackend"]
+__all__ = ["Backend", "OverlappedBackend"]
 
 
 class Backend(Protocol):
@@ -95,70 +94,3 @@ class OverlappedBackend:
         """The current stream waits for the copies' stream."""
         self._driver.record(self._moved, self._copies.cuda_stream)
         self._driver.wait(self._moved, self._driver.current())
-
-
-class SignallingBackend(OverlappedBackend):
-    """What the forms share that put a flag behind each transfer: kernels of 16-bit tiles wait for
-    flags, or count the tiles that the copies wait for.
-
-    Flags hold the number of the call and only grow. Buffers are double: a peer that has signalled
-    call i + 1 has finished call i and read what it was lent there, and no rank starts call i + 2
-    before it has seen all signals of call i + 1.
-
-    Args:
-        counters: how many counters the kernels of the scatter advance.
-    """
-
-    def __init__(self, workspace: Workspace, driver: Driver, prefix: str, counters: int) -> None:
-        super().__init__(workspace, driver, prefix)
-        self._gather_flags = workspace.flags(f"{prefix}_gather")
-        self._scatter_flags = workspace.flags(f"{prefix}_scatter", counters=counters)
-        self._gather_flags_of = self._gather_flags.addresses.tolist()
-        self._scatter_flags_of = self._scatter_flags.addresses.tolist()
-        self._sum = SlotSum(workspace, self._scatter_flags)
-        self._scatter_calls = 0
-
-    def unsupported_reason(self, a: Tensor, gemm: Gemm, m: int) -> str | None:
-        dtype, strides = gemm.dtype_for(a), tuple(gemm.b.stride())
-        if a.dtype not in (torch.bfloat16, torch.float16) or dtype != a.dtype:
-            served = "bf16 and fp16 into their own dtype"
-            return f"the kernel multiplies {served}, not {a.dtype} into {dtype}"
-        if min(strides) != 1 or max(strides) % 8:
-            allowed = "one dimension contiguous, the other's a multiple of 8"
-            return f"B has strides {strides}, allowed: {allowed}"
-        if gemm.k % 16 or gemm.n % 16:
-            return f"K {gemm.k} and N {gemm.n} are not multiples of 16"
-        if not a.shape[0]:
-            # Its kernel would wait for no peer, and the next call could overwrite what a peer
-            # reads.
-            return "A has no rows"
-        if any(t is not None and t.data_ptr() % 16 for t in (a, gemm.b, gemm.bias)):
-            return "A, B or the bias does not begin on a 16-byte boundary"
-        return None
-
-    def matmul_scatter(
-        self, a: Tensor, gemm: Gemm, overlapped: Callable[[], None] | None = None
-    ) -> Tensor:
-        self.check(a, gemm, a.shape[0])
-        try:
-            slots, sent = self._matmul_blocks(a.contiguous(), gemm)
-            self._send(sent)
-            if overlapped is not None:
-                overlapped()
-            return self._add(slots, gemm.bias)
-        finally:
-            self._join()  # the copies still read what is sent
-
-    def _matmul_blocks(self, a: Tensor, gemm: Gemm) -> tuple[Tensor, Tensor]:
-        """Start the kernel; returns the slots ``[W, M / W, N]`` of the receive buffer, whose own
-        one it fills, and the blocks of C by owner, the own one unused."""
-        raise NotImplementedError
-
-    def _send(self, blocks: Tensor) -> None:
-        """Copy each block into its owner's slot, and a flag behind it, as the kernel finishes
-        them."""
-        raise NotImplementedError
-
-    def _add(self, slots: Tensor, bias: Tensor | None) -> Tensor:
-        """The sum of all ranks' slots, once they are there."""
-        return self._sum(slots, self._scatter_calls, bias)

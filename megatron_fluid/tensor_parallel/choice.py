@@ -35,12 +35,10 @@ from megatron_fluid.tensor_parallel.measured import measured_backend
 if TYPE_CHECKING:
     from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
     from megatron_fluid.tensor_parallel.fused import FusedBackend
-    from megatron_fluid.tensor_parallel.signal_wait import SignalWaitBackend
 
 __all__ = ["BACKENDS", "Backend", "backend_for", "backends_of", "overlapped_backends"]
 
-# "flagged" is the signal-wait form.
-BACKENDS = ("auto", "copy_engine", "flagged", "fused", "collective")
+BACKENDS = ("auto", "copy_engine", "fused", "collective")
 
 
 class _GroupBackends:
@@ -51,11 +49,9 @@ class _GroupBackends:
         from megatron_fluid.cuda.copy_engine import CudaDriver
         from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
         from megatron_fluid.tensor_parallel.fused import FusedBackend
-        from megatron_fluid.tensor_parallel.signal_wait import SignalWaitBackend
 
         self.collective = CollectiveBackend(group)
         self.copy_engine: CopyEngineBackend | None = None
-        self.flagged: SignalWaitBackend | None = None
         self.fused: FusedBackend | None = None
         self.gpu = torch.cuda.get_device_name()
         self.unsupported_reason = symmetric_unsupported_reason(group)
@@ -65,8 +61,7 @@ class _GroupBackends:
             self.machine = agreed_machine(group, "cuda")
             self._workspace = SymmetricWorkspace(group, wait_timeout_s(group))
             driver = CudaDriver(self._workspace.device)
-            self.copy_engine = copy_engine = CopyEngineBackend(self._workspace, driver)
-            self.flagged = SignalWaitBackend(self._workspace, driver, copy_engine)
+            self.copy_engine = CopyEngineBackend(self._workspace, driver)
             if is_hopper(torch.cuda.current_device()) and group.size() <= MOST_RANKS:
                 self.fused = FusedBackend(self._workspace, driver)
 
@@ -131,12 +126,12 @@ def backend_for(
     backends = overlapped_backends(name, group, a)
     if backends is None:
         return CollectiveBackend(group)
-    copy_engine, flagged, fused = backends.copy_engine, backends.flagged, backends.fused
-    assert copy_engine is not None and flagged is not None
+    copy_engine, fused = backends.copy_engine, backends.fused
+    assert copy_engine is not None
     if name == "fused" and fused is None:
         found = f"{group.size()} ranks, {backends.gpu}"
         reason = f"its kernels are for at most {MOST_RANKS} ranks on Hopper GPUs, not for {found}"
-        allowed = "auto, copy_engine, flagged, collective"
+        allowed = "auto, copy_engine, collective"
         raise ConfigError(f"backend: found 'fused', allowed here: {allowed}, because {reason}")
     if name != "auto":
         asked = getattr(backends, name)
@@ -146,8 +141,6 @@ def backend_for(
         return backends.collective
     n, k = gemm.n, gemm.k
     chosen = measured_backend(backends.gpu, group.size(), operation, m, n, k)
-    if chosen == "flagged" and flagged.unsupported_reason(a, gemm, m) is None:
-        return flagged
     if fused is not None and fused.unsupported_reason(a, gemm, m) is not None:
         fused = None
     if chosen is None:

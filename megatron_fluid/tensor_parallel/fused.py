@@ -35,8 +35,8 @@ from megatron_fluid.kernels.fused_gemm import (
     chunks_of_block,
     strips_of_block,
 )
-from megatron_fluid.tensor_parallel.backend import SignallingBackend
-from megatron_fluid.tensor_parallel.double_buffer import PeerWait, refuse_capture
+from megatron_fluid.tensor_parallel.backend import OverlappedBackend
+from megatron_fluid.tensor_parallel.double_buffer import PeerWait, SlotSum, refuse_capture
 from megatron_fluid.tensor_parallel.gemm import Gemm
 
 __all__ = ["FusedBackend"]
@@ -47,9 +47,14 @@ _MOST_COST = 1.25  # `FusedGemm.cost` up to which the waves of tiles count as fu
 _GATHER_BYTES, _SCATTER_BYTES, _CHUNKS = 8 << 20, 16 << 20, 8
 
 
-class FusedBackend(SignallingBackend):
+class FusedBackend(OverlappedBackend):
     """Overlapped AllGather-GEMM and GEMM-ReduceScatter by kernels for compute capability 9.0 and at
-    most 8 ranks, on one stream order."""
+    most 8 ranks, on one stream order.
+
+    Flags hold the number of the call and only grow. Buffers are double: a peer that has signalled
+    call i + 1 has finished call i and read what it was lent there, and no rank starts call i + 2
+    before it has seen all signals of call i + 1.
+    """
 
     name = "fused"
 
@@ -57,8 +62,14 @@ class FusedBackend(SignallingBackend):
         if workspace.world_size > MOST_RANKS:
             found = workspace.world_size
             raise ConfigError.of("ranks of the fused form", found, f"at most {MOST_RANKS}")
+        super().__init__(workspace, driver, "tp_fused")
         counters = workspace.world_size * MOST_CHUNKS
-        super().__init__(workspace, driver, "tp_fused", counters)
+        self._gather_flags = workspace.flags("tp_fused_gather")
+        self._scatter_flags = workspace.flags("tp_fused_scatter", counters=counters)
+        self._gather_flags_of = self._gather_flags.addresses.tolist()
+        self._scatter_flags_of = self._scatter_flags.addresses.tolist()
+        self._sum = SlotSum(workspace, self._scatter_flags)
+        self._scatter_calls = 0
         self._pushed = driver.event()
         self._wait = PeerWait(workspace, self._gather_flags)
         self._counters = self._scatter_flags.counter.view(self.ranks, MOST_CHUNKS)
@@ -73,7 +84,22 @@ class FusedBackend(SignallingBackend):
     def unsupported_reason(self, a: Tensor, gemm: Gemm, m: int) -> str | None:
         if m > MOST_ROWS * self.ranks:
             return f"A has {m} rows in all, more than {MOST_ROWS} a rank"
-        return super().unsupported_reason(a, gemm, m)
+        dtype, strides = gemm.dtype_for(a), tuple(gemm.b.stride())
+        if a.dtype not in (torch.bfloat16, torch.float16) or dtype != a.dtype:
+            served = "bf16 and fp16 into their own dtype"
+            return f"the kernel multiplies {served}, not {a.dtype} into {dtype}"
+        if min(strides) != 1 or max(strides) % 8:
+            allowed = "one dimension contiguous, the other's a multiple of 8"
+            return f"B has strides {strides}, allowed: {allowed}"
+        if gemm.k % 16 or gemm.n % 16:
+            return f"K {gemm.k} and N {gemm.n} are not multiples of 16"
+        if not a.shape[0]:
+            # Its kernel would wait for no peer, and the next call could overwrite what a peer
+            # reads.
+            return "A has no rows"
+        if any(t is not None and t.data_ptr() % 16 for t in (a, gemm.b, gemm.bias)):
+            return "A, B or the bias does not begin on a 16-byte boundary"
+        return None
 
     def fills_waves(self, a: Tensor, gemm: Gemm, m: int, operation: str) -> bool:
         """Whether the tiles of a whole GEMM of `m` rows keep the SMs busy. Where those of a scatter
@@ -183,7 +209,22 @@ class FusedBackend(SignallingBackend):
         return gathered
 
     # ---- GEMM-ReduceScatter
+    def matmul_scatter(
+        self, a: Tensor, gemm: Gemm, overlapped: Callable[[], None] | None = None
+    ) -> Tensor:
+        self.check(a, gemm, a.shape[0])
+        try:
+            slots, sent = self._matmul_blocks(a.contiguous(), gemm)
+            self._send(sent)
+            if overlapped is not None:
+                overlapped()
+            return self._add(slots, gemm.bias)
+        finally:
+            self._join()  # the copies still read what is sent
+
     def _matmul_blocks(self, a: Tensor, gemm: Gemm) -> tuple[Tensor, Tensor]:
+        """Start the kernel; returns the slots ``[W, M / W, N]`` of the receive buffer, whose own
+        one it fills, and the blocks of C by owner, the own one unused."""
         kernels, rows, n = self._gemm(a.dtype), a.shape[0] // self.ranks, gemm.n
         nbytes, high = rows * n * a.dtype.itemsize, kernels.high(rows, n)
         most = min(_CHUNKS, MOST_CHUNKS // strips_of_block(high))
@@ -202,6 +243,8 @@ class FusedBackend(SignallingBackend):
         return slots, blocks
 
     def _send(self, blocks: Tensor) -> None:
+        """Copy each chunk into its owner's slot when the kernel has finished it, and a flag behind
+        the last one."""
         driver, stream = self._driver, self._copies.cuda_stream
         size, nbytes = blocks.dtype.itemsize, blocks.nbytes // self.ranks
         pitch = blocks.shape[2] * size
@@ -217,3 +260,7 @@ class FusedBackend(SignallingBackend):
                 driver.copy_block(target + at, source + at, pitch, width, chunk.rows, stream)
             flag = self._scatter_flags_of[owner] + 4 * self.rank
             driver.write(flag, self._scatter_calls, stream)
+
+    def _add(self, slots: Tensor, bias: Tensor | None) -> Tensor:
+        """The sum of all ranks' slots, once they are there."""
+        return self._sum(slots, self._scatter_calls, bias)

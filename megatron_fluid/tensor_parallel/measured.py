@@ -38,9 +38,9 @@ def nearest_backend(
     """The backend of the nearest measured shape (M, N, K), or None where none is near. The distance
     is the largest ratio of M, N and K, then the product of all three.
 
-    >>> nearest_backend([("H200", 4, "gather", 1024, 512, 512, "flagged")],
+    >>> nearest_backend([("H200", 4, "gather", 1024, 512, 512, "fused")],
     ...                 "H200", 4, "gather", (2048, 512, 512))
-    'flagged'
+    'fused'
     """
     best: tuple[float, float, str] | None = None
     for *case, m, n, k, backend in table:

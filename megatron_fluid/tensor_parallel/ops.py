@@ -73,7 +73,7 @@ def all_gather_matmul(
         out_dtype: of C; A's dtype, or bf16 for fp8.
         return_gathered: also return the gathered A ``[W m, K]`` (no gradient flows through it).
         backend: "auto" (measurements or a rule decide, for forward and backward separately),
-            "copy_engine", "flagged" (signal-wait), "fused", "collective".
+            "copy_engine", "fused", "collective".
         weight_grad: computes the gradient of B from (the whole A, dC) in place of autograd's, and
             returns what autograd gets, or None. It enqueues its work on the current stream before
             it returns: the whole of what was gathered is lent to it until the group's next gather.

@@ -69,7 +69,7 @@ def _back_to_back(rank: int, ranks: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("connections", ["1", "32"])
-@pytest.mark.parametrize("form", ["copy_engine", "flagged", "fused"])
+@pytest.mark.parametrize("form", ["copy_engine", "fused"])
 def test_calls_without_a_barrier_between_them_do_not_mix(form: str, connections: str) -> None:
     environment = {**TIMEOUT, "CUDA_DEVICE_MAX_CONNECTIONS": connections}
     run_ranks(_back_to_back, min(RANKS, 8), form, backend="nccl", timeout_s=200, env=environment)
@@ -152,7 +152,7 @@ def _training(rank: int, ranks: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("connections", ["1", "32"])
-@pytest.mark.parametrize("form", ["copy_engine", "flagged", "fused"])
+@pytest.mark.parametrize("form", ["copy_engine", "fused"])
 def test_steps_without_a_barrier_between_them_do_not_mix(form: str, connections: str) -> None:
     environment = {**TIMEOUT, "CUDA_DEVICE_MAX_CONNECTIONS": connections}
     run_ranks(_training, min(RANKS, 8), form, backend="nccl", timeout_s=200, env=environment)
@@ -176,14 +176,7 @@ def _behind(rank: int, ranks: int, backend: str) -> None:
     for turn in range(4):
         workspace = backends_of(group)._workspace
         assert workspace is not None
-        for name in (
-            "tp_gather",
-            "tp_scatter",
-            "tp_flagged_gather",
-            "tp_flagged_scatter",
-            "tp_fused_gather",
-            "tp_fused_scatter",
-        ):
+        for name in ("tp_gather", "tp_scatter", "tp_fused_gather", "tp_fused_scatter"):
             workspace.reserve(
                 name, 4 * ranks * m * k, torch.bfloat16
             )  # growing in a call would wait for the GPU
@@ -199,7 +192,7 @@ def _behind(rank: int, ranks: int, backend: str) -> None:
         close_group(group)
 
 
-@pytest.mark.parametrize("backend", ["copy_engine", "flagged", "fused"])
+@pytest.mark.parametrize("backend", ["copy_engine", "fused"])
 def test_first_calls_need_no_idle_gpu(backend: str) -> None:
     run_ranks(_behind, min(RANKS, 8), backend, backend="nccl", timeout_s=200, env=TIMEOUT)
 
@@ -214,7 +207,7 @@ def _beside_nccl(rank: int, ranks: int) -> None:
     b = torch.randn(1024, 2048, device="cuda", dtype=torch.bfloat16)
     load = torch.ones(16 << 20, device="cuda", dtype=torch.bfloat16)
     wanted = {}
-    for backend in ("collective", "copy_engine", "flagged", "fused"):
+    for backend in ("collective", "copy_engine", "fused"):
         for turn in range(12):
             work = dist.all_reduce(load, group=other, async_op=True)
             c = all_gather_matmul(a, b, group, backend=backend)
@@ -226,7 +219,7 @@ def _beside_nccl(rank: int, ranks: int) -> None:
         torch.cuda.synchronize()
         load.fill_(1)
         wanted[backend] = total.float()
-    for backend in ("copy_engine", "flagged", "fused"):
+    for backend in ("copy_engine", "fused"):
         error = (wanted[backend] - wanted["collective"]).norm() / wanted["collective"].norm()
         assert error < 1e-2, f"{backend}: {error:.1e}"
     close_group(group)

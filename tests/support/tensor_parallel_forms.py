@@ -19,9 +19,8 @@ from megatron_fluid.kernels.fused_gemm import Signals, chunks_of_block, tiles_of
 from megatron_fluid.tensor_parallel import fused
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
 from megatron_fluid.tensor_parallel.fused import FusedBackend
-from megatron_fluid.tensor_parallel.signal_wait import SignalWaitBackend
 
-__all__ = ["copy_engine_forms", "fused_forms", "gather_all", "scatter_all", "signal_wait_forms"]
+__all__ = ["copy_engine_forms", "fused_forms", "gather_all", "scatter_all"]
 
 
 class _InOrder(CopyEngineBackend):
@@ -34,16 +33,6 @@ class _InOrder(CopyEngineBackend):
 def copy_engine_forms(ranks: int) -> list[CopyEngineBackend]:
     world = SimulatedWorkspace(ranks)
     return [_InOrder(world.rank(r), SimulatedDriver()) for r in range(ranks)]
-
-
-def signal_wait_forms(ranks: int, programs: int = 5) -> list[SignalWaitBackend]:
-    world = SimulatedWorkspace(ranks)
-    return [
-        SignalWaitBackend(
-            world.rank(r), SimulatedDriver(), _InOrder(world.rank(r), SimulatedDriver()), programs
-        )
-        for r in range(ranks)
-    ]
 
 
 class _FusedOnCpu:
@@ -107,13 +96,6 @@ def gather_all(
         return [
             b._gather_matmul(s, p, g, keep, lend)
             for b, s, p, g in zip(backends, shards, pushed, gemms, strict=True)
-        ]
-    if isinstance(backends[0], SignalWaitBackend):
-        for backend, shard in zip(backends, shards, strict=True):
-            backend._push(shard)
-        return [
-            b._gather_matmul(s, g, keep, lend)
-            for b, s, g in zip(backends, shards, gemms, strict=True)
         ]
     staged = [b._announce(s) for b, s in zip(backends, shards, strict=True)]
     return [

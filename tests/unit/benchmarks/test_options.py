@@ -19,8 +19,7 @@ MODES = "found 'nosuch', allowed: some of forward, train, comma-separated"
 
 
 def _program(name: str) -> ModuleType:
-    folder = "tune" if name == "tp_tune" else "suites"
-    return importlib.import_module(f"benchmarks.{folder}.{name}")
+    return importlib.import_module(f"benchmarks.suites.{name}")
 
 
 @pytest.mark.parametrize(
@@ -119,16 +118,6 @@ def _program(name: str) -> ModuleType:
             "argument --cases: found 'r1-', allowed: one of r1, v2-lite and a number of",
         ),
         ("transformer_speedup", "--dtype nosuch", "argument --dtype: invalid choice: 'nosuch'"),
-        (
-            "tp_tune",
-            "--rows 8192 17",
-            "argument --rows: found 17, allowed with --sweep goals: some of 8192",
-        ),
-        (
-            "tp_tune",
-            "--forms nosuch",
-            "argument --forms: found 'nosuch', allowed: beginnings of variants' names, as copy",
-        ),
     ],
 )
 def test_an_unknown_or_idle_option_is_refused(

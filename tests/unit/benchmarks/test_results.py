@@ -338,7 +338,7 @@ def test_the_table_of_backends_is_made_from_results(tmp_path: Path) -> None:
         row("ag-8-4-4", "fluid_fused", 1.5, 2100.0),
         row("ag-8-4-2", "torch", 2.0),
         row("ag-8-4-2", "fluid_copy_engine", 1.5),
-        row("ag-8-4-2", "fluid_flagged", 1.25),
+        row("ag-8-4-2", "fluid_fused", 1.25),
         row("rs-8-4-2", "torch", 2.0),
         row("rs-8-4-2", "fluid_copy_engine", 1.97),
         row("rs-16-4-2", "torch", 2.0),
@@ -352,7 +352,7 @@ def test_the_table_of_backends_is_made_from_results(tmp_path: Path) -> None:
     ours = [entry for entry in table if entry[0] == gpu]
     host_bound = (gpu, 4, "gather", 8, 4, 4, "collective")
     assert ours == [
-        (gpu, 4, "gather", 8, 4, 2, "flagged"),
+        (gpu, 4, "gather", 8, 4, 2, "fused"),
         host_bound,
         (gpu, 4, "scatter", 8, 4, 2, "collective"),
     ]

@@ -27,7 +27,7 @@ ROWS = [
             "gemm_only": 1.0,
             "torch": 3.0,
             "flux": 2.25,
-            "fluid_flagged": 0.5,
+            "fluid_fused": 0.5,
         },
         "ag-1024-1-1": {"fluid": 0.0125},
     }.items()

@@ -52,7 +52,7 @@ def _chosen(
     name: str = "auto",
 ) -> str:
     backends = SimpleNamespace(
-        **{form: SimpleNamespace(name=form) for form in ("collective", "flagged")},
+        collective=SimpleNamespace(name="collective"),
         copy_engine=_CopyEngine(),
         fused=_Fused(full) if hopper else None,
         gpu="a GPU that nobody measured",
@@ -124,7 +124,7 @@ def test_a_capture_is_the_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     a, gemm = _operands()
     for name in ("auto", "collective"):
         assert choice.backend_for(name, _group(), "gather", gemm, 8192, a).name == "collective"
-    for name in ("copy_engine", "flagged", "fused"):
+    for name in ("copy_engine", "fused"):
         with pytest.raises(
             FluidError, match=f"the {name} backend .* cannot be captured into a CUDA graph"
         ):
@@ -144,7 +144,7 @@ def test_where_nothing_can_overlap_the_collective_serves_and_others_say_why_not(
     a = a.as_subclass(kind)
     for name in ("auto", "collective"):
         assert choice.backend_for(name, group, "gather", gemm, 8192, a).name == "collective"
-    for name in ("copy_engine", "flagged", "fused"):
+    for name in ("copy_engine", "fused"):
         with pytest.raises(
             ConfigError, match=f"found '{name}', allowed here: auto, collective, because {reason}"
         ):

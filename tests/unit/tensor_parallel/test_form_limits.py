@@ -9,7 +9,7 @@ import torch
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from megatron_fluid.tensor_parallel.gemm import Gemm
 from tests.support.machine import NEEDS_INTERPRETER
-from tests.support.tensor_parallel_forms import copy_engine_forms, fused_forms, signal_wait_forms
+from tests.support.tensor_parallel_forms import copy_engine_forms, fused_forms
 
 pytestmark = NEEDS_INTERPRETER
 
@@ -91,8 +91,10 @@ def test_a_block_that_never_comes_is_reported_by_peer(monkeypatch: pytest.Monkey
         backends[2]._matmul_blocks(a, gemm)
 
 
-def test_the_signal_wait_form_refuses_what_its_kernel_cannot_multiply() -> None:
-    (backend,) = signal_wait_forms(1)
+def test_the_fused_form_refuses_what_its_kernel_cannot_multiply(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (backend,) = fused_forms(1, monkeypatch)
     a = torch.randn(4, 16)
     with pytest.raises(ConfigError, match="not torch.float32 into torch.float32"):
         backend.gather_matmul(a, Gemm(torch.randn(16, 16)))
@@ -109,28 +111,3 @@ def test_the_signal_wait_form_refuses_what_its_kernel_cannot_multiply() -> None:
         backend.gather_matmul(
             torch.randn(4 * 16 + 1).to(half)[1:].view(4, 16), Gemm(torch.randn(16, 16).to(half))
         )
-
-
-def test_a_shard_that_never_comes_is_reported_by_peer() -> None:
-    backends = signal_wait_forms(3)
-    half = torch.bfloat16
-    shards, gemm = (
-        [torch.randn(4, 16).to(half) for _ in range(3)],
-        Gemm(torch.randn(16, 16).to(half)),
-    )
-    for rank in (0, 2):
-        backends[rank]._push(shards[rank])
-    backends[0]._gather_matmul(shards[0], gemm, False)
-    with pytest.raises(PeerTimeoutError, match="rank 0.*peer 1.*tp_flagged_gather"):
-        backends[0]._push(shards[0])
-
-
-def test_a_block_is_not_sent_before_the_kernel_has_finished_it() -> None:
-    backends = signal_wait_forms(2)
-    a, gemm = torch.randn(8, 16).to(torch.bfloat16), Gemm(torch.randn(16, 16).to(torch.bfloat16))
-    _, sent = backends[0]._matmul_blocks(a, gemm)
-    backends[0]._send(sent)
-    backends[1]._matmul_blocks(a, gemm)
-    backends[1]._blocks_done += 1  # as if a tile were missing
-    with pytest.raises(FluidError, match="would wait for 2 forever"):
-        backends[1]._send(sent)

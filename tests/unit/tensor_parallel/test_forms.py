@@ -17,7 +17,6 @@ from tests.support.tensor_parallel_forms import (
     fused_forms,
     gather_all,
     scatter_all,
-    signal_wait_forms,
 )
 
 pytestmark = NEEDS_INTERPRETER
@@ -75,15 +74,6 @@ def test_the_copy_engine_form_equals_the_reference(ranks: int) -> None:
     _check(backends, 5, 7, 11, torch.float32, True, True)
 
 
-@pytest.mark.parametrize(("ranks", "programs"), [(1, 2), (2, 1), (3, 5), (4, 32)])
-def test_the_signal_wait_form_equals_the_reference(ranks: int, programs: int) -> None:
-    backends = signal_wait_forms(ranks, programs)
-    # One tile and several, in both directions, with edges; K of whole steps and not.
-    for turn, (m, n, k) in enumerate(((6, 16, 32), (130, 272, 80), (8, 528, 64))):
-        dtype = torch.float16 if turn == 1 else torch.bfloat16
-        _check(backends, m, n, k, dtype, turn % 2 == 0, turn > 0)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_fused_form_moves_every_chunk(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels are another test's, on GPUs: this is what copy engines bring, where and when."""
@@ -127,14 +117,11 @@ def test_the_fused_form_lends_what_it_gathers_without_a_gemm(
             _close(c, whole.double() @ b.double())
 
 
-@pytest.mark.parametrize("form", ["flagged", "fused"])
 def test_what_is_kept_stays_and_what_is_lent_is_the_lent_buffer(
-    form: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks, m, k = 2, 16, 64
-    backends: list[Any] = (
-        fused_forms(ranks, monkeypatch) if form == "fused" else signal_wait_forms(ranks)
-    )
+    backends = fused_forms(ranks, monkeypatch)
     gemms = [Gemm(torch.randn(k, 32).to(torch.bfloat16))] * ranks
     kept = []
     for turn in range(3):
@@ -152,10 +139,9 @@ def test_what_is_kept_stays_and_what_is_lent_is_the_lent_buffer(
     ]
 
 
-@pytest.mark.parametrize("form", ["copy_engine", "flagged"])
 @pytest.mark.parametrize("stride", [0, 2])
-def test_a_bias_is_read_by_its_strides(form: str, stride: int) -> None:
-    backends: list[Any] = copy_engine_forms(2) if form == "copy_engine" else signal_wait_forms(2)
+def test_a_bias_is_read_by_its_strides(stride: int) -> None:
+    backends = copy_engine_forms(2)
     bias = torch.arange(1, 33).to(torch.bfloat16).as_strided((16,), (stride,))
     a = [torch.zeros(8, 16, dtype=torch.bfloat16)] * 2
     gemms = [Gemm(torch.zeros(16, 16, dtype=torch.bfloat16), bias=bias)] * 2
