@@ -1,7 +1,7 @@
 """The vocabulary of unsupported settings: a setting, why it is unsupported, and when it counts.
 
 Each part of Megatron that is replaced has one table of them (moe/limits.py, attention/limits.py).
-Every decision, every report and the README's tables of settings are made from these tables.
+Decisions, the start-up report and docs/compatibility.md are made from these tables.
 """
 
 from collections.abc import Callable, Iterable

@@ -249,8 +249,8 @@ def startup_table(rows: Sequence[Row], features: Sequence[Feature]) -> str:
 
 
 def markdown_table(patches: Sequence[Patch]) -> str:
-    """The README's tables of what is patched and why; groups other than Megatron's are folded
-    away."""
+    """The tables in docs/patches.md: what is patched and why. Groups other than Megatron's are
+    folded away."""
     parts = []
     for group in dict.fromkeys(patch.group for patch in patches):
         lines = ["| patch | target | why it is a patch |", "|---|---|---|"]
@@ -279,7 +279,7 @@ def parts_table(parts: Iterable[tuple[str, str, Sequence[Limit[Any]]]]) -> str:
 
 
 def limits_table(limits: Sequence[Limit[Any]]) -> str:
-    """The README's tables of settings under which a layer keeps Megatron's own path."""
+    """A table in docs/compatibility.md: settings under which a layer keeps Megatron's own path."""
     rows = (f"| `{limit.setting}` | {limit.reason} |" for limit in limits)
     return "\n".join(["| setting | why |", "|---|---|", *rows])
 

@@ -25,7 +25,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="a list of one JSON object a patch")
     form.add_argument(
-        "--markdown", action="store_true", help="the README's table; needs no Megatron"
+        "--markdown", action="store_true", help="the table of docs/patches.md; needs no Megatron"
     )
     parser.set_defaults(run=run)
 
