@@ -73,7 +73,6 @@ class FluidMoELayer(MoELayer):
         super().__init__(*args, **kwargs)
         if not patches.is_applied("moe-layer-init"):  # which has done it
             moe_layer.DECISIONS.announce(self)
-            moe_layer.serve_phases(self)
 
     def forward(
         self,

@@ -20,6 +20,7 @@ from megatron_fluid.config import FluidConfig, current_config, names_exchange
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.local.transport import local_unsupported_reason
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
+from megatron_fluid.patches.moe.fp8 import follow_microbatches
 from megatron_fluid.patches.moe.limits import (
     backend_experts_reason,
     backend_fusion_reason,
@@ -88,6 +89,8 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         phases: makes what serves a layer with our exchange phase by phase, of the layer, the
             settings, the backend, and whether the experts are ours.
         experts: makes what serves a layer whose experts alone are ours.
+        serve_phases: does to a layer whose exchange may be ours what has to be done before its
+            first call.
     """
 
     feature, patch, setting = "overlapped MoE layer", "moe-layer", "moe_backend"
@@ -101,8 +104,10 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         whole: Mapping[str, Callable[[MoELayer, FluidConfig], Path]],
         phases: Callable[[MoELayer, FluidConfig, str, bool], Path],
         experts: Callable[[MoELayer, FluidConfig], Path],
+        serve_phases: Callable[[MoELayer], None],
     ) -> None:
         super().__init__()
+        self._serve_phases = serve_phases
         self._whole, self._phases, self._experts = whole, phases, experts
         # Of layers that the ranks have agreed on.
         self._parts: weakref.WeakKeyDictionary[Any, _Parts] = weakref.WeakKeyDictionary()
@@ -114,6 +119,14 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
 
     def group(self, layer: MoELayer) -> dist.ProcessGroup:
         return layer.ep_group
+
+    def announce(self, layer: MoELayer, late: bool = False) -> Decision[Path]:
+        decision = super().announce(layer, late)
+        if decision.reason is None and not decision.settled:
+            self._serve_phases(layer)
+        if not late:
+            follow_microbatches(layer)
+        return decision
 
     def counts(self, decision: Decision[Path]) -> bool:
         return patches.off_reason(self.patch) is None

@@ -20,7 +20,7 @@ from megatron_fluid.moe.expert_weights import ExpertWeights
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-__all__ = ["computes_in_fp8", "expire_casts", "prepare_fp8"]
+__all__ = ["compile_fp8_kernels_ahead", "computes_in_fp8", "expire_casts", "follow_microbatches"]
 
 
 def computes_in_fp8(layer: MoELayer) -> bool:
@@ -34,21 +34,29 @@ def computes_in_fp8(layer: MoELayer) -> bool:
     return not is_first_last_bf16_layer(config, layer.layer_number - 1)
 
 
-def prepare_fp8(layer: MoELayer, device: torch.device | None) -> None:
-    """If the layer is in fp8, have Megatron mark it before the first microbatch of a step, and
-    begin to compile the kernel of experts that are ours on `device`."""
+def follow_microbatches(layer: MoELayer) -> None:
+    """If the layer is in fp8, have Megatron mark it before the first microbatch of a step. Only
+    before the first step of all: Megatron then keeps a list of the modules that it marks."""
     if layer.config.fp8:
         layer.is_first_microbatch = True  # type: ignore[assignment]
-        if device is not None:
-            compile_fp8_ahead(device)
-            if current_config().moe_fp8_weight_grads == "fp8":
-                compile_fp8_weight_grads_ahead(device)
+
+
+def compile_fp8_kernels_ahead(layer: MoELayer, device: torch.device) -> None:
+    """If the layer is in fp8, begin to compile the kernels of its experts on `device`."""
+    if layer.config.fp8:
+        compile_fp8_ahead(device)
+        if current_config().moe_fp8_weight_grads == "fp8":
+            compile_fp8_weight_grads_ahead(device)
 
 
 def expire_casts(layer: MoELayer, projections: Callable[[], Iterable[ExpertWeights]]) -> None:
-    """Have the weights cast again in the first microbatch of a step."""
-    if layer.is_first_microbatch:
+    """Have the weights cast again in the first microbatch of a step; in every call of a layer that
+    Megatron does not mark."""
+    marked = "is_first_microbatch" in vars(layer)
+    if marked and not layer.is_first_microbatch:
+        return
+    if marked:
         layer.is_first_microbatch = False  # type: ignore[assignment]
-        for fc in projections():
-            if fc.kept.cast is not None:
-                fc.kept.cast.expire()
+    for fc in projections():
+        if fc.kept.cast is not None:
+            fc.kept.cast.expire()

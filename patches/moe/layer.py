@@ -38,7 +38,7 @@ from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
 from megatron_fluid.patches.moe.compile_ahead import compile_layer_ahead
 from megatron_fluid.patches.moe.decision import MoEDecisions
-from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts, prepare_fp8
+from megatron_fluid.patches.moe.fp8 import compile_fp8_kernels_ahead, expire_casts
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
 from megatron_fluid.patches.moe.limits import bounded_unsupported_reason
 from megatron_fluid.patches.moe.offload import offload_of
@@ -59,7 +59,6 @@ __all__ = [
     "init",
     "moe_forward",
     "path_of",
-    "serve_phases",
 ]
 
 
@@ -74,23 +73,20 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
     def fluid_init(self: MoELayer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         DECISIONS.announce_built(self)
-        serve_phases(self)
         weight = next(self.experts.parameters(), None)
         backend = backend_of(self)[0]
         ours = experts_reason_of(self) is None and backend not in ("rounds", "megatron")
         if weight is not None and ours:
             compile_layer_ahead(self, weight, backend)
-        prepare_fp8(self, weight.device if weight is not None and ours else None)
+            compile_fp8_kernels_ahead(self, weight.device)
 
     return fluid_init
 
 
-def serve_phases(layer: MoELayer) -> None:
+def _serve_phases(layer: MoELayer) -> None:
     """Let phases that are called one by one reach our exchange: the 1F1B expert overlap never calls
     a layer's forward, in which another layer's token dispatcher is replaced."""
-    decision = DECISIONS.get(layer)
-    open_still = decision is not None and not decision.settled and decision.reason is None
-    if open_still and layer.config.overlap_moe_expert_parallel_comm:
+    if layer.config.overlap_moe_expert_parallel_comm:
         from megatron_fluid.patches.moe.token_dispatcher import install
 
         install(layer, path_of)
@@ -308,9 +304,8 @@ class _ChoicesLayer(OverlappedLayer):
         self._watch.hands_on = True
         # Of each expert, its index in the order of `columns`. [E]
         self._indices: Tensor | None = None
-        self._fp8 = computes_in_fp8(layer)
         in_fp8 = config.moe_fp8_weight_grads == "fp8"
-        self._precision = {"fp8": self._fp8, "fp8_weight_grads": in_fp8}
+        self._precision = {"fp8": self.fp8, "fp8_weight_grads": in_fp8}
         self._settings: dict[str, Any] = {
             "fused_main_grad": self.fused_main_grad,
             "recompute": moe_recompute(config),
@@ -325,7 +320,7 @@ class _ChoicesLayer(OverlappedLayer):
     def choices(self, layer: MoELayer, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """(indices of the chosen experts in the order in which ranks keep them [T, K], -1 where
         dropped; probs [T, K], fp32 but for `takes_any_probs`)."""
-        if self._fp8:
+        if self.fp8:
             expire_casts(layer, self.weights.matrices)
         probs, chosen, compact = route(layer, x, mask)
         if not compact:
@@ -440,6 +435,7 @@ DECISIONS: MoEDecisions[OverlappedLayer | ExchangedLayer | SeparateExperts] = Mo
     {path.backend: path for path in (RoundsLayer, HierarchicalLayer, NvlinkLayer, LocalLayer)},
     _exchanged,
     SeparateExperts,
+    _serve_phases,
 )
 
 

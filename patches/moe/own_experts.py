@@ -53,6 +53,7 @@ class OwnExperts:
     Attributes:
         weights: the experts' parameters.
         hooks: those of the experts' modules.
+        fp8: whether they compute in fp8.
     """
 
     def __init__(self, layer: MoELayer, config: FluidConfig, ordered: bool = True) -> None:
@@ -70,6 +71,7 @@ class OwnExperts:
         self._gathers = ParameterGathers()
         self.inference_active = InferenceMode.is_active
         self.fused_main_grad = bool(layer.config.gradient_accumulation_fusion)
+        self.fp8 = computes_in_fp8(layer)
         self.name = f"{'MTP ' if layer.is_mtp_layer else ''}MoE layer {layer.layer_number}"
 
     def gather_parameters(self) -> None:
@@ -122,7 +124,7 @@ class SeparateExperts(OwnExperts):
         self._settings: dict[str, Any] = {
             "fused_main_grad": self.fused_main_grad,
             "recompute": set(moe_recompute(config)) & {"hidden"},
-            "fp8": computes_in_fp8(layer),
+            "fp8": self.fp8,
             "fp8_weight_grads": config.moe_fp8_weight_grads == "fp8",
             "offload": offload_of(layer.config, config),
             "name": self.name,
@@ -143,7 +145,7 @@ class SeparateExperts(OwnExperts):
         """rows [N, H], their probabilities [N], counts [El] -> [N, H]. A dispatcher may give more
         rows than it counts: what they become is zero."""
         self.gather_parameters()
-        if self._settings["fp8"]:
+        if self.fp8:
             expire_casts(layer, self.weights.matrices)
         probs, spare = probs.reshape(-1), rows.shape[0] - sum(counts)
         if spare:

@@ -22,6 +22,7 @@ FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 def _trained(rank: int, world: int) -> dict[str, Any]:
     import torch
 
+    from megatron_fluid import get_fluid_custom_layers, patches
     from megatron_fluid.moe import fp8_experts, fp8_weight_grads
     from megatron_fluid.patches.moe import layer as moe_layer
     from megatron_fluid.patches.moe import limits
@@ -67,13 +68,19 @@ def _trained(rank: int, world: int) -> dict[str, Any]:
         "one layer": FP8
         | {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1}
         | {"num_layers_at_end_in_bf16": 0},
+        "without init's patch": FP8,
+        "layer spec": FP8,
     }
     for kind, overrides in kinds.items():
+        if kind == "without init's patch":
+            patches.disable("moe-layer-init")
         casts.clear()
         turned.clear()
         settings = {"moe_fp8_weight_grads": "bf16"} if kind == "bf16 gradients" else {}
         with tiny_gpt.plug_in(True, moe_backend="local", **settings) as calls:
-            model = tiny_gpt.gpt(config(**overrides))
+            made = config(**overrides)
+            spec = get_fluid_custom_layers(made) if kind == "layer spec" else None
+            model = tiny_gpt.gpt(made, spec)
             sizes = {"iterations": STEPS, "microbatches": MICROBATCHES}
             found[kind] = tiny_gpt.train(model, **sizes, distributed_optimizer=True).losses
             assert len(calls) == 2 * STEPS * MICROBATCHES
@@ -84,7 +91,7 @@ def _trained(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-def test_flags_of_megatron_turn_it_on_and_weights_are_cast_once_a_step() -> None:
+def test_weights_are_cast_once_a_step_however_layers_are_built() -> None:
     (found,) = run_ranks(_trained, 1)
     for backend in ("local", "rounds"):
         assert "Hopper GPUs, and tensors are on the cpu" in found["ours", backend]
@@ -100,4 +107,8 @@ def test_flags_of_megatron_turn_it_on_and_weights_are_cast_once_a_step() -> None
         assert len(casts) == STEPS * 2 * layers
         # Of the weights of that step: the distributed optimizer changed them in between.
         assert all(a != b for a, b in zip(casts[: 2 * layers], casts[2 * layers :], strict=True))
+    assert found["layer spec"] == found["fp8"] == found["without init's patch"]
+    assert found["layer spec", "casts"] == found["fp8", "casts"]
+    # Nobody has told Megatron to mark these layers: they cast in every call.
+    assert len(found["without init's patch", "casts"]) == MICROBATCHES * len(found["fp8", "casts"])
     assert found["bf16", "casts"] == []

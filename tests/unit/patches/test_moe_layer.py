@@ -306,6 +306,25 @@ def test_without_inits_patch_the_start_up_table_tells_of_the_layers_all_the_same
     assert found == ([("overlapped MoE layer", False, reason, 2)], 0)
 
 
+def _phases_without_inits_patch(rank: int, world_size: int) -> list[str]:
+    from megatron_fluid import patches
+    from megatron_fluid.patches import startup_report as startup
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=1)
+    patches.disable("moe-layer-init")
+    with tiny_gpt.plug_in(True, moe_backend="rounds"):
+        config = tiny_gpt.config_of()
+        config.overlap_moe_expert_parallel_comm = True
+        model = tiny_gpt.gpt(config)
+        startup.setup_model_and_optimizer(lambda: ([model], None, None))()
+        return [type(layer.mlp.token_dispatcher).__name__ for layer in model.decoder.layers]
+
+
+def test_phases_called_one_by_one_reach_our_exchange_without_inits_patch() -> None:
+    assert run_ranks(_phases_without_inits_patch, 1) == [["FluidTokenDispatcher"] * 2]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU there is no NVLink path")
 def test_where_the_nvlink_path_alone_cannot_be_had_rounds_are_named() -> None:
     (found,) = run_ranks(_without_the_patch, 1)
