@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # benchmarks/launch.sh NAME [ARGS]: run a benchmark on all GPUs of this host, or with NNODES, NODE_RANK, MASTER_ADDR and
-# MASTER_PORT set, on several. Without a GPU: NPROC gloo ranks (2 by default). host_time, losses, pretrain, run_all,
-# slow_wire, timeline and tp_table are one process (losses, pretrain and slow_wire start their ranks themselves).
+# MASTER_PORT set, on several. Without a GPU: NPROC gloo ranks (2 by default). Suites that start
+# their ranks themselves, and programs that start none, are one process.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 programs() { grep -ls '^if __name__ == "__main__"' benchmarks/*.py benchmarks/{suites,harness,report,tune}/*.py; }
@@ -21,8 +21,8 @@ module=${module//\//.}
 shift
 python=${PYTHON:-python3}
 if [ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
-# On every rank these would start the suites, or write the same file, again.
-case $name in cold_start | host_time | losses | pictures | pretrain | run_all | slow_wire | timeline | tp_table | wire_plan) exec "$python" -m "$module" "$@" ;; esac
+# A program whose docstring starts it by itself is one process: on every rank it would write the same file again.
+if grep -q "python -m $module\\b" "$script"; then exec "$python" -m "$module" "$@"; fi
 nproc=${NPROC:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')}
 rendezvous=(--standalone)
 if [ "${NNODES:-1}" -gt 1 ]; then

@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from megatron_fluid.cli.suggestions import with_suggestions
+from megatron_fluid.cli.arguments import with_suggestions
 
 __all__ = ["RunOutput", "short_parser"]
 

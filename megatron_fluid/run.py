@@ -21,14 +21,16 @@ def run(words: Sequence[str]) -> None:
         words: the script's path and its flags.
 
     Raises:
-        SystemExit: no script is named, or there is no such file; also whatever the script raises.
+        SystemExit: after --help, if no script is named or it does not exist, or what the script
+            raises.
     """
+    usage = "usage: python -m megatron_fluid.run SCRIPT [ITS FLAGS]"
+    if words and words[0] in ("-h", "--help"):
+        print(f"{usage}\n\n{__doc__}")
+        raise SystemExit(0)
     if not words or not Path(words[0]).is_file():
-        found = f"no file {words[0]}" if words else "no script"
-        raise SystemExit(
-            f"megatron_fluid.run: found {found}; "
-            "usage: python -m megatron_fluid.run SCRIPT [ITS FLAGS]"
-        )
+        found = f"there is no file {words[0]}" if words else "no script is named"
+        raise SystemExit(f"megatron_fluid.run: {found}; {usage}")
     import megatron_fluid  # noqa: F401 (arms the patches; `-m` has done so already)
 
     sys.argv = list(words)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from megatron_fluid import __version__
 from megatron_fluid.cli import bench, doctor, patches, plan, profile, run, warm
-from megatron_fluid.cli.suggestions import BriefParser
+from megatron_fluid.cli.arguments import BriefParser
 
 __all__ = ["main"]
 

@@ -241,7 +241,7 @@ def _machine(setting: str, models: object) -> tuple[Machine, int]:
     if asked not in ("measure", "reference"):
         return Machine.read(asked), int(os.environ.get("RANK", "0"))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and asked == "measure":
-        from megatron_fluid.cli.bandwidth import run_rank
+        from megatron_fluid.cli.ranks import run_rank
 
         found = run_rank(lambda group, _: agreed_machine(group, kind, asked))
         return (found, 0) if found is not None else (reference_machine(kind, 1), 1)

@@ -1,4 +1,4 @@
-"""`megatron-fluid run`: torchrun, with short endings.
+"""`megatron-fluid run`: torchrun, with short errors and time to save.
 
 It takes torchrun's own flags and starts ranks as torchrun does. When a rank fails, what that rank
 said is the last thing shown: torchrun's traceback and its table of failures are left out. After
@@ -13,17 +13,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_fluid.cli.arguments import positive
+from megatron_fluid.cli.arguments import BriefParser, positive
 
-__all__ = ["add_parser"]
+__all__ = ["add_parser", "run"]
 
 _GRACE_S = 600
 
 
 def add_parser(commands: Any) -> None:
-    """Add this subcommand to the help; its own words are torchrun's, so :func:`run` reads them."""
+    """Add this subcommand to the help. Its flags are torchrun's, so :func:`run` parses them."""
     commands.add_parser(
-        "run", help="start a script on several ranks: torchrun, with short endings", add_help=False
+        "run", help="start a script on several ranks: torchrun, with short errors", add_help=False
     )
 
 
@@ -31,14 +31,14 @@ def run(words: Sequence[str]) -> int:
     """Start the ranks; returns the exit status of the one that failed first, or 0.
 
     Args:
-        words: torchrun's flags, the script and its flags; `--grace SECONDS` before them is ours.
-            Without a rendezvous, several nodes or a master address, one host is meant
-            (`--standalone`).
+        words: `--grace SECONDS` or nothing, torchrun's flags, the script and its flags. Without a
+            rendezvous, several nodes or a master address, one host is meant (`--standalone`).
     """
-    parser = argparse.ArgumentParser(
+    parser = BriefParser(
         prog="megatron-fluid run",
         usage="megatron-fluid run [--grace SECONDS] [TORCHRUN'S FLAGS] SCRIPT [ITS FLAGS]",
         description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -49,27 +49,22 @@ def run(words: Sequence[str]) -> int:
         help="how long ranks may go on after Ctrl-C or SIGTERM (default: %(default)s)",
     )
     first = list(words[:1])
-    own = 2 if first == ["--grace"] else int(first in ([], ["-h"], ["--help"]))
-    args = parser.parse_args(words[:own])
-    words = list(words[own:])
-    if not words:
-        parser.error("found no script")
+    taken = 2 if first == ["--grace"] else int(first in (["-h"], ["--help"]))
+    args = parser.parse_args(words[:taken])
+    wanted = _torchrun_arguments(words[taken:])
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    wanted = torchrun.parse_args(words)
-    if not (wanted.rdzv_endpoint or wanted.nnodes != "1:1" or wanted.master_addr != "127.0.0.1"):
-        wanted.standalone = True
     _wait_for_ranks_after_a_signal(args.grace)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         torchrun.run(wanted)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        rank, failure = error.get_first_failure()
         if failure.exitcode < 0:  # it could not say anything itself
             name = signal.Signals(-failure.exitcode).name
-            print(f"rank {error.get_first_failure()[0]} was ended by {name}", file=sys.stderr)
+            print(f"rank {rank} was ended by {name}", file=sys.stderr)
             return 128 - failure.exitcode
         return int(failure.exitcode)
     except SignalException as stop:
@@ -77,8 +72,30 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
+def _torchrun_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Parse torchrun's flags; an error is one line, exit status 2."""
+    from torch.distributed import run as torchrun
+
+    parser = torchrun.get_args_parser()
+    parser.prog = "megatron-fluid run"
+    parser.error = functools.partial(BriefParser.error, parser)  # type: ignore[method-assign, arg-type]
+    if not words:
+        parser.error("no script is named; --help lists the flags")
+    wanted = parser.parse_args(words)
+    try:
+        ranks = torchrun.determine_local_world_size(wanted.nproc_per_node)
+    except ValueError as error:
+        parser.error(f"argument --nproc-per-node: {error}")
+    if ranks < 1:
+        found = wanted.nproc_per_node
+        parser.error(f"argument --nproc-per-node: found {found!r}, allowed: 1 or more")
+    if not (wanted.rdzv_endpoint or wanted.nnodes != "1:1" or wanted.master_addr != "127.0.0.1"):
+        wanted.standalone = True
+    return wanted
+
+
 def _wait_for_ranks_after_a_signal(grace_s: int) -> None:
-    """Let torchrun wait for its ranks as long as they may need to save."""
+    """Make torchrun wait for its ranks as long as they may need to save."""
     from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 
     close = PContext.close

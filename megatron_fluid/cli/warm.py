@@ -54,7 +54,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add = parser.add_argument
     add("model", nargs="?", choices=MODELS, metavar="MODEL", help=", ".join(MODELS))
     for name in Shape._fields:
-        add(f"--{name.replace('_', '-')}", type=positive, help="of another model")
+        add(f"--{name.replace('_', '-')}", type=positive, help="of another model: all four sizes")
     add("--dtype", choices=("bf16", "fp16"), default=None, help="default: bf16")
     ranks = "expert-parallel ranks, which share the experts (%(default)s)"
     add("--expert-parallel", type=positive, default=1, help=ranks)
@@ -63,11 +63,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def shape_of_flags(flags: Sequence[str]) -> tuple[Shape, str, int]:
-    """Read a Megatron command line: the experts' shape, "bf16" or "fp16", the expert-parallel
-    ranks.
+    """Read a Megatron command line.
+
+    Returns:
+        The experts' shape, "bf16" or "fp16", and the number of expert-parallel ranks.
 
     Raises:
-        ConfigError: a flag that the shape needs is not there.
+        ConfigError: a flag that the shape needs is missing.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     names = ("hidden-size", "ffn-hidden-size", "moe-ffn-hidden-size", "num-experts")
@@ -93,14 +95,14 @@ def _wanted(args: argparse.Namespace) -> tuple[Shape, str, int]:
     sizes = [getattr(args, name) for name in Shape._fields]
     given = [args.model is not None, any(size is not None for size in sizes), bool(args.from_args)]
     if sum(given) != 1:
-        allowed = "a model's name, or all sizes, or --from-args with Megatron's flags"
-        raise ConfigError.of("megatron-fluid warm", "none or several of them", allowed)
+        raise ConfigError("warm: give exactly one of MODEL, all four sizes, or --from-args")
     if args.from_args:
         shape, dtype, ranks = shape_of_flags(args.from_args)
         return shape, args.dtype or dtype, ranks
     if args.model is None and None in sizes:
-        missing = ", ".join(n for n, s in zip(Shape._fields, sizes, strict=True) if s is None)
-        raise ConfigError.of("megatron-fluid warm", f"no {missing}", "all of the four sizes")
+        flags = ("--hidden", "--ffn", "--experts", "--top-k")
+        missing = [flag for flag, size in zip(flags, sizes, strict=True) if size is None]
+        raise ConfigError(f"warm: give all four sizes; missing: {', '.join(missing)}")
     shape = MODELS[args.model] if args.model is not None else Shape(*sizes)
     return shape, args.dtype or "bf16", args.expert_parallel
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fluid.cli.nvshmem_preflight import LOOKS
+from megatron_fluid.cli.nvshmem_checks import LOOKS
 from tests.gpu.test_low_latency_gpu import _TOLERANCE, _Routing
 from tests.support.launch import run_ranks
 from tests.support.machine import GPUS, RANKS, SHARED

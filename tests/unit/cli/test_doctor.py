@@ -1,5 +1,6 @@
 """`megatron-fluid doctor`: findings, abilities, what follows and what to do."""
 
+import dataclasses
 import importlib
 import importlib.metadata
 import json
@@ -10,12 +11,18 @@ from typing import NoReturn
 import pytest
 import torch
 
-from megatron_fluid.cli import doctor, main, nvshmem_preflight
-from megatron_fluid.cli.advice import ADVICE, install_command
+from megatron_fluid.cli import doctor, main, nvshmem_checks
+from megatron_fluid.cli.arguments import install_command
+from megatron_fluid.cli.checks import CHECKS
+from megatron_fluid.cli.nvshmem_checks import Look
 from megatron_fluid.cuda import hopper_kernels, nvrtc
 from tests.unit.cli.test_cli import WITHOUT_MEGATRON, run_program
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def _replace(monkeypatch: pytest.MonkeyPatch, name: str, look: Look) -> None:
+    monkeypatch.setitem(CHECKS, name, dataclasses.replace(CHECKS[name], look=look))  # type: ignore[arg-type]
 
 
 def test_doctor_passes_here_and_says_why_something_is_missing(
@@ -46,7 +53,7 @@ def test_doctor_survives_a_broken_installation(monkeypatch: pytest.MonkeyPatch) 
     def broken() -> tuple[bool, str]:
         raise OSError("libnvshmem.so: cannot open shared object file")
 
-    monkeypatch.setitem(doctor._LOOKS, "nvshmem", broken)
+    _replace(monkeypatch, "nvshmem", broken)
     finding = {f.name: f for f in doctor.examine()}["nvshmem"]
     assert not finding.ok
     assert finding.detail == "OSError: libnvshmem.so: cannot open shared object file"
@@ -93,15 +100,12 @@ def test_doctor_without_megatron_says_how_to_get_it() -> None:
 def test_doctor_gives_each_reason_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in doctor._LOOKS:
-        monkeypatch.setitem(
-            doctor._LOOKS, name, lambda name=name: (False, f"no {name} for a reason of its own")
-        )
+    for name in CHECKS:
+        detail = f"no {name} for a reason of its own"
+        _replace(monkeypatch, name, lambda detail=detail: (False, detail))
     assert main(["doctor", "--require", *doctor.ABILITIES]) == 1
     text = capsys.readouterr()
-    assert all(
-        (text.out + text.err).count(f"no {name} for a reason") == 1 for name in doctor._LOOKS
-    )
+    assert all((text.out + text.err).count(f"no {name} for a reason") == 1 for name in CHECKS)
     lacks = re.findall(r"^(\S+) +no +(.+(?:\n {8,}.+)*)$", text.out, re.MULTILINE)
     found = {name: tuple(re.sub(r"\s+", " ", row).split(", ")) for name, row in lacks}
     assert found == doctor.ABILITIES
@@ -110,14 +114,14 @@ def test_doctor_gives_each_reason_once(
 def test_doctor_fits_100_columns_and_says_what_follows_and_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in doctor._LOOKS:
+    for name in CHECKS:
         reason = f"no {name}, " + "and a long reason " * 9 + "/with/a/path" * 9
-        monkeypatch.setitem(doctor._LOOKS, name, lambda reason=reason: (False, reason))
+        _replace(monkeypatch, name, lambda reason=reason: (False, reason))
     main(["doctor"])
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
     flat = re.sub(r"\s+", " ", text)
-    assert all(advice.consequence in flat for advice in ADVICE.values())
+    assert all(check.consequence in flat for check in CHECKS.values())
     steps = flat.partition("what to do")[2]
     assert (
         "- for gpu, nvlink, nvshmem, ibgda, ibrc, libfabric, transformer-engine: let `nvidia-smi`"
@@ -130,11 +134,11 @@ def test_doctor_fits_100_columns_and_says_what_follows_and_what_to_do(
 def test_doctor_as_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(doctor._LOOKS, "wrapt", lambda: (False, "gone"))
+    _replace(monkeypatch, "wrapt", lambda: (False, "gone"))
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     found = {finding["name"]: finding for finding in report["findings"]}
-    assert set(found) == set(doctor._LOOKS)
+    assert set(found) == set(CHECKS)
     assert (found["wrapt"]["ok"], found["wrapt"]["detail"]) == (False, "gone")
     assert found["wrapt"]["consequence"] == "Megatron is not patched"
     assert report["abilities_lack"]["core"] == ["wrapt"] and report["missing"] == ["core"]
@@ -151,12 +155,7 @@ def test_a_source_tree_alone_is_installed_by_its_path(monkeypatch: pytest.Monkey
     assert install_command("te") == f"pip install '{ROOT}[te]'"
     texts = {path: path.read_text() for path in (ROOT / "megatron_fluid").rglob("*.py")}
     naming = [path.name for path, text in texts.items() if "pip install 'megatron-fluid[" in text]
-    assert naming == ["advice.py"]
-
-
-def test_every_finding_has_advice() -> None:
-    assert list(ADVICE) == list(doctor._LOOKS)
-    assert {name for advice in ADVICE.values() for name in advice.after} <= set(ADVICE)
+    assert naming == ["arguments.py"]
 
 
 def test_doctor_finds_nvshmem_wherever_it_lies(
@@ -167,20 +166,21 @@ def test_doctor_finds_nvshmem_wherever_it_lies(
     for folder in (package / "lib", home / "lib64"):
         folder.mkdir(parents=True)
         (folder / "libnvshmem_host.so.3").touch()
-    monkeypatch.setattr(nvshmem_preflight, "_packages", lambda: [package])
-    monkeypatch.setattr(nvshmem_preflight, "_distributions", lambda: ["nvshmem4py-cu13 0.1"])
-    monkeypatch.setattr(nvshmem_preflight.sysconfig, "get_path", lambda name: str(tmp_path / "no"))
+    monkeypatch.setattr(nvshmem_checks, "_packages", lambda: [package])
+    monkeypatch.setattr(nvshmem_checks, "_distributions", lambda: ["nvshmem4py-cu13 0.1"])
+    monkeypatch.setattr(nvshmem_checks.sysconfig, "get_path", lambda name: str(tmp_path / "no"))
     symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
     monkeypatch.setattr(symmetric_memory, "is_nvshmem_available", lambda: False)
     monkeypatch.delenv("NVSHMEM_HOME", raising=False)
-    ok, detail = doctor._LOOKS["nvshmem"]()
+    ok, detail = CHECKS["nvshmem"].look()
     wheel = f"nvshmem4py-cu13 0.1, libnvshmem_host.so.3 in {package / 'lib'}"
     assert not ok and detail.startswith(f"{wheel}, but torch cannot load it")
     monkeypatch.setenv("NVSHMEM_HOME", str(home))
-    assert f"libnvshmem_host.so.3 in {home / 'lib64'}" in doctor._LOOKS["nvshmem"]()[1]
+    assert f"libnvshmem_host.so.3 in {home / 'lib64'}" in CHECKS["nvshmem"].look()[1]
     monkeypatch.setattr(symmetric_memory, "is_nvshmem_available", lambda: True)
-    assert doctor._LOOKS["nvshmem"]()[0]
+    assert CHECKS["nvshmem"].look()[0]
 
 
-def test_every_ability_stands_on_findings() -> None:
-    assert {name for needs in doctor.ABILITIES.values() for name in needs} <= set(doctor._LOOKS)
+def test_abilities_and_checks_name_checks_that_exist() -> None:
+    named = {name for needs in doctor.ABILITIES.values() for name in needs}
+    assert named | {name for check in CHECKS.values() for name in check.after} <= set(CHECKS)

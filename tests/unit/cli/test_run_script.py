@@ -37,8 +37,15 @@ def test_the_script_sees_what_python_would_show_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [([], "found no script"), (["absent.py", "--lr"], "found no file absent.py")],
+    [([], "no script is named"), (["absent.py", "--lr"], "there is no file absent.py")],
 )
 def test_a_script_that_is_not_there_is_named(words: list[str], found: str) -> None:
     with pytest.raises(SystemExit, match=f"megatron_fluid.run: {found}; usage: python -m"):
         run(words)
+
+
+def test_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(["--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: python -m megatron_fluid.run SCRIPT")

@@ -73,9 +73,9 @@ def test_sizes_of_a_share_of_the_experts() -> None:
 @pytest.mark.parametrize(
     ("command", "named"),
     [
-        ([], "found none or several of them"),
-        (["olmoe", "--hidden", "2"], "found none or several of them"),
-        (["--hidden", "2"], "found no ffn, experts, top_k"),
+        ([], "warm: give exactly one of MODEL, all four sizes, or --from-args"),
+        (["olmoe", "--hidden", "2"], "warm: give exactly one of"),
+        (["--hidden", "2"], "missing: --ffn, --experts, --top-k"),
         (["--from-args", "--hidden-size", "2"], "--from-args: --moe-ffn-hidden-size"),
         (["olmoe", "--expert-parallel", "7"], "expert-parallel ranks: found 7"),
     ],

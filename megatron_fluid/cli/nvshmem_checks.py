@@ -1,4 +1,4 @@
-"""What NVSHMEM needs on this machine, transport by transport: looks for `megatron-fluid doctor`.
+"""What NVSHMEM needs on this machine, transport by transport: checks for `megatron-fluid doctor`.
 
 NVSHMEM loads one remote transport at start-up: IBGDA (`NVSHMEM_IB_ENABLE_IBGDA=1`), else what
 `NVSHMEM_REMOTE_TRANSPORT` names (ibrc, libfabric, ucx, ibdevx, none). Inside a host it uses peer
@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["LOOKS", "installed"]
+__all__ = ["LOOKS", "Look", "installed"]
 
 Look = Callable[[], tuple[bool, str]]
 _ROOT = Path("/")  # tests look at another

@@ -1,4 +1,4 @@
-"""The doctor's looks at what NVSHMEM needs, on machines made of files."""
+"""The doctor's checks of what NVSHMEM needs, on machines made of files."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fluid.cli import nvshmem_preflight as preflight
+from megatron_fluid.cli import nvshmem_checks as checks
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine without anything."""
-    monkeypatch.setattr(preflight, "_ROOT", tmp_path)
-    monkeypatch.setattr(preflight.sysconfig, "get_path", lambda name: str(tmp_path / "site"))
-    monkeypatch.setattr(preflight, "_packages", list)
-    monkeypatch.setattr(preflight, "_distributions", list)
-    monkeypatch.setattr(preflight.ctypes.util, "find_library", lambda name: None)
+    monkeypatch.setattr(checks, "_ROOT", tmp_path)
+    monkeypatch.setattr(checks.sysconfig, "get_path", lambda name: str(tmp_path / "site"))
+    monkeypatch.setattr(checks, "_packages", list)
+    monkeypatch.setattr(checks, "_distributions", list)
+    monkeypatch.setattr(checks.ctypes.util, "find_library", lambda name: None)
     for name in (
         "NVSHMEM_LIB_DIR",
         "NVSHMEM_HOME",
@@ -47,9 +47,9 @@ MISSING = {
 
 
 def test_a_bare_machine_is_told_what_it_lacks(machine: Path) -> None:
-    assert set(MISSING) == set(preflight.LOOKS)
+    assert set(MISSING) == set(checks.LOOKS)
     for name, words in MISSING.items():
-        ok, detail = preflight.LOOKS[name]()
+        ok, detail = checks.LOOKS[name]()
         assert not ok and words in detail, (name, detail)
 
 
@@ -68,33 +68,32 @@ def test_a_furnished_machine_passes(machine: Path, monkeypatch: pytest.MonkeyPat
     )
     _write(machine, "opt/amazon/efa/lib64/libfabric.so.1")
     monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", "1")
-    for name, look in preflight.LOOKS.items():
+    for name, look in checks.LOOKS.items():
         ok, detail = look()
         assert ok, (name, detail)
-    assert "chosen" in preflight.LOOKS["nvshmem ibgda"]()[1]
-    assert "NVSHMEM_REMOTE_TRANSPORT=libfabric" in preflight.LOOKS["nvshmem libfabric"]()[1]
+    assert "chosen" in checks.LOOKS["nvshmem ibgda"]()[1]
+    assert "NVSHMEM_REMOTE_TRANSPORT=libfabric" in checks.LOOKS["nvshmem libfabric"]()[1]
 
 
 def test_half_furnished_machines_hear_what_is_left(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _write(machine, "sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
-    assert "uverbs" in preflight.LOOKS["rdma devices"]()[1]
+    assert "uverbs" in checks.LOOKS["rdma devices"]()[1]
     _write(machine, "dev/infiniband/uverbs0")
-    assert preflight.LOOKS["rdma devices"]() == (False, "mlx5_0 (port 1 DOWN): no port is ACTIVE")
+    assert checks.LOOKS["rdma devices"]() == (False, "mlx5_0 (port 1 DOWN): no port is ACTIVE")
     _write(machine, "proc/driver/nvidia/params", 'EnableStreamMemOPs: 0\nRegistryDwords: ""\n')
-    ok, detail = preflight.LOOKS["nvidia driver options"]()
+    ok, detail = checks.LOOKS["nvidia driver options"]()
     assert not ok and "NVreg_EnableStreamMemOPs=1 and NVreg_RegistryDwords" in detail
     monkeypatch.setenv("NVSHMEM_IBGDA_NIC_HANDLER", "cpu")
-    assert preflight.LOOKS["nvidia driver options"]()[0]
+    assert checks.LOOKS["nvidia driver options"]()[0]
     _write(machine, "proc/sys/kernel/osrelease", "6.8.0-40-generic\n")
-    assert not preflight.LOOKS["gpu direct rdma"]()[0]
+    assert not checks.LOOKS["gpu direct rdma"]()[0]
     _write(
         machine,
         "proc/driver/nvidia/version",
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64\n",
     )
     assert (
-        "dma-buf" in preflight.LOOKS["gpu direct rdma"]()[1]
-        and preflight.LOOKS["gpu direct rdma"]()[0]
+        "dma-buf" in checks.LOOKS["gpu direct rdma"]()[1] and checks.LOOKS["gpu direct rdma"]()[0]
     )

@@ -1,0 +1,282 @@
+"""The checks of `megatron-fluid doctor`: what each looks at, the consequence where it fails, and
+the remedy."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_fluid import patches
+from megatron_fluid.cli import nvshmem_checks
+from megatron_fluid.cli.arguments import install_command
+from megatron_fluid.cli.nvshmem_checks import LOOKS, Look
+
+__all__ = ["CHECKS", "Check"]
+
+_MINIMUM_PYTHON = (3, 12)
+_MINIMUM_TORCH = (2, 11)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check.
+
+    Attributes:
+        look: returns whether the check passed, and what was found or why it failed.
+        consequence: what does not work, or works otherwise, where it fails.
+        remedy: what to do then; "" where another check's remedy comes first.
+        after: checks that must pass before this one can.
+    """
+
+    look: Look
+    consequence: str
+    remedy: str = ""
+    after: tuple[str, ...] = ()
+
+
+def _at_least(found: str, minimum: tuple[int, int]) -> tuple[bool, str]:
+    major, minor = (int(part) for part in re.findall(r"\d+", found)[:2])
+    ok = (major, minor) >= minimum
+    return ok, found if ok else f"{found} found, {minimum[0]}.{minimum[1]} or newer needed"
+
+
+def _python() -> tuple[bool, str]:
+    return _at_least(platform.python_version(), _MINIMUM_PYTHON)
+
+
+def _torch() -> tuple[bool, str]:
+    import torch
+
+    return _at_least(torch.__version__, _MINIMUM_TORCH)
+
+
+def _package(name: str) -> Look:
+    def look() -> tuple[bool, str]:
+        importlib.import_module(name)
+        return True, importlib.metadata.version(name)
+
+    return look
+
+
+def _part_of_torch(name: str, *available: str) -> Look:
+    """Ask `torch.distributed` whether it was built with something."""
+
+    def look() -> tuple[bool, str]:
+        import torch.distributed as dist
+
+        ok = all(getattr(dist, ask)() for ask in available)
+        return ok, "available" if ok else f"this torch was built without {name}"
+
+    return look
+
+
+def _cuda() -> tuple[bool, str]:
+    import torch
+
+    cuda = torch.version.cuda
+    if cuda is None:
+        return False, f"torch {torch.__version__} was built without CUDA"
+    if not torch.cuda.is_available():
+        return False, f"torch is built for CUDA {cuda}, but sees no GPU or no driver for it"
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    counted = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return True, f"CUDA {cuda}, {counted}"
+
+
+def _several_gpus() -> tuple[bool, str]:
+    import torch
+
+    count = torch.cuda.device_count()
+    return count > 1, f"{count} visible" + ("" if count > 1 else ", a peer needs a second one")
+
+
+def _peer_access() -> tuple[bool, str]:
+    import torch
+
+    count = torch.cuda.device_count()
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    refused = [f"{i}->{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
+    if not pairs:
+        return False, "no pair of GPUs"
+    if refused:
+        return False, f"refused for {', '.join(refused)}"
+    return True, f"all {len(pairs)} ordered pairs"
+
+
+def _nccl() -> tuple[bool, str]:
+    import torch
+
+    ok, detail = _part_of_torch("NCCL", "is_available", "is_nccl_available")()
+    return ok, ".".join(map(str, torch.cuda.nccl.version())) if ok else detail
+
+
+def _triton() -> tuple[bool, str]:
+    return True, str(importlib.import_module("triton").__version__)
+
+
+def _nvrtc() -> tuple[bool, str]:
+    """NVRTC compiles the experts' GEMMs for Hopper GPUs; other GPUs use torch's GEMMs."""
+    import torch
+
+    from megatron_fluid.cuda import hopper_kernels, nvrtc
+    from megatron_fluid.errors import FluidError
+
+    try:
+        library = nvrtc.load()
+    except FluidError as error:
+        count = torch.cuda.device_count()
+        if count and not any(hopper_kernels.is_hopper(index) for index in range(count)):
+            return True, f"not found, nor needed: no GPU of compute capability 9.0 among {count}"
+        return False, str(error)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return True, f"{major.value}.{minor.value}, {library._name}"
+
+
+def _symmetric_memory() -> tuple[bool, str]:
+    importlib.import_module("torch.distributed._symmetric_memory")
+    return True, "torch.distributed._symmetric_memory imports"
+
+
+def _nvshmem() -> tuple[bool, str]:
+    symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
+    installed = nvshmem_checks.installed()
+    if symmetric_memory.is_nvshmem_available():
+        return True, "torch finds it" + (f": {installed}" if installed else "")
+    if not installed:
+        return False, f"not installed ({install_command('nvshmem')})"
+    return False, f"{installed}, but torch cannot load it: put its lib folder on LD_LIBRARY_PATH"
+
+
+def _megatron() -> tuple[bool, str]:
+    if not patches.megatron_installed():
+        return False, f"not installed ({install_command('megatron')})"
+    problem = patches.version_problem()
+    return problem is None, problem or patches.megatron_version()
+
+
+def _transformer_engine() -> tuple[bool, str]:
+    if importlib.util.find_spec("transformer_engine") is None:
+        return False, f"not installed ({install_command('te')})"
+    importlib.import_module("transformer_engine.pytorch")
+    return True, importlib.metadata.version("transformer_engine")
+
+
+_NO_NVSHMEM = "no transport 'nvshmem' for AllToAll.internode; nvlink+nccl does without it"
+_NVSHMEM_WHEEL = f"{install_command('nvshmem')}, or set NVSHMEM_HOME to an installation"
+_CUDA = ("cuda",)
+_RDMA = ("cuda", "rdma devices")
+
+CHECKS: Mapping[str, Check] = {
+    "python": Check(_python, "nothing of this package works", "install Python 3.12 or newer"),
+    "torch": Check(_torch, "nothing of this package works", "pip install 'torch>=2.11'"),
+    "wrapt": Check(_package("wrapt"), "Megatron is not patched", "pip install 'wrapt>=1.16'"),
+    "torch.distributed": Check(
+        _part_of_torch("torch.distributed", "is_available"),
+        "one process can compute, several cannot",
+        "install a torch with torch.distributed",
+    ),
+    "gloo": Check(
+        _part_of_torch("gloo", "is_available", "is_gloo_available"),
+        "no training on CPU cores with several ranks",
+        "install a torch with gloo",
+    ),
+    "cuda": Check(
+        _cuda,
+        "everything runs on CPU cores over gloo, which is for trials and tests",
+        "let `nvidia-smi` list the GPUs: install the NVIDIA driver, or give the container GPUs",
+    ),
+    "several GPUs": Check(
+        _several_gpus,
+        "one rank: MoE layers take the local path, and there is nothing to overlap",
+        "use a machine with several GPUs, or start ranks on several machines",
+        _CUDA,
+    ),
+    "peer access": Check(
+        _peer_access,
+        "no symmetric memory: MoE and attention exchange in rounds over NCCL",
+        "look at `nvidia-smi topo -p2p r`; in a virtual machine, ask for NVLink or switch ACS off",
+        ("cuda", "several GPUs"),
+    ),
+    "nccl": Check(
+        _nccl, "no training on several GPUs", "install a torch for CUDA, which brings NCCL"
+    ),
+    "triton": Check(
+        _triton,
+        "no kernels of this package: local and NVLink paths are off",
+        "pip install 'triton>=3.6'",
+    ),
+    "nvrtc": Check(
+        _nvrtc,
+        "on Hopper GPUs the experts' GEMMs cannot be compiled",
+        "pip install nvidia-cuda-nvrtc",
+    ),
+    "symmetric memory": Check(
+        _symmetric_memory,
+        "no NVLink path: MoE and attention exchange in rounds over NCCL",
+        "update torch",
+    ),
+    "nvshmem": Check(_nvshmem, _NO_NVSHMEM, _NVSHMEM_WHEEL),
+    "nvshmem device library": Check(
+        LOOKS["nvshmem device library"], _NO_NVSHMEM, _NVSHMEM_WHEEL, ("nvshmem",)
+    ),
+    "nvshmem bootstrap": Check(
+        LOOKS["nvshmem bootstrap"], _NO_NVSHMEM, _NVSHMEM_WHEEL, ("nvshmem",)
+    ),
+    "nvshmem ibgda": Check(
+        LOOKS["nvshmem ibgda"],
+        "NVSHMEM takes ibrc or libfabric between hosts",
+        _NVSHMEM_WHEEL,
+        ("nvshmem",),
+    ),
+    "nvshmem ibrc": Check(
+        LOOKS["nvshmem ibrc"],
+        "NVSHMEM takes ibgda or libfabric between hosts",
+        _NVSHMEM_WHEEL,
+        ("nvshmem",),
+    ),
+    "nvshmem libfabric": Check(
+        LOOKS["nvshmem libfabric"], "no NVSHMEM on EFA or Slingshot", _NVSHMEM_WHEEL, ("nvshmem",)
+    ),
+    "rdma devices": Check(
+        LOOKS["rdma devices"],
+        "NVSHMEM stays inside this host; NCCL goes over sockets between hosts",
+        "give the container /dev/infiniband and look at `ibv_devinfo`; one host needs none",
+        _CUDA,
+    ),
+    "gpu direct rdma": Check(
+        LOOKS["gpu direct rdma"],
+        "what goes between hosts is copied through host memory, and ibgda and ibrc do not start",
+        "modprobe nvidia-peermem",
+        _RDMA,
+    ),
+    "nvidia driver options": Check(
+        LOOKS["nvidia driver options"],
+        "ibgda does not start by itself; ibrc does",
+        "set NVSHMEM_IBGDA_NIC_HANDLER=cpu, or the driver's options that the check names",
+        _RDMA,
+    ),
+    "libfabric provider": Check(
+        LOOKS["libfabric provider"],
+        "no NVSHMEM on EFA or Slingshot",
+        "install libfabric, on EFA by its installer; other networks need none",
+        _RDMA,
+    ),
+    "megatron-core": Check(
+        _megatron,
+        "there is nothing to patch; the layers work on plain torch",
+        install_command("megatron"),
+    ),
+    "transformer-engine": Check(
+        _transformer_engine,
+        "Megatron takes its local layers (--transformer-impl local), without FP8",
+        install_command("te"),
+        _CUDA,
+    ),
+}
