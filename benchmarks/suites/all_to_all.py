@@ -117,10 +117,10 @@ def compile_ahead(options: argparse.Namespace, rank: int, world: int, clock: Clo
     """Each rank compiles the kernels of some cases into Triton's cache, where the others find
     them."""
     if clock.on_gpu:
-        from megatron_fluid.comm.simulated import SimulatedWorkspace
         from megatron_fluid.cuda.triton_launch import compile_only
         from megatron_fluid.low_latency.layout import Layout
         from megatron_fluid.low_latency.peer_memory import PeerMemory
+        from tests.support.simulated_workspace import SimulatedWorkspace
 
         for name in options.cases[rank::world]:
             case = Case(name, options.capacity, rank, world, clock.device)

@@ -27,7 +27,6 @@ from benchmarks.cases.moe import MoECase, torch_grouped_matmul
 from benchmarks.harness.results import Row
 from benchmarks.harness.timing import quantile
 from megatron_fluid import MoELayer
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.kernels.grouped_gemm import can_gate, grouped_weight_grad
 from megatron_fluid.moe.expert_weights import ExpertWeights
@@ -43,6 +42,7 @@ from megatron_fluid.moe.nvlink.schedule import Schedule
 from megatron_fluid.moe.nvlink.steps import make_plan, publish, push, reduce, reduce_push, scatter
 from megatron_fluid.moe.nvlink.transport import NvlinkTransport, nvlink_moe, plan_nvlink
 from megatron_fluid.moe.transport import Segment
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 __all__ = ["Step", "host_times", "measure_phases", "phase_buffers", "print_phases"]
 

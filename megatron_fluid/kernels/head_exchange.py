@@ -11,7 +11,7 @@ share, in fp32 and in the order of ranks.
 No kernel here signals or waits: a barrier over the ranks (kernels.flags.barrier_kernel) runs
 between push and arrive.
 
-Reference: megatron_fluid.attention.reference (tests/unit/attention/test_symmetric_exchange.py).
+Reference: tests.support.attention_reference (tests/unit/attention/test_symmetric_exchange.py).
 
 Legend: S positions, s rows of this rank, B batch, W ranks, D head dim; a slot is the index of a
 head in a buffer; a row is a (position, batch entry) pair. spans int32 [W, 5]: of each rank, its

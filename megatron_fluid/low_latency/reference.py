@@ -1,5 +1,5 @@
-"""Reference of the decode-time all-to-all: plain torch over the tensors of all ranks, no
-communication.
+"""Reference of the decode-time all-to-all: plain torch over the tensors of all ranks, without
+communication. It stays in the package so that users can check their own integration against it.
 
 Slots are in (source, token, k) order. Shapes: D sources with m tokens each, K top-k, L experts of a
 rank, R rows an expert can hold, H hidden.

@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron_fluid.attention.layer import SelfAttention, sum_gradients
 from megatron_fluid.attention.layouts import SequenceLayout
 from megatron_fluid.attention.packed import Rotary
-from megatron_fluid.attention.reference import reference_attention
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
+from tests.support.attention_reference import reference_attention
 from tests.support.launch import run_ranks
 
 

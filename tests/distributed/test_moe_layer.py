@@ -20,10 +20,10 @@ from megatron_fluid import (
 )
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.moe.activations import resolve_activation
-from megatron_fluid.moe.reference import moe_reference
 from megatron_fluid.moe.router import load_balancing_loss, route
 from tests.support.launch import run_ranks
 from tests.support.moe_layers import CONFIG, F64, LIMIT_S, close, group, tokens_of
+from tests.support.moe_reference import moe_reference
 
 
 def plain_layer(

@@ -18,11 +18,11 @@ from megatron_fluid import TransformerLayer, get_backward_scheduler
 from megatron_fluid.attention.layouts import SequenceLayout
 from megatron_fluid.attention.overlap import AttentionWeights
 from megatron_fluid.attention.packed import Rotary
-from megatron_fluid.attention.reference import reference_attention
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.reference import moe_reference
 from megatron_fluid.moe.router import route
+from tests.support.attention_reference import reference_attention
 from tests.support.launch import run_ranks
+from tests.support.moe_reference import moe_reference
 
 HIDDEN, HEAD_DIM, FFN, BATCH = 16, 4, 10, 2
 

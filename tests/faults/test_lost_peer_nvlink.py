@@ -18,13 +18,13 @@ from torch import Tensor
 from megatron_fluid import check_for_failed_waits
 from megatron_fluid.comm import failed_waits
 from megatron_fluid.comm.failed_waits import GRACE_S, look, raise_if_failed
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.moe.nvlink import steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 from megatron_fluid.moe.nvlink.transport import nvlink_moe
 from tests.support.machine import NEEDS_INTERPRETER
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 pytestmark = NEEDS_INTERPRETER
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_fluid.moe.activations import Variant, resolve_activation
 from megatron_fluid.moe.local.transport import local_moe
-from megatron_fluid.moe.reference import moe_reference
 from tests.support.machine import GPUS
+from tests.support.moe_reference import moe_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.transport import DispatchRequest
 from tests.gpu.test_low_latency_gpu import _Routing
 from tests.support.launch import run_ranks, run_ranks_outcomes
 from tests.support.machine import RANKS
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 _RANKS = min(RANKS, 4)
 

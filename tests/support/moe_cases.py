@@ -20,9 +20,9 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.moe.hierarchical.model import Form
 from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
-from megatron_fluid.moe.reference import moe_reference
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.moe.rounds.transport import overlapped_moe
+from tests.support.moe_reference import moe_reference
 
 __all__ = ["ROUTINGS", "TOLERANCE", "Case", "check_case", "compare", "relative_error", "run_cases"]
 

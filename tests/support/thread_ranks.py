@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.attention.exchange.buffers import HeadBuffers
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.comm.workspace import Workspace
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 
 class _Turns:

@@ -13,11 +13,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.low_latency import AllToAll, peer_memory
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.peer_memory import PeerMemory, Tuning, choose_tuning
 from tests.support.kernel_cases import KernelCase
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 __all__ = ["CASES", "PROCESSORS", "SHAPES", "Recorder", "calls", "layout_of", "recorded"]
 

@@ -13,12 +13,12 @@ import torch
 with patch("torch.utils._triton.has_triton", lambda: True):
     from torch.distributed._symmetric_memory._nvshmem_triton import NvshmemLibFinder
 
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.kernels import low_latency_nvshmem
 from megatron_fluid.low_latency import AllToAll, nvshmem, peer_memory
 from megatron_fluid.low_latency.peer_memory import choose_tuning
 from tests.support.kernel_cases import KernelCase
 from tests.support.kernel_cases.low_latency import PROCESSORS, calls, layout_of, recorded
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 __all__ = ["CASES"]
 

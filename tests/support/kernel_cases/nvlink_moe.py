@@ -17,7 +17,6 @@ from torch import Tensor
 
 from benchmarks.cases.moe import CASES as SHAPES
 from benchmarks.cases.moe import MoECase
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.cuda.triton_launch import Argument
 from megatron_fluid.kernels.fp8_reference import packed_width
 from megatron_fluid.moe import fused_activation
@@ -26,6 +25,7 @@ from megatron_fluid.moe.nvlink import steps as nvlink_path
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 from tests.support.kernel_cases import KernelCase
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 __all__ = ["CASES"]
 

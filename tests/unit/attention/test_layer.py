@@ -20,10 +20,10 @@ from megatron_fluid.attention.exchange.buffers import HeadBuffers
 from megatron_fluid.attention.layer import SelfAttention
 from megatron_fluid.attention.layouts import HeadPart
 from megatron_fluid.attention.packed import Rotary
-from megatron_fluid.attention.reference import reference_attention
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, FluidError
+from tests.support.attention_reference import reference_attention
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 
 def _layer(**settings_: object) -> SelfAttention:

@@ -25,10 +25,10 @@ from megatron_fluid.attention.exchange.symmetric import (
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.overlap import AttentionCall, overlapped_attention
 from megatron_fluid.attention.packed import Rotary
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, FluidError
 from tests.distributed.test_attention import Case, _layers
 from tests.support.machine import NEEDS_INTERPRETER
+from tests.support.simulated_workspace import SimulatedWorkspace
 from tests.support.thread_ranks import ThreadBuffers, run_threads
 
 pytestmark = NEEDS_INTERPRETER

@@ -12,8 +12,8 @@ from megatron_fluid.attention.exchange.buffers import HeadBuffers
 from megatron_fluid.attention.exchange.symmetric import SymmetricExchange
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.tables import FUSED
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import FluidError
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 
 def test_tables_that_a_capture_read_are_never_evicted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ import torch
 from megatron_fluid import check_for_failed_waits
 from megatron_fluid.comm import failed_waits
 from megatron_fluid.comm.failed_waits import GRACE_S, ErrorWords, look, raise_if_failed
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 LACK = ConfigError.of("moe_capacity_factor", 1.5, "at least 2")
 

@@ -15,12 +15,12 @@ from megatron_fluid.comm.lone_rank import group_or_lone_rank
 from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.layer import MoEBaseline, MoELayer, moe_multicard_p2p_overlap_forward
-from megatron_fluid.moe.reference import moe_reference
 from megatron_fluid.tensor_parallel.collective import CollectiveBackend
 from megatron_fluid.tensor_parallel.ops import all_gather_matmul
 from megatron_fluid.transformer_layer import TransformerLayer
 from tests.support.launch import run_ranks
 from tests.support.machine import GPUS
+from tests.support.moe_reference import moe_reference
 
 MOE: dict[str, Any] = {
     **{"hidden_size": 8, "ffn_hidden_size": 6, "num_experts": 4, "top_k": 2},

@@ -13,10 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fluid.attention.exchange.buffers import HeadBuffers
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.comm.workspace import Buffer, Workspace
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from tests.support.machine import INTERPRETED
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels import fp8_casts as casts
 from megatron_fluid.kernels import fp8_reference as reference
@@ -16,6 +15,7 @@ from megatron_fluid.kernels.fp8_packed_rows import pack_rows, unpack_rows
 from megatron_fluid.moe.local import kernel_transport
 from megatron_fluid.moe.nvlink import steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 pytestmark = pytest.mark.interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.comm import failed_waits
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
@@ -37,6 +36,7 @@ from tests.support.kernel_references import (
     publish_reference,
     reduce_reference,
 )
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 pytestmark = pytest.mark.interpreter
 

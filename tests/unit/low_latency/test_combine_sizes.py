@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.transport import CombineRequest
 from tests.support.machine import NEEDS_INTERPRETER
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.low_latency import AllToAll, estimate_bytes
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.reference import (
@@ -17,6 +16,7 @@ from megatron_fluid.low_latency.reference import (
 )
 from tests.support.far_experts import far_experts
 from tests.support.machine import NEEDS_INTERPRETER
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 _TOLERANCE = 8e-3  # two roundings to bf16
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.comm.workspace import Buffer, Workspace
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll
@@ -26,6 +25,7 @@ from megatron_fluid.low_latency.reference import combine_reference, dispatch_ref
 from tests.support.fake_nvshmem import SIGNAL_SET, FakeNvshmem, fake_nvshmem
 from tests.support.far_experts import far_experts
 from tests.support.machine import NEEDS_INTERPRETER
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 __all__ = ["fake_nvshmem"]
 

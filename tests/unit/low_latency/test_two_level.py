@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid import topology
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, open_transport
 from megatron_fluid.low_latency.layout import Layout
@@ -21,6 +20,7 @@ from megatron_fluid.low_latency.two_level import TwoLevel, TwoLevelLayout
 from tests.support.fake_nvshmem import FakeNvshmem, fake_nvshmem
 from tests.support.launch import run_ranks
 from tests.support.machine import NEEDS_INTERPRETER
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 __all__ = ["fake_nvshmem"]
 

@@ -18,8 +18,8 @@ from megatron_fluid.moe import fp8_experts
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.local import transport
 from megatron_fluid.moe.local.transport import local_moe
-from megatron_fluid.moe.reference import moe_reference
 from tests.support.fp8_emulation import emulate
+from tests.support.moe_reference import moe_reference
 
 T, K, E, H, F = 7, 2, 3, 256, 128
 
@@ -142,10 +142,10 @@ def test_outputs_and_every_gradient_follow_the_recipe(
 @pytest.mark.interpreter
 @pytest.mark.parametrize("capacity", [None, T * K])
 def test_over_nvlink_the_same_numbers(group: dist.ProcessGroup, capacity: int | None) -> None:
-    from megatron_fluid.comm.simulated import SimulatedWorkspace
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
     from megatron_fluid.moe.nvlink.schedule import Schedule
     from megatron_fluid.moe.nvlink.transport import nvlink_moe
+    from tests.support.simulated_workspace import SimulatedWorkspace
 
     ids, leaves, grad = make()
     x, probs, w1, w2 = leaves
@@ -213,9 +213,9 @@ def over_one_rank(
     fp8 = {"fp8": True, "fp8_weight_grads": fp8_weight_grads}
     if over == "local":
         return local_moe(group, x, ids, probs, w1, w2, recompute=recompute, **fp8)
-    from megatron_fluid.comm.simulated import SimulatedWorkspace
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
     from megatron_fluid.moe.nvlink.transport import nvlink_moe
+    from tests.support.simulated_workspace import SimulatedWorkspace
 
     workspace = SimulatedWorkspace(1, torch.device("cpu")).rank(0)
     buffers = NvlinkBuffers(workspace, T, H, K, E, torch.bfloat16)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.errors import FluidError
 from megatron_fluid.moe.backends import BACKENDS
@@ -20,6 +19,7 @@ from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.router import TopKRouter, route
 from tests.support.launch import run_ranks
 from tests.support.machine import NEEDS_INTERPRETER
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 pytestmark = NEEDS_INTERPRETER
 

@@ -16,8 +16,8 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import activations
 from megatron_fluid.moe.local import kernel_transport, transport
 from megatron_fluid.moe.local.transport import local_moe, plan_local
-from megatron_fluid.moe.reference import moe_reference
 from tests.support.kernel_references import plan_reference
+from tests.support.moe_reference import moe_reference
 
 T, K, E, H, F = 11, 2, 5, 16, 8
 

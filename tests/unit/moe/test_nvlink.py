@@ -13,7 +13,6 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm import Owners, grouped_matmul
 from megatron_fluid.moe import autograd, experts
@@ -23,6 +22,7 @@ from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import CANDIDATES, NO_OVERLAP, Schedule
 from megatron_fluid.moe.nvlink.transport import nvlink_moe, plan_nvlink
 from tests.support.nvlink_layer import DEVICE, SENT, E, F, H, K, T, gradients, make, reference
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 pytestmark = pytest.mark.interpreter
 

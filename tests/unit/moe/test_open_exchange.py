@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.simulated import SimulatedWorkspace
 from megatron_fluid.moe.local.transport import LocalPlan, LocalTransport
 from megatron_fluid.moe.open_exchange import DispatchedRows, OpenExchange
 from megatron_fluid.moe.transport import TokenTransport
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 T, K, E, H, F = 11, 2, 5, 16, 8
 KINDS = ["random", "dropped", "one expert", "nothing"]

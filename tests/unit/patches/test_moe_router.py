@@ -212,10 +212,10 @@ def test_one_rank_takes_choices_in_the_routers_dtypes_and_only_looks_up_their_or
 def over_nvlink(layer: Any, tokens: int, factor: float | None = None) -> Iterator[Any]:
     """The layer's NVLink path on one rank of a simulated workspace, in fp32; `factor` is
     --fluid-moe-capacity-factor."""
-    from megatron_fluid.comm.simulated import SimulatedWorkspace
     from megatron_fluid.config import FluidConfig
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
     from megatron_fluid.patches.moe import layer as seam
+    from tests.support.simulated_workspace import SimulatedWorkspace
 
     space = SimulatedWorkspace(1).rank(0)
     c = layer.config
@@ -405,11 +405,11 @@ def test_a_layer_with_room_for_its_rows_is_megatrons_and_one_without_says_so_by_
 def _more_tokens(rank: int, world_size: int) -> dict[str, Any]:
     """A layer over NVLink whose later forwards bring more tokens than its first."""
     from megatron_fluid.comm import symmetric
-    from megatron_fluid.comm.simulated import SimulatedWorkspace
     from megatron_fluid.moe.nvlink import buffers
     from megatron_fluid.patches.moe import decision
     from megatron_fluid.patches.moe import layer as seam
     from tests.support import tiny_gpt
+    from tests.support.simulated_workspace import SimulatedWorkspace
 
     tiny_gpt.parallel(expert_model_parallel_size=1)
     space, sizes, found = SimulatedWorkspace(1).rank(0), [], {}

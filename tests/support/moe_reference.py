@@ -1,8 +1,8 @@
 """The reference: a mixture of experts in plain torch, on one process, without any exchange,
 permutation or grouping.
 
-Everything overlapped is compared with it. It wants the tokens of all ranks and all experts'
-weights, and lets autograd do the backward.
+Every overlapped path is compared with it. It takes the tokens of all ranks and all experts'
+weights; autograd computes the backward.
 
 Legend: T tokens of all ranks, K top-k, E experts, H hidden, F1 / F widths of the experts.
 """
