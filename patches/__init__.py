@@ -47,6 +47,7 @@ __all__ = [
     "megatron_version",
     "patched",
     "report",
+    "reset_layers",
     "revert",
     "version_problem",
     "off_reason",
@@ -458,6 +459,14 @@ def arm() -> None:
     if importlib.util.find_spec("wrapt") is None and not megatron_installed():
         return  # torch alone, without the package's other requirement: there is nothing to hook
     _ENGINE.arm()
+
+
+def reset_layers() -> None:
+    """Let every layer be decided about again in its next forward: after adapters, quantisers or
+    hooks were added to a model that has run. Call it on all ranks, between two steps."""
+    for name in ("moe.layer", "attention.self_attention", "attention.latent"):
+        if (module := sys.modules.get(f"{__name__}.{name}")) is not None:
+            module.DECISIONS.forget()
 
 
 # What users call; engine.py describes each.

@@ -3,12 +3,14 @@ agree, which path does it take; and one register of what came of it.
 
 A layer is decided about in two steps. `announce`, when it is built, looks at settings and at the
 built modules, and records for the start-up table what the layer is about to do. `settle`, in its
-first forward, looks at the modules as they are by then, and again when they have changed since. The
-ranks of its group exchange their
+first forward, looks at the modules as they are by then. The ranks of its group exchange their
 settings and findings once, through the group's store and within the timeout. Settings that differ
 are a `ConfigError` on every rank. One rank's reason is every rank's, so that they never take
 different paths. A backend that was asked for by name and is unavailable is a `ConfigError` on every
 rank; under `auto` the layer keeps Megatron's own path.
+
+Modules that are changed after that are a `ConfigError`, too (`refuse_change`), until
+`patches.reset_layers()` lets every layer be decided about again.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from megatron_fluid import patches
 from megatron_fluid.comm.rank_reports import publish_report, ranks_text
+from megatron_fluid.comm.watchdog import FailureLog
 from megatron_fluid.config import FluidConfig, current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.rank_findings import Finding, exchange
@@ -274,13 +277,9 @@ class OverlapDecisions[Path]:
         return decision
 
     @torch.inference_mode(False)  # what a validation before training makes serves training, too
-    def settle(self, layer: Any, changed: str | None = None) -> Decision[Path]:
-        """Look at the layer as it is in its first forward, or since it has changed, and agree with
-        the ranks of its group. Collective over the group.
-
-        Args:
-            layer: the layer.
-            changed: what has changed since the ranks agreed, so that they have to agree anew.
+    def settle(self, layer: Any) -> Decision[Path]:
+        """Look at the layer as it is in its first forward, and agree with the ranks of its group.
+        Collective over the group.
 
         Raises:
             ConfigError: on every rank: a backend was asked for by name and is unavailable, or the
@@ -291,7 +290,7 @@ class OverlapDecisions[Path]:
         late = decision is None  # a copy, or built before the patches were applied
         if decision is None:
             decision = self.announce(layer, late=True)
-        if decision.settled and changed is None:
+        if decision.settled:
             return decision
         mine, failure = Finding(decision.reason), None
         if mine.reason is None:
@@ -302,7 +301,7 @@ class OverlapDecisions[Path]:
                 print(f"megatron_fluid: {self.feature}: {mine.error}", file=sys.stderr, flush=True)
         name = f"{getattr(layer, 'layer_number', None)}"
         sizes = {field: getattr(layer.config, field, None) for field in self.compared}
-        about = self.feature, name, sizes, changed
+        about = self.feature, name, sizes
         found = exchange(mine, self.group(layer), decision.config, *about)
         if failure is not None:
             raise failure
@@ -318,8 +317,7 @@ class OverlapDecisions[Path]:
             if late:
                 self.report.say(False, told, ranks=ranks)
             elif decision.backend is not None:  # as the start-up table has said
-                since = "the first call" if changed is None else "a later call"
-                self.report.note_late(f"from {since} on", told, ranks)
+                self.report.note_late("from the first call on", told, ranks)
             decision.backend, decision.path = None, self.rest(decision, layer)
         decision.reason, decision.settled = reason, True
         return decision
@@ -328,8 +326,32 @@ class OverlapDecisions[Path]:
         """Let a built layer keep Megatron's own path: the other half of a comparison."""
         self._decisions[layer] = Decision(current_config(), settled=True)
 
+    def refuse_change(self, layer: Any, changed: str) -> NoReturn:
+        """Raise, in a call of a layer that was changed after the ranks of its group had agreed.
+
+        Ranks that see no change wait for this one in an exchange: their errors name the change.
+
+        Args:
+            changed: what has changed.
+
+        Raises:
+            ConfigError: always.
+        """
+        group, name = self.group(layer), getattr(layer, "layer_number", None)
+        whose = "" if group.size() == 1 else f" (rank {dist.get_rank()})"
+        text = (
+            f"{self.feature} {name}{whose} was changed after its first forward: {changed}. Make "
+            "adapters, quantisers and hooks before the first forward, or call "
+            "megatron_fluid.patches.reset_layers() on all ranks after the change"
+        )
+        if group.size() > 1 and dist.get_backend(group) != "fake":
+            store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+            FailureLog(store).remark(dist.get_rank(), text)
+        raise ConfigError(text)
+
     def forget(self) -> None:
-        """Decide anew about every layer, as about layers built before the patches were applied."""
+        """Decide about every layer again in its next forward, as about layers built before the
+        patches were applied."""
         self._decisions.clear()
 
     def _left_out(self, layer: Any) -> str | None:

@@ -21,7 +21,6 @@ from megatron_fluid.comm.rank_reports import (
     settings_difference,
 )
 from megatron_fluid.comm.timeouts import wait_timeout_s
-from megatron_fluid.comm.watchdog import FailureLog
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 
@@ -50,7 +49,6 @@ def exchange(
     feature: str,
     layer: str = "",
     sizes: Mapping[str, Any] = types.MappingProxyType({}),
-    changed: str | None = None,
 ) -> list[Finding]:
     """What every rank of a group has found about a layer. Collective, through the group's store.
 
@@ -61,7 +59,6 @@ def exchange(
         feature: what is decided about.
         layer: which layer it is, alike on all ranks.
         sizes: of the layer, alike on all ranks.
-        changed: why this rank asks again about a layer that was agreed on.
 
     Raises:
         ConfigError: on every rank: their settings or sizes differ.
@@ -78,17 +75,9 @@ def exchange(
     )
     limit_s = wait_timeout_s(group, config.timeout_s)
     ranks = dist.get_process_group_ranks(group)
-    log = FailureLog(dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
-    if changed is not None:
-        # For ranks that see no change, go on, and wait for this one in an exchange.
-        text = f"rank {ranks[group.rank()]}'s {feature} {layer} has changed: {changed}"
-        allowed = "a change on all ranks between the same two forwards"
-        log.remark(ranks[group.rank()], f"{text}; allowed: {allowed}")
     reports = gather_reports(store, asked, range(group.size()), limit_s)
     if absent := [rank for rank in range(group.size()) if rank not in reports]:
-        raise _absence(store, key, group, absent, limit_s, feature, changed)
-    if changed is not None:
-        log.withdraw_remark(ranks[group.rank()])
+        raise _absence(store, key, group, absent, limit_s, feature)
     if text := settings_difference([{"layer": name} for name, _, _ in reports.values()], ranks):
         raise FluidError(f"{feature}: the ranks of a group are at different layers: {text}")
     if text := settings_difference([settings for _, settings, _ in reports.values()], ranks):
@@ -107,7 +96,6 @@ def _absence(
     absent: Sequence[int],
     limit_s: float,
     feature: str,
-    changed: str | None,
 ) -> PeerTimeoutError:
     """The error for ranks that did not come. It is printed before the store is asked why."""
     missing = ranks_text(dist.get_process_group_ranks(group)[rank] for rank in absent)
@@ -115,8 +103,6 @@ def _absence(
         f"{missing} did not come to the same layer. A rank that is lost, runs without "
         "megatron_fluid or leaves this patch out does not"
     )
-    if changed is not None:
-        detail = f"this rank's layer has changed ({changed}), that of {missing} has not"
     error = PeerTimeoutError(group.rank(), absent[0], feature, timeout_s=limit_s, detail=detail)
     print(f"megatron_fluid: {error}", file=sys.stderr, flush=True)
     reasons = gather_reports(store, f"{key}/left out", absent, 0)

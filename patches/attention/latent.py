@@ -69,10 +69,9 @@ def forward(original: Callable[..., Any]) -> Callable[..., Any]:
             reason = "further arguments are given (packed sequences, inference)" if given else None
             reason = reason or path.unsupported_reason(hidden_states, attention_mask)
             if reason is None:
-                if (changed := path.changed(self)) is None:
-                    return path.forward(self, hidden_states)
-                DECISIONS.settle(self, changed)
-                return fluid_forward(self, hidden_states, attention_mask, *args, **kwargs)
+                if (changed := path.changed(self)) is not None:
+                    DECISIONS.refuse_change(self, changed)
+                return path.forward(self, hidden_states)
             DECISIONS.report.note_late("in some calls", reason)
         return original(self, hidden_states, attention_mask, *args, **kwargs)
 

@@ -11,9 +11,8 @@ attention kernel and the rotations.
 
 Everything else (limits.py, and what a call brings: masks, foreign packs, inference) keeps
 Megatron's projections around the exchanged core attention, and is reported once by name.
-overlap_decision.py says how the ranks agree on it, and agree anew where the modules have changed
-since. Calls with the hooks by which Megatron saves activations in single iterations, on all ranks,
-are Megatron's own.
+overlap_decision.py says how the ranks agree on it. Calls with the hooks by which Megatron saves
+activations in single iterations, on all ranks, are Megatron's own.
 
 Legend: s a rank's part of the sequence, b batch, H hidden.
 """
@@ -80,10 +79,7 @@ def attention_forward(
         hidden_states: [s, b, H].
 
     Raises:
-        ConfigError: a hook was put on one of its modules, or one was replaced, where peer rounds
-            are asked for by name.
-        PeerTimeoutError: this rank's modules were changed after the first forward, and those of
-            another rank were not.
+        ConfigError: its modules were changed after the first forward.
     """
     decision = DECISIONS.get(attention)
     if decision is None or not decision.settled:
@@ -99,12 +95,9 @@ def attention_forward(
         if reason is None:
             table, reason = path.rotations(hidden_states, rotations, packed)
         if reason is None:
-            if (changed := path.changed(attention)) is None:
-                return path.forward(hidden_states, table, packed)
-            DECISIONS.settle(attention, changed)
-            return attention_forward(
-                attention, original, hidden_states, attention_mask, *args, **kwargs
-            )
+            if (changed := path.changed(attention)) is not None:
+                DECISIONS.refuse_change(attention, changed)
+            return path.forward(hidden_states, table, packed)
         DECISIONS.report.note_late("in some calls", reason)
     return original(attention, hidden_states, attention_mask, *args, **kwargs)
 

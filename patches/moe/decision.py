@@ -188,27 +188,19 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         return current_config() if decision is None else decision.config
 
     def separate_experts(self, layer: MoELayer, path: Path | None) -> SeparateExperts | None:
-        """Our experts for this call of a layer that runs phase by phase; None for Megatron's."""
+        """Our experts for this call of a layer that runs phase by phase; None for Megatron's.
+
+        Raises:
+            ConfigError: they were changed after the first forward.
+        """
         found = path if isinstance(path, SeparateExperts) else getattr(path, "experts", None)
         if not isinstance(found, SeparateExperts):
             return None
         if found.inference_active() or found.hooks.logged():
             return None
-        if (changed := found.changed(layer)) is None:
-            return found
-        # Nothing of this concerns another rank.
-        decision = self.get(layer)
-        assert decision is not None
-        reason = self._without_exchange(decision.config, layer)
-        now = None if reason is not None else SeparateExperts(layer, decision.config)
-        if found is path:
-            decision.path = now  # type: ignore[assignment]
-        else:
-            path.experts = now  # type: ignore[union-attr]
-        if reason is not None:
-            self._parts[layer] = _Parts(reason, self._parts[layer].fusion)
-            self.report.note_late("from a later call on", f"Megatron's experts: {changed}")
-        return now
+        if (changed := found.changed(layer)) is not None:
+            self.refuse_change(layer, changed)
+        return found
 
     def find(self, config: FluidConfig, layer: MoELayer) -> Finding:
         if (reason := _unsupported(config, layer.config, layer)) is not None:

@@ -1,10 +1,10 @@
-"""What an overlapped MoE layer stands for, looked at again in every call.
+"""Whether the experts of an overlapped MoE layer are still those that it was made for: one cheap
+look in every call.
 
-The overlapped path never calls the experts' modules. What somebody does to them after the first
-forward has to be seen: adapters and quantisers that replace modules, classes or forwards, hooks,
-other parameters. All of it is compared in one go with what it was. A difference that the path
-honours (weights that moved) is taken in here; any other makes the ranks agree anew
-(overlap_decision.py).
+The overlapped path never calls the experts' modules. Adapters and quantisers replace modules,
+classes or forwards, register hooks, or add parameters; made after the first forward, they would be
+left out of the arithmetic. Such a change is an error (overlap_decision.py). Weights that were
+moved, replaced by others like them, frozen or thawed are read where they are.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ _phases_of = operator.attrgetter(*PHASES)
 
 
 class ExpertWatch:
-    """The experts of one layer as they were when the ranks agreed on its path. It holds their
-    modules, and neither the layer nor a parameter.
+    """The experts of one layer as they were when its path was made. It holds their modules, and
+    neither the layer nor a parameter.
 
     Args:
         layer: an MoELayer whose experts the overlapped path stands for.
         weights: the parameters of these experts.
-        ordered: whether the order in which they lie decides about the path.
 
     Attributes:
         hooks: those of the experts' modules.
@@ -45,8 +44,8 @@ class ExpertWatch:
 
     hands_on = False
 
-    def __init__(self, layer: MoELayer, weights: ExpertParameters, ordered: bool = True) -> None:
-        self._weights, self._ordered = weights, ordered
+    def __init__(self, layer: MoELayer, weights: ExpertParameters) -> None:
+        self._weights = weights
         self.hooks = ModuleHooks(experts=layer.experts)
         self._mlps = [vars(module) for module in layer.experts.modules()]
         self._mlps = [attributes for attributes in self._mlps if "activation_func" in attributes]
@@ -67,8 +66,7 @@ class ExpertWatch:
         )
 
     def changed(self, layer: MoELayer) -> str | None:
-        """What has changed that the path may not honour, or None. Parameters that have moved are
-        brought into the order that a grouped GEMM reads."""
+        """What has changed that the path does not honour, or None."""
         found = self._surroundings(layer)
         if found != self._known:
             pairs = zip(_SURROUNDINGS, found, self._known, strict=True)
@@ -82,20 +80,12 @@ class ExpertWatch:
         if state == self._state:
             return None
         self._weights.forget()
-        return self._look(layer)
-
-    def _look(self, layer: MoELayer) -> str | None:
-        """Look at parameters that were replaced, moved, frozen or released."""
         if (reason := expert_modules_reason(layer.experts)) is not None:
             return reason
-        found = ExpertParameters(layer.experts)
-        if found.biased is not self._weights.biased:
-            return "biases of the experts were added or taken away"
-        if found.packed != self._weights.packed:
-            return "the experts' parameters were packed or unpacked"
+        now = ExpertParameters(layer.experts)
+        if (now.biased, now.packed) != (self._weights.biased, self._weights.packed):
+            return "biases of the experts were added or taken away, or their parameters packed"
         self._weights.share_storages()
-        if self._ordered and self._weights.lies_reversed():
-            return "the experts' parameters lie in another order"
         self._state = self._weights.state()
         return None
 

@@ -121,9 +121,8 @@ def moe_forward(
         (output [S, B, H], None), as Megatron's.
 
     Raises:
-        ConfigError: a backend asked for by name cannot be had, or no longer, since the experts were
-            changed.
-        PeerTimeoutError: this rank's experts were changed, and those of another rank were not.
+        ConfigError: a backend asked for by name is unavailable, or the experts were changed after
+            the first forward.
     """
     path = path_of(layer)
     if isinstance(path, OverlappedLayer):
@@ -140,7 +139,7 @@ def moe_forward(
         ):
             path = None
         elif (changed := path.changed(layer)) is not None:
-            path = DECISIONS.settle(layer, changed).path
+            DECISIONS.refuse_change(layer, changed)
     if not isinstance(path, OverlappedLayer):  # Megatron's phases, by our token dispatcher or its
         passed = {"intermediate_tensors": intermediate_tensors, "padding_mask": padding_mask}
         return original(layer, hidden_states, **passed)

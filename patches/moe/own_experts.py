@@ -66,7 +66,7 @@ class OwnExperts:
         self.activation = resolve(layer.config, hasattr(layer.experts, "linear_fc1"))
         self.weights = ExpertParameters(layer.experts)
         self.weights.arrange(ordered)
-        self._watch = ExpertWatch(layer, self.weights, ordered)
+        self._watch = ExpertWatch(layer, self.weights)
         self.hooks = self._watch.hooks
         self._gathers = ParameterGathers()
         self.inference_active = InferenceMode.is_active

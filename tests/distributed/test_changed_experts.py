@@ -1,6 +1,6 @@
 """Experts that somebody changes, before the first forward or after it: adapters, quantisers, hooks,
-other weights. The result is Megatron's own every time, on all ranks, or an error by name on all of
-them."""
+other weights. Before it the result is Megatron's own; after it they are an error by name on all
+ranks, until the layers are reset."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron_fluid import patches
+from megatron_fluid.errors import ConfigError
 from tests.support.launch import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -208,7 +209,8 @@ def _built() -> Any:
 
 
 def _both(rank: int, change: Callable[[Any], Any], first: bool) -> dict[str, Any]:
-    """One step after the change, by Megatron and by the patched layer."""
+    """One step after the change, by Megatron and by the patched layer, which is reset where it
+    refuses the change."""
     from megatron_fluid.patches.moe import layer as moe_layer
     from tests.support import tiny_gpt
 
@@ -220,16 +222,25 @@ def _both(rank: int, change: Callable[[Any], Any], first: bool) -> dict[str, Any
             if first:
                 _step(layer, rank)
                 layer.zero_grad()
-            before = len(calls)
+            before, refused = len(calls), ""
             if (context := change(layer)) is not None:
                 stack.enter_context(context)
             printed = io.StringIO()
             moe_layer.DECISIONS.report.said.clear()
+            if on and first:
+                try:
+                    _step(layer, rank)
+                except ConfigError as error:
+                    refused = str(error)
+                    patches.reset_layers()
+            layer.zero_grad()
+            before = before, len(calls)
             with contextlib.redirect_stdout(printed):
                 result = [_step(layer, rank), _step(layer, rank)][1]
             found["fluid" if on else "stock"] = result
             if on:
-                found["overlapped"] = (before, len(calls) - before)
+                found["overlapped"] = (before[0], len(calls) - before[1])
+                found["refused"] = refused
                 found["backend"] = moe_layer.backend_of(layer)
                 found["experts"] = moe_layer.experts_reason_of(layer)
                 found["printed"] = printed.getvalue()
@@ -261,7 +272,7 @@ def changes() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", [*CASES, "a class's forward", "a global hook"])
-def test_the_result_is_megatrons_whatever_became_of_the_experts(
+def test_the_result_is_megatrons_whatever_became_of_the_experts_or_it_is_refused(
     changes: list[dict[str, Any]], name: str, when: str
 ) -> None:
     honoured = name in HONOURED
@@ -281,6 +292,10 @@ def test_the_result_is_megatrons_whatever_became_of_the_experts(
         assert (case["experts"] is None) is honoured
         told = case["printed"].count("Megatron's experts: ")
         assert told == (0 if honoured or rank else 1), case["printed"]
+        expected = f"MoE layer 1 (rank {rank}) was changed after its first forward: "
+        refuses = when == "after" and (not honoured or name == "linears built anew")
+        assert (expected in case["refused"]) == refuses, case["refused"]
+        assert ("reset_layers() on all ranks" in case["refused"]) == bool(case["refused"])
 
 
 def _outcome(layer: Any) -> tuple[str, str, float]:
@@ -292,35 +307,24 @@ def _outcome(layer: Any) -> tuple[str, str, float]:
     return "", "", time.monotonic() - start
 
 
-def _asked_for(rank: int, world_size: int) -> dict[str, Any]:
-    """Under a backend asked for by name, and on one rank alone."""
+def _on_one_rank(rank: int, world_size: int) -> tuple[str, str, float]:
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
-    found: dict[str, Any] = {}
-    with tiny_gpt.plug_in(True, moe_backend="rounds", timeout_s=60.0):
-        layer = _built()
-        _outcome(layer)
-        wrapper(layer)
-        found["by name"] = _outcome(layer)
     with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=TIMEOUT_S):
         layer = _built()
         _outcome(layer)
         if rank == 1:
             wrapper(layer)
-        found["one rank"] = _outcome(layer)
-    return found
+        return _outcome(layer)
 
 
 def test_a_change_on_one_rank_alone_is_an_error_by_name_on_all() -> None:
-    ranks = run_ranks(_asked_for, 2, timeout_s=120)
-    for found in ranks:
-        assert found["by name"][0] == "", "a backend asked for by name still moves the tokens"
-        kind, text, seconds = found["one rank"]
-        assert kind == "PeerTimeoutError" and seconds < 4 * TIMEOUT_S
-        assert "a module of experts.local_experts.0 was replaced" in text
-    assert "that of rank 0 has not" in ranks[1]["one rank"][1]
-    assert "rank 1's overlapped MoE layer 1 has changed" in ranks[0]["one rank"][1]
+    ranks = run_ranks(_on_one_rank, 2, timeout_s=120)
+    assert [kind for kind, *_ in ranks] == ["PeerTimeoutError", "ConfigError"]
+    for _, text, seconds in ranks:
+        assert seconds < 4 * TIMEOUT_S
+        assert "MoE layer 1 (rank 1) was changed after its first forward: a module of " in text
 
 
 def _before_ddp(rank: int, world_size: int) -> dict[str, Any]:
@@ -337,13 +341,11 @@ def _before_ddp(rank: int, world_size: int) -> dict[str, Any]:
             mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
             with torch.no_grad():
                 model(tokens, positions, mask)
-            before = tiny_gpt.descending(model)
             losses = tiny_gpt.train(model, iterations=4, distributed_optimizer=True).losses
             found["fluid" if on else "stock"] = losses
-    return {**found, "descending": (before, tiny_gpt.descending(model))}
+    return found
 
 
-def test_experts_that_ddp_lays_out_in_reverse_after_a_forward_are_read_in_reverse() -> None:
+def test_experts_that_ddp_lays_out_in_reverse_after_a_forward_are_read_where_they_lie() -> None:
     for found in run_ranks(_before_ddp, 2, timeout_s=240):
-        assert found["descending"] == (False, True)
         assert found["fluid"] == pytest.approx(found["stock"], rel=1e-6)

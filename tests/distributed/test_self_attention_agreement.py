@@ -5,7 +5,6 @@ forward, whatever one of them finds in its modules; and what comes upon them lat
 from __future__ import annotations
 
 import copy
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from megatron_fluid.attention.layouts import SequenceLayout
-from megatron_fluid.errors import PeerTimeoutError
+from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from tests.support.launch import run_ranks
 from tests.support.self_attention_world import (
     BATCH,
@@ -114,8 +113,6 @@ def _changed_before(rank: int, ranks: int) -> list[str]:
 
 
 def _refused_by_name(rank: int, ranks: int) -> str:
-    from megatron_fluid.errors import ConfigError
-
     start(ranks)
     both = _Changed(rank, ranks, "rounds")
     if rank == 1:
@@ -231,67 +228,48 @@ def test_what_one_rank_finds_in_the_first_forward_keeps_megatrons_projections_on
     assert first == [text for found in told for text in (found, f"rank 1 of the group: {found}")]
 
 
-def _changed_after(rank: int, ranks: int) -> tuple[list[str | None], list[str], str, float]:
+def _changed_after(rank: int, ranks: int) -> tuple[list[str], str, float]:
+    from megatron_fluid import patches
     from megatron_fluid.comm.p2p_rounds import shared_rounds
-    from megatron_fluid.errors import ConfigError
     from megatron_fluid.patches.attention import self_attention
 
     start(ranks)
-    said: list[str | None] = []
-    for found, change in LATER.items():
+    refused: list[str] = []
+    for change in LATER.values():
         both = _Changed(rank, ranks)
         both.compare(True)
         change(both.ours)
-        self_attention.DECISIONS.report.said.clear()
+        with pytest.raises(ConfigError) as caught:
+            both.compare(False)
+        refused.append(str(caught.value))
+        patches.reset_layers()
+        self_attention.leave(both.today)
         # A module of a class that is known stands for the one that it replaced.
-        both.compare(found == "linear_proj was replaced")
-        both.compare(found == "linear_proj was replaced")
-        said += [*self_attention.DECISIONS.report.said] or [None]
+        both.compare("linear_proj was replaced" in refused[-1])
     both = _Changed(rank, ranks)
     both.compare(True)
-    everywhere = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
-    both.compare(False)
-    everywhere.remove()
-    both = _Changed(rank, ranks)
-    both.compare(True)
-    both.ours.register_forward_hook(
-        lambda *_: None
-    )  # around the whole layer: run whichever way it goes
-    both.compare(True)
+    # Around the whole layer: run whichever way it goes.
+    both.ours.register_forward_hook(lambda *_: None)
     both.ours.register_forward_pre_hook(lambda *_: None)
     both.compare(True)
-    named = _Changed(rank, ranks, "rounds")
-    named.compare(True)
-    _replace_class(named.ours)
-    with pytest.raises(ConfigError) as refused:
-        named.compare(True)
-    decision = self_attention.DECISIONS.get(both.ours)
-    assert decision is not None
-    decision.config = dataclasses.replace(decision.config, timeout_s=8.0)
-    shared_rounds(both.ours.pg_collection.cp, 4.0)  # ends before rank 1 gives up
+    shared_rounds(both.ours.pg_collection.cp, 4.0)
     if rank:
         both.ours.linear_qkv.register_forward_hook(lambda *_: None)
     began = time.monotonic()
-    with pytest.raises(PeerTimeoutError) as caught:
+    with pytest.raises(ConfigError if rank else PeerTimeoutError) as alone:
         both.ours(both.x, None, rotary_pos_emb=both.angles)
-    return said, [str(refused.value)], str(caught.value), time.monotonic() - began
+    return refused, str(alone.value), time.monotonic() - began
 
 
-def test_after_a_change_the_ranks_agree_anew_and_one_that_is_alone_with_it_is_named() -> None:
-    (said, refused, waited, seconds), (others, _, changed, _) = run_ranks(_changed_after, 2)
-    told: list[str | None] = []
-    for found in LATER:
-        replaced = found == "linear_qkv became a Quantised"
-        text = "linear_qkv is a Quantised, which may compute more than a linear"
-        kept = found == "linear_proj was replaced"
-        told.append(None if kept else text if replaced else found)
-    assert said == others == told
-    assert refused[0].startswith(
-        "cp_backend: found 'rounds', allowed: auto, collective: linear_qkv"
-    )
-    assert "this rank's layer has changed (a hook is registered on linear_qkv)" in changed
+def test_a_change_after_the_first_forward_is_an_error_by_name_until_layers_are_reset() -> None:
+    (refused, waited, seconds), (others, changed, _) = run_ranks(_changed_after, 2)
+    for rank, texts in enumerate((refused, others)):
+        for found, text in zip(LATER, texts, strict=True):
+            assert f"attention 1 (rank {rank}) was changed after its first forward: {found}" in text
     assert waited.startswith("rank 0: no answer from peer 1 in attention of layer 1")
-    assert "rank 1's overlapped attention 1 has changed" in waited and seconds < 20
+    for text in (waited, changed):
+        assert "(rank 1) was changed after its first forward: a hook is registered on" in text
+    assert seconds < 20
 
 
 def _saved(rank: int, ranks: int) -> list[str]:

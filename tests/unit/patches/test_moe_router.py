@@ -64,7 +64,7 @@ def _routed(layer: Any, columns: torch.Tensor | None, gradient: torch.Tensor) ->
     from megatron_fluid.patches.moe import layer as seam
 
     path = seam.NvlinkLayer.__new__(seam.NvlinkLayer)
-    path.top_k, path.columns, path.padded, path._fp8 = TOP_K, columns, False, False
+    path.top_k, path.columns, path.padded, path.fp8 = TOP_K, columns, False, False
     path._indices = None if columns is None else columns.argsort().int()
     generator = torch.Generator().manual_seed(1)
     hidden = (
@@ -101,7 +101,7 @@ def _routed_locally() -> dict[str, Any]:
     path = seam.LocalLayer.__new__(seam.LocalLayer)
     path.config = SimpleNamespace(timeout_s=1.0, defer_weight_grads=False)
     path.group, path.weights = None, SimpleNamespace(order=range(EXPERTS))
-    path._indices, path.columns, path._fp8 = None, None, False
+    path._indices, path.columns, path.fp8 = None, None, False
     with mock.patch.object(seam, "shared_rounds", return_value=SimpleNamespace(device="cpu")):
         path.start([True])
     hidden = torch.randn(TOKENS, 1, 32, dtype=torch.bfloat16)

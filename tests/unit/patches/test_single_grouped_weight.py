@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_fluid import patches
+from megatron_fluid.errors import ConfigError
 from tests.support.launch import run_ranks
 
 pytest.importorskip("megatron.core")
@@ -106,6 +108,9 @@ def _changes() -> dict[str, Any]:
         for i, member in enumerate(values.unbind(0)):
             fc2.register_parameter(f"weight{i}", torch.nn.Parameter(member.clone()))
         fc2.single_grouped_weight = False
+        with pytest.raises(ConfigError, match="an expert's linear has no parameter 'weight"):
+            layer(hidden)
+        patches.reset_layers()
         call("unpacked", 3.0)
 
         layer = tiny_gpt.moe_layer(config_of(**WEIGHT), grouped=True)
