@@ -45,9 +45,9 @@ def measured_files(suite: str) -> list[Path]:
         if path.is_relative_to(ROOT / "patches"):
             # Its table names modules in strings.
             todo += (ROOT / "patches").rglob("*.py")
-        if path.name == "hopper_kernels.py":
+        if path.parent.name == "sm90":
             kernels = ROOT / "megatron_fluid" / "kernels"
-            found |= {*kernels.glob("*.cu"), *kernels.glob("*.cuh")}
+            found |= {*kernels.rglob("*.cu"), *kernels.rglob("*.cuh")}
         todo += _imports(path)
     return sorted(found - {_path("megatron_fluid")})  # type: ignore[arg-type]
 

@@ -14,7 +14,6 @@ iteration (`whole_iteration`), whose owner knows when it is replayed.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,6 @@ __all__ = [
 ]
 
 _NAME = "fluid_grad_group"
-_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 # The groups that are fresh, by identity: of none, as in all microbatches but the first, nobody
 # looks at a parameter.
 _fresh: dict[int, weakref.ref[GradGroup]] = {}
@@ -195,17 +193,12 @@ def _zero(grads: list[Tensor]) -> None:
         return
     from megatron_fluid.cuda import driver_api
 
-    mode = ctypes.c_int(_CAPTURE_RELAXED)
-    exchange = driver_api.library().cuThreadExchangeStreamCaptureMode
-    driver_api.check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
-    try:
+    with driver_api.relaxed_capture():
         aside = _idle_stream(grads[0].device)
         with torch.cuda.stream(aside):
             for grad in grads:
                 grad.zero_()
         aside.synchronize()
-    finally:
-        exchange(ctypes.byref(mode))
 
 
 def _idle_stream(device: torch.device) -> torch.cuda.Stream:

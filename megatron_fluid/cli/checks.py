@@ -3,7 +3,6 @@ the remedy."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
@@ -124,19 +123,17 @@ def _nvrtc() -> tuple[bool, str]:
     """NVRTC compiles the experts' GEMMs for Hopper GPUs; other GPUs use torch's GEMMs."""
     import torch
 
-    from megatron_fluid.cuda import hopper_kernels, nvrtc
+    from megatron_fluid.cuda import devices, nvrtc
     from megatron_fluid.errors import FluidError
 
     try:
-        library = nvrtc.load()
+        major, minor = nvrtc.version()
     except FluidError as error:
         count = torch.cuda.device_count()
-        if count and not any(hopper_kernels.is_hopper(index) for index in range(count)):
+        if count and not any(devices.is_hopper(index) for index in range(count)):
             return True, f"not found, nor needed: no GPU of compute capability 9.0 among {count}"
         return False, str(error)
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    return True, f"{major.value}.{minor.value}, {library._name}"
+    return True, f"{major}.{minor}"
 
 
 def _symmetric_memory() -> tuple[bool, str]:
@@ -215,7 +212,7 @@ CHECKS: Mapping[str, Check] = {
     "nvrtc": Check(
         _nvrtc,
         "on Hopper GPUs the experts' GEMMs cannot be compiled",
-        "pip install nvidia-cuda-nvrtc",
+        "pip install cuda-bindings nvidia-cuda-nvrtc",
     ),
     "symmetric memory": Check(
         _symmetric_memory,

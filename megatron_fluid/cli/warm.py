@@ -124,13 +124,12 @@ def _warm(shape: Shape, name: str, ranks: int) -> None:
     import torch
 
     from megatron_fluid.cuda import kernel_build
-    from megatron_fluid.cuda.hopper_kernels import GROUPED, kernel_unit
-    from megatron_fluid.kernels.grouped_gemm import layer_kernels
+    from megatron_fluid.kernels.grouped_gemm import GROUPED, layer_kernels
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
     begin = time.monotonic()
     kernels = layer_kernels(shape.hidden, "swiglu", sends=ranks > 1)
-    for future in kernel_build.start(kernel_unit(GROUPED, kernel, dtype) for kernel in kernels):
+    for future in kernel_build.start(GROUPED.unit(kernel, dtype) for kernel in kernels):
         future.result()
     print(f"{len(kernels)} kernels for Hopper in {name}: {time.monotonic() - begin:.1f} s")
     if not torch.cuda.is_available():

@@ -12,7 +12,6 @@ that waited for it follow that chain and name the root cause.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import sys
@@ -26,6 +25,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_fluid.cuda import driver_api
 from megatron_fluid.errors import PeerTimeoutError
 
 __all__ = [
@@ -282,10 +282,8 @@ def _allow_queries_during_capture() -> None:
     """Let this thread query events while another captures a CUDA graph."""
     if torch.version.cuda is None:
         return
-    with contextlib.suppress(OSError, AttributeError):
-        runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
-        relaxed = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed
-        runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+    with contextlib.suppress(ImportError, RuntimeError):  # a machine without a driver
+        driver_api.allow_calls_during_capture()
 
 
 _MONITOR = RoundMonitor()

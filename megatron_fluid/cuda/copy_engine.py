@@ -1,7 +1,7 @@
 """Copies, events and flags of CUDA streams by direct calls of the driver, which cost a fraction of
 torch's host time.
 
-Streams and memory are plain integers here: raw handles and addresses. The caller keeps the tensors
+Streams are raw handles and memory is addresses, both plain integers. The caller keeps the tensors
 alive until a stream that their allocator knows has waited for the copies.
 
 `SimulatedDriver` stands in on a CPU: it does everything at once and in program order, for all ranks
@@ -11,12 +11,13 @@ in one process.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Protocol
+import struct
+from typing import Any, Protocol
 
 import torch
 
 from megatron_fluid.cuda import driver_api
+from megatron_fluid.cuda.driver_api import streams
 from megatron_fluid.errors import FluidError
 
 __all__ = ["CudaDriver", "Driver", "SimulatedDriver", "SimulatedStream"]
@@ -24,28 +25,9 @@ __all__ = ["CudaDriver", "Driver", "SimulatedDriver", "SimulatedStream"]
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32) (found - wanted) >= 0
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: an address says whose memory it is
-
-
-_SIDE = (
-    ("x", ctypes.c_size_t),
-    ("y", ctypes.c_size_t),
-    ("type", ctypes.c_int),
-    ("host", ctypes.c_void_p),
-    ("address", ctypes.c_uint64),
-    ("array", ctypes.c_void_p),
-    ("pitch", ctypes.c_size_t),
-)
-
-
-class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D."""
-
-    _fields_ = (
-        *((f"source_{name}", kind) for name, kind in _SIDE),
-        *((f"destination_{name}", kind) for name, kind in _SIDE),
-        ("width", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-    )
+# CUDA_MEMCPY2D: of the source and of the destination x, y, type, host address, device address,
+# array and pitch; then bytes of a row and rows.
+_BLOCK_COPY = struct.Struct("=QQi4xQQQQQQi4xQQQQQQ")
 
 
 class _Stream(Protocol):
@@ -65,12 +47,12 @@ class Driver(Protocol):
     def use(self, stream: _Stream | None) -> None:
         """Make `stream` torch's current one; None restores the one before the first `use`."""
 
-    def event(self) -> int:
+    def event(self) -> Any:
         """Return a new event without timing; it lives as long as the process."""
 
-    def record(self, event: int, stream: int) -> None: ...
+    def record(self, event: Any, stream: int) -> None: ...
 
-    def wait(self, event: int, stream: int) -> None:
+    def wait(self, event: Any, stream: int) -> None:
         """`stream` waits for what `event` last recorded."""
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
@@ -101,23 +83,13 @@ class CudaDriver:
         self._device = device
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._before: torch.cuda.Stream | None = None
-        pointer, size, word = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
-        self._copy = driver_api.entry("cuMemcpyAsync", pointer, pointer, size, pointer)
-        self._copy_2d = driver_api.entry("cuMemcpy2DAsync_v2", pointer, pointer)
-        self._block = _Copy2D(source_type=_UNIFIED, destination_type=_UNIFIED)
-        self._block_address = ctypes.addressof(self._block)
-        self._create = driver_api.entry("cuEventCreate", ctypes.POINTER(pointer), ctypes.c_uint)
-        self._record = driver_api.entry("cuEventRecord", pointer, pointer)
-        self._wait = driver_api.entry("cuStreamWaitEvent", pointer, pointer, ctypes.c_uint)
-        value = (pointer, pointer, word, ctypes.c_uint)
-        self._write = driver_api.entry("cuStreamWriteValue32_v2", *value)
-        self._wait_value = driver_api.entry("cuStreamWaitValue32_v2", *value)
+        self._driver = driver_api.driver()
+        self._block = ctypes.create_string_buffer(_BLOCK_COPY.size)
+        self._block_copy = self._driver.CUDA_MEMCPY2D(_ptr=ctypes.addressof(self._block))
         driver_api.primary_context(self._index)  # raises here if there is none
 
-    def _retry(
-        self, status: int, what: str, function: Callable[..., int], *arguments: object
-    ) -> None:
-        driver_api.retry_with_context(status, what, self._index, function, *arguments)
+    def _retry(self, status: Any, name: str, *arguments: object) -> None:
+        driver_api.retry_with_context(status, self._index, name, *arguments)
 
     def stream(self, high_priority: bool) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device, priority=-1 if high_priority else 0)
@@ -132,30 +104,31 @@ class CudaDriver:
         if stream is None:
             self._before = None
 
-    def event(self) -> int:
-        handle = ctypes.c_void_p()
-        status = self._create(ctypes.byref(handle), _NO_TIMING)
+    def event(self) -> Any:
+        status, event = self._driver.cuEventCreate(_NO_TIMING)
         if status:
-            self._retry(status, "cuEventCreate", self._create, ctypes.byref(handle), _NO_TIMING)
-        assert handle.value is not None
-        return handle.value
+            event = driver_api.retry_with_context(status, self._index, "cuEventCreate", _NO_TIMING)
+        return event
 
-    def record(self, event: int, stream: int) -> None:
-        status = self._record(event, stream)
+    def record(self, event: Any, stream: int) -> None:
+        on = streams[stream]
+        status = self._driver.cuEventRecord(event, on)[0]
         if status:
-            self._retry(status, "cuEventRecord", self._record, event, stream)
+            self._retry(status, "cuEventRecord", event, on)
 
-    def wait(self, event: int, stream: int) -> None:
-        status = self._wait(stream, event, 0)
+    def wait(self, event: Any, stream: int) -> None:
+        on = streams[stream]
+        status = self._driver.cuStreamWaitEvent(on, event, 0)[0]
         if status:
-            self._retry(status, "cuStreamWaitEvent", self._wait, stream, event, 0)
+            self._retry(status, "cuStreamWaitEvent", on, event, 0)
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         if not nbytes:
             return
-        status = self._copy(destination, source, nbytes, stream)
+        on = streams[stream]
+        status = self._driver.cuMemcpyAsync(destination, source, nbytes, on)[0]
         if status:
-            self._retry(status, "cuMemcpyAsync", self._copy, destination, source, nbytes, stream)
+            self._retry(status, "cuMemcpyAsync", destination, source, nbytes, on)
 
     def copy_block(
         self, destination: int, source: int, pitch: int, width: int, rows: int, stream: int
@@ -163,26 +136,24 @@ class CudaDriver:
         if width == pitch or rows == 1:
             self.copy(destination, source, width * rows, stream)
             return
-        block = self._block  # the call reads it before it returns
-        block.source_address, block.destination_address = source, destination
-        block.source_pitch = block.destination_pitch = pitch
-        block.width, block.height = width, rows
-        status = self._copy_2d(self._block_address, stream)
+        sides = (0, 0, _UNIFIED, 0, source, 0, pitch, 0, 0, _UNIFIED, 0, destination, 0, pitch)
+        _BLOCK_COPY.pack_into(self._block, 0, *sides, width, rows)  # read before the call returns
+        on = streams[stream]
+        status = self._driver.cuMemcpy2DAsync(self._block_copy, on)[0]
         if status:
-            self._retry(status, "cuMemcpy2DAsync", self._copy_2d, self._block_address, stream)
+            self._retry(status, "cuMemcpy2DAsync", self._block_copy, on)
 
     def write(self, address: int, value: int, stream: int) -> None:
-        word = value & 0xFFFFFFFF
-        status = self._write(stream, address, word, 0)
+        word, on = value & 0xFFFFFFFF, streams[stream]
+        status = self._driver.cuStreamWriteValue32(on, address, word, 0)[0]
         if status:
-            self._retry(status, "cuStreamWriteValue32", self._write, stream, address, word, 0)
+            self._retry(status, "cuStreamWriteValue32", on, address, word, 0)
 
     def wait_value(self, address: int, value: int, stream: int) -> None:
-        word = value & 0xFFFFFFFF
-        status = self._wait_value(stream, address, word, _AT_LEAST)
+        word, on = value & 0xFFFFFFFF, streams[stream]
+        status = self._driver.cuStreamWaitValue32(on, address, word, _AT_LEAST)[0]
         if status:
-            wanted = (stream, address, word, _AT_LEAST)
-            self._retry(status, "cuStreamWaitValue32", self._wait_value, *wanted)
+            self._retry(status, "cuStreamWaitValue32", on, address, word, _AT_LEAST)
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -206,13 +177,13 @@ class SimulatedDriver:
     def use(self, stream: _Stream | None) -> None:
         pass
 
-    def event(self) -> int:
+    def event(self) -> Any:
         return 0
 
-    def record(self, event: int, stream: int) -> None:
+    def record(self, event: Any, stream: int) -> None:
         pass
 
-    def wait(self, event: int, stream: int) -> None:
+    def wait(self, event: Any, stream: int) -> None:
         pass
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:

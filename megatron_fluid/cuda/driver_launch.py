@@ -1,20 +1,21 @@
-"""Starting a compiled kernel through the CUDA driver: one ctypes call with a parameter block that
-one struct call packs, where Triton's launcher checks and converts every argument anew.
+"""Starting a compiled Triton kernel through the CUDA driver: one call with a parameter block that
+one struct call packs, where Triton's launcher checks and converts every argument again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from megatron_fluid.cuda import driver_api
 
-__all__ = ["DriverLaunch", "parameter_bytes"]
+__all__ = ["DriverLaunch", "direct_launch", "parameter_bytes"]
 
 # Triton appends this many pointers to every kernel's parameters; null, as no kernel uses them.
 _SCRATCH = 2
@@ -22,96 +23,90 @@ _SCRATCH = 2
 # How struct packs a parameter into its 8 bytes; an integer that does not fit raises struct.error.
 _FORMAT = {"i32": "i4x", "u32": "I4x", "i64": "q", "u64": "Q"}
 _POINTER = "Q"
-# CUlaunchConfig: grid, block, shared memory; stream, attributes (none), their number.
-_CONFIG = "7I4xqq8x"
+
+# (columns, rows, values, stream): starts columns * rows programs on a raw stream, None for the
+# current one. values: the leading parameters, then the trailing ones.
+type DriverLaunch = Callable[[int, int, Sequence[int], int | None], None]
 
 
-class DriverLaunch:
-    """cuLaunchKernelEx of one compiled kernel with a reusable block: a CUlaunchConfig, then the
-    parameters at 8 bytes each.
+def direct_launch(
+    compiled: Any,
+    num_warps: int,
+    leading: int,
+    fixed: Sequence[int],
+    trailing: int = 0,
+    pointers: int = 0,
+) -> DriverLaunch | None:
+    """Return the launch of a kernel that Triton compiled.
 
-    The kernel's parameters, of Triton's `types`, are `leading` ones of each call, then the fixed
-    ones, then the trailing ones of each call.
+    The kernel's parameters are `leading` ones of each call, then the fixed ones, then the
+    `trailing` ones of each call. None where the kernel does not take exactly these, the first
+    `pointers` as pointers, the others as pointers or integers (another Triton release), or wants
+    more than a plain launch.
     """
+    metadata = compiled.metadata
+    types = [t for t in compiled.src.signature.values() if t != "constexpr"]
+    if len(types) != leading + len(fixed) + trailing or any(t[0] not in "*iu" for t in types):
+        return None
+    if any(t[0] != "*" for t in types[:pointers]):
+        return None
+    if metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
+        return None
+    if metadata.shared > 48 << 10 or getattr(metadata, "global_scratch_size", 0):
+        return None
+    if getattr(metadata, "profile_scratch_size", 0):
+        return None
+    if _parameter_widths(compiled.function) != parameter_bytes(types):
+        return None
+    return _launch(compiled.function, 32 * num_warps, metadata.shared, types, leading, fixed)
 
-    def __init__(
-        self,
-        function: int,
-        num_warps: int,
-        shared: int,
-        types: Sequence[str],
-        leading: int,
-        fixed: Sequence[int],
-    ) -> None:
-        self._device = torch.cuda.current_device()
-        varying = len(types) - len(fixed)
-        called = (*types[:leading], *types[leading + len(fixed) :])
-        pack = struct.Struct(f"={_CONFIG}{''.join(_FORMAT.get(t, _POINTER) for t in called)}")
-        self._pack = pack.pack_into
-        self._block = (ctypes.c_int64 * (pack.size // 8 + len(fixed) + _SCRATCH))()
-        struct.pack_into(f"={len(fixed)}q", self._block, pack.size, *fixed)
-        # What varies comes first in the block, so that one call packs it; the array of addresses
-        # holds the kernel's order.
-        order = [*range(leading), *range(varying, varying + len(fixed)), *range(leading, varying)]
-        order += range(varying + len(fixed), varying + len(fixed) + _SCRATCH)
-        config = ctypes.addressof(self._block)
-        first = config + struct.calcsize(f"={_CONFIG}")
-        self._addresses = (ctypes.c_void_p * len(order))(*[first + 8 * index for index in order])
-        self._threads, self._shared = 32 * num_warps, shared
-        # The main thread and autograd's may start the same kernel: the block belongs to one.
-        self._lock = threading.Lock()
-        self._start = driver_api.entry("cuLaunchKernelEx")
-        self._arguments = ctypes.c_void_p(config), ctypes.c_void_p(function), self._addresses, None
 
-    @classmethod
-    def of(
-        cls,
-        compiled: Any,
-        num_warps: int,
-        leading: int,
-        fixed: Sequence[int],
-        trailing: int = 0,
-        pointers: int = 0,
-    ) -> DriverLaunch | None:
-        """The launch of what Triton's first launch returned.
+def _launch(
+    function: int,
+    threads: int,
+    shared: int,
+    types: Sequence[str],
+    leading: int,
+    fixed: Sequence[int],
+) -> DriverLaunch:
+    """The launch as a closure, whose variables take less time to read than attributes."""
+    device = torch.cuda.current_device()
+    varying, count = len(types) - len(fixed), len(types) + _SCRATCH
+    called = (*types[:leading], *types[leading + len(fixed) :])
+    packer = struct.Struct("=" + "".join(_FORMAT.get(t, _POINTER) for t in called))
+    # The parameters, what varies first, so that one call packs it; behind them their addresses, in
+    # the kernel's order.
+    block = (ctypes.c_int64 * (2 * count))()
+    order = [*range(leading), *range(varying, len(types)), *range(leading, varying)]
+    order += range(len(types), count)
+    first = ctypes.addressof(block)
+    block[varying : len(types)] = list(fixed)
+    block[count:] = [first + 8 * index for index in order]
+    addresses = first + 8 * count
+    pack, streams, raw_stream = (
+        packer.pack_into,
+        driver_api.streams,
+        torch._C._cuda_getCurrentRawStream,
+    )
+    cu_launch = driver_api.driver().cuLaunchKernel
+    handle = driver_api.driver().CUfunction(function)
+    # The main thread and autograd's may start the same kernel: the block belongs to one.
+    lock = threading.Lock()
 
-        None where the kernel does not take exactly these parameters, the first `pointers` as
-        pointers, the others as pointers or integers (another Triton release), or wants more than a
-        plain launch.
-        """
-        metadata = compiled.metadata
-        types = [t for t in compiled.src.signature.values() if t != "constexpr"]
-        if len(types) != leading + len(fixed) + trailing or any(t[0] not in "*iu" for t in types):
-            return None
-        if any(t[0] != "*" for t in types[:pointers]):
-            return None
-        if metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
-            return None
-        if metadata.shared > 48 << 10 or getattr(metadata, "global_scratch_size", 0):
-            return None
-        if getattr(metadata, "profile_scratch_size", 0):
-            return None
-        if _parameter_widths(compiled.function) != parameter_bytes(types):
-            return None
-        return cls(compiled.function, num_warps, metadata.shared, types, leading, fixed)
-
-    def __call__(
-        self, columns: int, rows: int, values: Sequence[int], stream: int | None = None
-    ) -> None:
-        """Start columns * rows programs on a raw stream; None means the current one.
-
-        `values`: the leading parameters, then the trailing ones.
-        """
+    def launch(columns: int, rows: int, values: Sequence[int], stream: int | None = None) -> None:
         if stream is None:
-            stream = torch._C._cuda_getCurrentRawStream(self._device)
-        block, threads, shared = self._block, self._threads, self._shared
-        with self._lock:
-            self._pack(block, 0, columns, rows, 1, threads, 1, 1, shared, stream, 0, *values)
-            status = self._start(*self._arguments)
+            stream = raw_stream(device)
+        with lock:
+            pack(block, 0, *values)
+            on = streams[stream]
+            status = cu_launch(handle, columns, rows, 1, threads, 1, 1, shared, on, addresses, 0)[0]
             if status:
+                shape = (columns, rows, 1, threads, 1, 1, shared)
                 driver_api.retry_with_context(
-                    status, "cuLaunchKernelEx", self._device, self._start, *self._arguments
+                    status, device, "cuLaunchKernel", handle, *shape, on, addresses, 0
                 )
+
+    return launch
 
 
 def parameter_bytes(types: Sequence[str]) -> list[int]:
@@ -122,14 +117,12 @@ def parameter_bytes(types: Sequence[str]) -> list[int]:
 def _parameter_widths(function: int) -> list[int]:
     """Bytes of each parameter of a kernel, as the driver sees them; none where it cannot say
     (before CUDA 12.4)."""
-    info = getattr(driver_api.library(), "cuFuncGetParamInfo", None)
-    widths: list[int] = []
-    if info is None:
-        return widths
-    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    while len(widths) < 256:
-        index = ctypes.c_size_t(len(widths))
-        if info(ctypes.c_void_p(function), index, ctypes.byref(offset), ctypes.byref(size)):
-            break
-        widths.append(size.value)
+    driver, widths = driver_api.driver(), list[int]()
+    handle = driver.CUfunction(function)
+    with contextlib.suppress(RuntimeError):  # the driver lacks the function
+        while len(widths) < 256:
+            status, _, width = driver.cuFuncGetParamInfo(handle, len(widths))
+            if status:
+                break
+            widths.append(width)
     return widths

@@ -1,20 +1,16 @@
-"""NVRTC, which torch brings along: CUDA source to machine code. It needs no GPU."""
+"""NVRTC through cuda.bindings, both of which torch's CUDA builds depend on: CUDA source to machine
+code. It needs no GPU."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import hashlib
-import importlib.metadata
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import Any
 
 from megatron_fluid.errors import FluidError
 
-__all__ = ["Unit", "load", "version"]
+__all__ = ["Unit", "version"]
 
 
 @dataclass(frozen=True)
@@ -45,29 +41,21 @@ class Unit:
         Raises:
             FluidError: NVRTC cannot be loaded, or refuses the source.
         """
-        return _compile(load(), self.name, self.text, dict(self.headers), self.options)
-
-
-def load() -> ctypes.CDLL:
-    """Load NVRTC of torch's CUDA version.
-
-    Raises:
-        FluidError: it is neither on the library path nor in NVIDIA's wheel.
-    """
-    major = (torch.version.cuda or "13").split(".")[0]
-    name = f"libnvrtc.so.{major}"
-    # The wheel's name has a suffix up to CUDA 12.
-    package = "nvidia-cuda-nvrtc-cu12" if major == "12" else "nvidia-cuda-nvrtc"
-    candidates = [name]
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        files = importlib.metadata.files(package) or []
-        candidates += [str(f.locate()) for f in files if f.name == name]
-    for candidate in candidates:
+        names = [name.encode() for name, _ in self.headers]
+        texts = [text for _, text in self.headers]
+        options = [option.encode() for option in self.options]
+        program = _call(
+            "nvrtcCreateProgram", self.text, self.name.encode(), len(names), texts, names
+        )
         try:
-            return ctypes.CDLL(candidate)
-        except OSError:
-            continue
-    raise FluidError(f"NVRTC: found no {name}, which comes with torch (pip install {package})")
+            try:
+                _call("nvrtcCompileProgram", program, len(options), options)
+            except FluidError as error:
+                log = _text("nvrtcGetProgramLog", program).rstrip(b"\0").decode(errors="replace")
+                raise FluidError(f"compiling {self.name}: {error}\n{log}") from None
+            return _text("nvrtcGetCUBIN", program)
+        finally:
+            _call("nvrtcDestroyProgram", program)
 
 
 def version() -> tuple[int, int]:
@@ -76,44 +64,33 @@ def version() -> tuple[int, int]:
     Raises:
         FluidError: it cannot be loaded.
     """
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    load().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    return major.value, minor.value
+    major, minor = _call("nvrtcVersion")
+    return major, minor
 
 
-def _compile(
-    library: ctypes.CDLL,
-    file: str,
-    text: bytes,
-    headers: Mapping[str, bytes],
-    options: Sequence[str],
-) -> bytes:
-    def check(status: int, what: str) -> None:
-        if status:
-            library.nvrtcGetErrorString.restype = ctypes.c_char_p
-            error = library.nvrtcGetErrorString(status).decode()
-            raise FluidError(f"NVRTC: {what}: {error}{log()}")
+@functools.cache
+def _nvrtc() -> Any:
+    from cuda.bindings import nvrtc
 
-    def log() -> str:
-        size = ctypes.c_size_t()
-        if not program.value or library.nvrtcGetProgramLogSize(program, ctypes.byref(size)):
-            return ""
-        text = ctypes.create_string_buffer(size.value)
-        library.nvrtcGetProgramLog(program, text)
-        return "\n" + text.value.decode(errors="replace")
+    return nvrtc
 
-    program = ctypes.c_void_p()
-    contents = (ctypes.c_char_p * len(headers))(*headers.values())
-    names = (ctypes.c_char_p * len(headers))(*[name.encode() for name in headers])
-    arguments = (ctypes.byref(program), text, file.encode(), len(headers), contents, names)
-    check(library.nvrtcCreateProgram(*arguments), "nvrtcCreateProgram")
+
+def _call(name: str, *arguments: object) -> Any:
+    """Call NVRTC's function `name`; return its result, or a list if it has several."""
     try:
-        flags = (ctypes.c_char_p * len(options))(*[o.encode() for o in options])
-        check(library.nvrtcCompileProgram(program, len(options), flags), f"compiling {file}")
-        size = ctypes.c_size_t()
-        check(library.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
-        code = ctypes.create_string_buffer(size.value)
-        check(library.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
-        return code.raw
-    finally:
-        library.nvrtcDestroyProgram(ctypes.byref(program))
+        status, *results = getattr(_nvrtc(), name)(*arguments)
+    except (ImportError, RuntimeError) as error:  # RuntimeError: cuda.bindings finds no library
+        raise FluidError(
+            f"NVRTC cannot be loaded: {error}; torch's CUDA builds bring it "
+            "(pip install cuda-bindings nvidia-cuda-nvrtc)"
+        ) from None
+    if status:
+        raise FluidError(f"{name}: {status.name} ({int(status)})")
+    return results[0] if len(results) == 1 else results
+
+
+def _text(name: str, program: Any) -> bytes:
+    """What NVRTC's function `name` writes."""
+    text = bytearray(_call(f"{name}Size", program))
+    _call(name, program, text)
+    return bytes(text)

@@ -3,11 +3,9 @@ them."""
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
-from megatron_fluid.cuda.driver_api import check, entry
+from megatron_fluid.cuda import driver_api
 
 __all__ = ["current_capture", "current_stream", "synchronize"]
 
@@ -31,11 +29,10 @@ def current_capture() -> tuple[int, int] | None:
     """
     if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return None
-    stream, status, number = current_stream().cuda_stream, ctypes.c_int(), ctypes.c_uint64()
-    ask = entry("cuStreamGetCaptureInfo_v2")
-    given = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number)
-    check(ask(*given, None, None, None), "cuStreamGetCaptureInfo_v2")
-    return number.value, stream
+    stream = current_stream().cuda_stream
+    # Later releases of CUDA return more behind these.
+    _, number, *_ = driver_api.call("cuStreamGetCaptureInfo", driver_api.streams[stream])
+    return int(number), stream
 
 
 def synchronize(device: torch.device) -> None:

@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_fluid.cuda.driver_launch import DriverLaunch
+from megatron_fluid.cuda.driver_launch import DriverLaunch, direct_launch
 from megatron_fluid.cuda.forks import apart_from_forks
 from megatron_fluid.cuda.kernel_cache import say
 from megatron_fluid.errors import ConfigError
@@ -150,7 +150,7 @@ class Launch:
     ) -> None:
         """As a call on the current stream; `values`: the arguments, tensors as addresses."""
         if self._direct is not None and not _compile_only.get():
-            self._direct(*grid, values)
+            self._direct(*grid, values, None)
         else:
             self._by_triton(grid, arguments, (), None)
 
@@ -173,7 +173,7 @@ class Launch:
             self._refuse_unaligned(tensors)
         if self._direct is not None and not _compile_only.get():
             values += integers
-            self._direct(programs, 1, values)
+            self._direct(programs, 1, values, None)
         else:
             self._by_triton((programs, 1), tensors, integers, None)
 
@@ -233,7 +233,7 @@ class Launch:
         fixed = [a for a, kind in pairs if kind != "constexpr"]
         present = [a for a in arguments if a is not None]
         tensors = itertools.takewhile(lambda a: isinstance(a, Tensor), (*present, *fixed))
-        self._direct = DriverLaunch.of(
+        self._direct = direct_launch(
             compiled,
             self._num_warps,
             len(present),

@@ -2,5 +2,5 @@
 
 Each Triton kernel names its reference in plain torch in its docstring. On Hopper GPUs the grouped
 GEMMs of experts (grouped_gemm) and the fused GEMMs of tensor parallelism (fused_gemm) are CUDA on
-top of sm90.cuh; megatron_fluid.cuda.hopper_kernels compiles them at first use.
+top of sm90.cuh; megatron_fluid.kernels.sm90.launch compiles them at first use.
 """

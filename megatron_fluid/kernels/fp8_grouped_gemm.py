@@ -9,42 +9,41 @@ are multiples of 128.
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import struct
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda import kernel_build
-from megatron_fluid.cuda.hopper_kernels import (
-    FP8_GROUPED,
-    HopperKernels,
-    is_hopper,
-    kernel_unit,
-    multiprocessors,
-)
-from megatron_fluid.cuda.tensor_maps import BOXES, TensorMaps
+from megatron_fluid.cuda.devices import is_hopper
+from megatron_fluid.cuda.tensor_maps import in_boxes, token_boxes
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_reference import scaled_grouped_product
 from megatron_fluid.kernels.grouped_gemm import Owners, host_ends
+from megatron_fluid.kernels.sm90.launch import HopperKernels, Source, hopper_kernels
 
 __all__ = [
+    "FP8_GROUPED",
     "CompandedRows",
     "Fp8Matrices",
     "Fp8Rows",
     "compile_fp8_ahead",
     "fp8_device_reason",
+    "fp8_kernels",
     "fp8_grouped_matmul",
     "fp8_sent_matmul",
     "fp8_unsupported_reason",
 ]
 
 _KERNEL = "fp8_grouped"
+FP8_GROUPED = Source(
+    Path(__file__).with_name("fp8_grouped_gemm_sm90.cu"),
+    {_KERNEL: "FORWARD"},
+    threads=512,
+    numbers=12,
+)
 _MOST_EXPERTS = 1024
-_NUMBERS = struct.Struct("=13Q").pack_into
 
 
 class Fp8Rows(NamedTuple):
@@ -131,7 +130,7 @@ def fp8_grouped_matmul(
         return scaled_grouped_product(*x, *weights, ends).to(torch.bfloat16)
     out = x.values.new_empty((rows, width), dtype=torch.bfloat16)
     if rows:
-        _module(x.values.device.index).launch(x, weights, offsets, out, None, programs)
+        _launch(x, weights, offsets, out, None, programs)
     return out
 
 
@@ -150,13 +149,13 @@ def fp8_sent_matmul(
         found = f"{origins.dtype} {list(origins.shape)}"
         raise ConfigError.of("origins", found, f"torch.int32 [{rows}] or longer")
     if rows:
-        _module(x.values.device.index).launch(x, weights, offsets, None, owners, programs)
+        _launch(x, weights, offsets, None, owners, programs)
 
 
 def compile_fp8_ahead(device: torch.device) -> None:
     """Begin to compile the kernel for `device` in the background, if it runs it."""
     if device.type == "cuda" and fp8_device_reason(device) is None:
-        kernel_build.start([kernel_unit(FP8_GROUPED, _KERNEL, torch.float8_e4m3fn)])
+        FP8_GROUPED.compile_ahead([_KERNEL], torch.float8_e4m3fn)
 
 
 def _check(x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor) -> None:
@@ -186,52 +185,32 @@ def _check(x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor) -> None:
         raise ConfigError.of("offsets", found, allowed)
 
 
-class _Fp8Module(HopperKernels):
-    """The kernel of fp8_grouped_gemm_sm90.cu on the current device."""
-
-    threads = 512
-
-    def __init__(self) -> None:
-        super().__init__(FP8_GROUPED, torch.float8_e4m3fn)
-        self._own, self._both, self._result = TensorMaps(1), TensorMaps(len(BOXES)), TensorMaps(1)
-        self._numbers = (ctypes.c_uint64 * 13)()
-        base = ctypes.addressof(self._numbers)
-        maps = (self._own.address, self._both.address, self._result.address)
-        whole = (*maps, *(base + 8 * i for i in range(13)))
-        self._parameters = (ctypes.c_void_p * len(whole))(*whole)
-
-    def launch(
-        self, x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor, out: Tensor | None,
-        owners: Owners | None, programs: int | None,
-    ) -> None:  # fmt: skip
-        """Start the kernel on the current stream: into `out`, or to where `owners` says."""
-        if torch._C._cuda_getDevice() != self._device:
-            with torch.cuda.device(self._device):
-                self.launch(x, weights, offsets, out, owners, programs)
-            return
-        experts, width, depth = weights.values.shape
-        to, buffers, origins, shift = 0, 0, 0, 0
-        if owners is not None:
-            buffers, shift = owners.buffers.data_ptr(), owners.shift
-            origins = owners.origins.data_ptr()
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        with self._lock:
-            self._own.fill(0, weights.values, 128, 128)
-            self._both.fill_boxes(0, x.values)
-            if out is not None:
-                self._result.fill(0, out, 64)
-                to = out.data_ptr()
-            pointers = (to, buffers, offsets.data_ptr(), origins)
-            scales = (x.scales.data_ptr(), weights.scales.data_ptr(), x.scales.shape[1])
-            sizes = (experts, x.values.shape[0], width, depth, shift)
-            _NUMBERS(self._numbers, 0, *pointers, *scales, *sizes, self._counter(stream))
-            sms = multiprocessors(self._device) if programs is None else programs
-            self._start(_KERNEL, sms, stream, self._parameters)
+def _launch(
+    x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor, out: Tensor | None, owners: Owners | None,
+    programs: int | None,
+) -> None:  # fmt: skip
+    """Start the kernel on the current stream: into `out`, or to where `owners` says."""
+    experts, width, depth = weights.values.shape
+    to, result, buffers, origins, shift = 0, None, 0, 0, 0
+    if out is not None:
+        to, result = out.data_ptr(), in_boxes(out, 64)
+    if owners is not None:
+        buffers, shift = owners.buffers.data_ptr(), owners.shift
+        origins = owners.origins.data_ptr()
+    maps = (in_boxes(weights.values, 128, 128), token_boxes(x.values), (result,))
+    pointers = (to, buffers, offsets.data_ptr(), origins)
+    scales = (x.scales.data_ptr(), weights.scales.data_ptr(), x.scales.shape[1])
+    sizes = (experts, x.values.shape[0], width, depth, shift)
+    kernels = fp8_kernels(FP8_GROUPED, x.values.device)
+    kernels.launch(_KERNEL, maps, (*pointers, *scales, *sizes), programs)
 
 
-@functools.cache
-def _module(device: int) -> _Fp8Module:
-    if (reason := fp8_device_reason(torch.device("cuda", device))) is not None:
-        raise ConfigError.of("device of an fp8 product", f"cuda:{device}", reason)
-    with torch.cuda.device(device):
-        return _Fp8Module()
+def fp8_kernels(source: Source, device: torch.device) -> HopperKernels:
+    """Return the kernels of a source for e4m3 on `device`.
+
+    Raises:
+        ConfigError: it is no Hopper GPU.
+    """
+    if (reason := fp8_device_reason(device)) is not None:
+        raise ConfigError.of("device of an fp8 product", str(device), reason)
+    return hopper_kernels(source, torch.float8_e4m3fn, device.index)

@@ -1,5 +1,5 @@
 // Grouped GEMM of fp8 expert rows for Hopper (sm_90a), with the scales of both operands: TMA, wgmma e4m3, clusters of two blocks.
-// Compiled at first use by megatron_fluid/cuda/hopper_kernels.py, which also writes wgmma.h: the wgmma instructions.
+// Compiled at first use by megatron_fluid/kernels/sm90/launch.py, which also writes wgmma.h: the wgmma instructions.
 //
 //   out[n, j] = sum_b a_scales[b, n] w_scales[e, j / 128, b] sum_(k in block b) x[n, k] w[e, j, k]     w [El, J, K]
 //

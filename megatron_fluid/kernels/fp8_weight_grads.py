@@ -14,29 +14,22 @@ multiples of 128.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import itertools
-import struct
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda import kernel_build
-from megatron_fluid.cuda.hopper_kernels import (
-    FP8_WEIGHT_GRADS,
-    HopperKernels,
-    kernel_unit,
-    multiprocessors,
-)
-from megatron_fluid.cuda.tensor_maps import BOXES, TensorMaps
+from megatron_fluid.cuda.tensor_maps import in_boxes, token_boxes
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm import fp8_device_reason
+from megatron_fluid.kernels.fp8_grouped_gemm import fp8_device_reason, fp8_kernels
 from megatron_fluid.kernels.grouped_gemm import host_ends
+from megatron_fluid.kernels.sm90.launch import Source
 
 __all__ = [
+    "FP8_WEIGHT_GRADS",
     "TurnedRows",
     "add_fp8_weight_grads",
     "blocks_of",
@@ -46,9 +39,14 @@ __all__ = [
 ]
 
 _WEIGHTS, _SUMS = "fp8_weights", "fp8_weight_sums"
+FP8_WEIGHT_GRADS = Source(
+    Path(__file__).with_name("fp8_weight_grads_sm90.cu"),
+    {_WEIGHTS: "false", _SUMS: "true"},
+    threads=512,
+    numbers=9,
+)
 _MOST_EXPERTS = 1024
 _ADDED = torch.float32, torch.int64  # dtypes of what is added to, and of addresses
-_NUMBERS = struct.Struct("=10Q").pack_into
 
 
 class TurnedRows(NamedTuple):
@@ -109,7 +107,7 @@ def fp8_weight_grads(
     if not left.values.shape[1]:
         return left.values.new_zeros(shape, dtype=torch.bfloat16)
     out = left.values.new_empty(shape, dtype=torch.bfloat16)
-    _module(left.values.device.index).launch(left, right, offsets, out, None, programs)
+    _launch(left, right, offsets, out, None, programs)
     return out
 
 
@@ -152,8 +150,7 @@ def add_fp8_weight_grads(
             else:
                 output += grad
     elif left.values.shape[1]:
-        own = _module(left.values.device.index)
-        own.launch(left, right, offsets, None, addresses, programs, overwrite)
+        _launch(left, right, offsets, None, addresses, programs, overwrite)
     elif overwrite:
         for output in outputs:
             output.zero_()
@@ -163,9 +160,7 @@ def compile_fp8_weight_grads_ahead(device: torch.device) -> None:
     """Begin to compile both kernels for `device` in the background, if it runs them. Returns at
     once; the first use waits for the rest."""
     if device.type == "cuda" and fp8_device_reason(device) is None:
-        names = (_WEIGHTS, _SUMS)
-        dtype = torch.float8_e4m3fn
-        kernel_build.start([kernel_unit(FP8_WEIGHT_GRADS, name, dtype) for name in names])
+        FP8_WEIGHT_GRADS.compile_ahead([_WEIGHTS, _SUMS], torch.float8_e4m3fn)
 
 
 def _check(left: TurnedRows, right: TurnedRows, offsets: Tensor) -> None:
@@ -193,48 +188,18 @@ def _check(left: TurnedRows, right: TurnedRows, offsets: Tensor) -> None:
         raise ConfigError.of("offsets", found, allowed)
 
 
-class _Module(HopperKernels):
-    """The kernels of fp8_weight_grads_sm90.cu on the current device."""
-
-    threads = 512
-
-    def __init__(self) -> None:
-        super().__init__(FP8_WEIGHT_GRADS, torch.float8_e4m3fn)
-        self._own, self._both, self._result = TensorMaps(1), TensorMaps(len(BOXES)), TensorMaps(1)
-        self._numbers = (ctypes.c_uint64 * 10)()
-        base = ctypes.addressof(self._numbers)
-        maps = (self._own.address, self._both.address, self._result.address)
-        whole = (*maps, *(base + 8 * i for i in range(10)))
-        self._parameters = (ctypes.c_void_p * len(whole))(*whole)
-
-    def launch(
-        self, left: TurnedRows, right: TurnedRows, offsets: Tensor, out: Tensor | None,
-        addresses: Tensor | None, programs: int | None, overwrite: bool = False,
-    ) -> None:  # fmt: skip
-        """Start a kernel on the current stream: into `out`, or onto the matrices at `addresses`, or
-        with `overwrite` into these."""
-        if torch._C._cuda_getDevice() != self._device:
-            with torch.cuda.device(self._device):
-                self.launch(left, right, offsets, out, addresses, programs, overwrite)
-            return
-        (high, places), wide = left.values.shape, right.values.shape[0]
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        with self._lock:
-            self._own.fill(0, right.values, 128, 128)
-            self._both.fill_boxes(0, left.values)
-            if out is not None:
-                self._result.fill(0, out, 64)
-            sums = 0 if addresses is None else addresses.data_ptr()
-            pointers = (offsets.data_ptr(), sums, left.scales.data_ptr(), right.scales.data_ptr())
-            sizes = (offsets.shape[0], high, wide, places)
-            _NUMBERS(self._numbers, 0, *pointers, *sizes, self._counter(stream), overwrite)
-            sms = multiprocessors(self._device) if programs is None else programs
-            self._start(_WEIGHTS if addresses is None else _SUMS, sms, stream, self._parameters)
-
-
-@functools.cache
-def _module(device: int) -> _Module:
-    if (reason := fp8_device_reason(torch.device("cuda", device))) is not None:
-        raise ConfigError.of("device of fp8 weight gradients", f"cuda:{device}", reason)
-    with torch.cuda.device(device):
-        return _Module()
+def _launch(
+    left: TurnedRows, right: TurnedRows, offsets: Tensor, out: Tensor | None,
+    addresses: Tensor | None, programs: int | None, overwrite: bool = False,
+) -> None:  # fmt: skip
+    """Start a kernel on the current stream: into `out`, or onto the matrices at `addresses`, or
+    with `overwrite` into these."""
+    (high, places), wide = left.values.shape, right.values.shape[0]
+    sums = 0 if addresses is None else addresses.data_ptr()
+    result = None if out is None else in_boxes(out, 64)
+    maps = (in_boxes(right.values, 128, 128), token_boxes(left.values), (result,))
+    pointers = (offsets.data_ptr(), sums, left.scales.data_ptr(), right.scales.data_ptr())
+    sizes = (offsets.shape[0], high, wide, places)
+    kernels = fp8_kernels(FP8_WEIGHT_GRADS, left.values.device)
+    name = _WEIGHTS if addresses is None else _SUMS
+    kernels.launch(name, maps, (*pointers, *sizes, overwrite), programs)

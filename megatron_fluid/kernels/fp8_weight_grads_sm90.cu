@@ -1,5 +1,5 @@
 // Weight gradients of fp8 expert rows for Hopper (sm_90a), with the scales of both operands: TMA, wgmma e4m3, clusters of two blocks.
-// Compiled at first use by megatron_fluid/cuda/hopper_kernels.py, which also writes wgmma.h: the wgmma instructions.
+// Compiled at first use by megatron_fluid/kernels/sm90/launch.py, which also writes wgmma.h: the wgmma instructions.
 //
 //   out[e, a, b] = sum_t left_scales[t, a] right_scales[t, b] sum_(p in block t) left[a, p] right[b, p]     left [A, P], right [B, P]
 //
@@ -377,7 +377,7 @@ __device__ __forceinline__ void run(
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (1 + CONSUMERS), 1) ENTRY(
     const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ TensorMap result,
     const int* ends, const u64* sums, const float* left_scales, const float* right_scales, int experts, int high, int wide,
-    int places, int counter, int fresh) {
+    int places, int fresh, int counter) {
   __shared__ Shared shared;
   __shared__ Mine mine;
   __shared__ int row_ends[MOST_STAGED];

@@ -15,16 +15,19 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_fluid.comm.workspace import Workspace
-from megatron_fluid.cuda.hopper_kernels import FUSED, HopperKernels, multiprocessors
-from megatron_fluid.cuda.tensor_maps import TensorMaps
+from megatron_fluid.cuda.devices import multiprocessors
+from megatron_fluid.cuda.tensor_maps import TensorMaps, in_boxes, token_boxes
+from megatron_fluid.kernels.sm90.launch import HopperKernels, Source
 
 __all__ = [
     "DEPTH",
+    "FUSED",
     "MOST_CHUNKS",
     "MOST_RANKS",
     "MOST_ROWS",
@@ -39,6 +42,15 @@ __all__ = [
     "wave_cost",
 ]
 
+FUSED = Source(
+    Path(__file__).with_name("fused_gemm_sm90.cu"),
+    {
+        "gather_forward": "FORWARD,false",
+        "gather_backward": "BACKWARD,false",
+        "scatter_forward": "FORWARD,true",
+        "scatter_backward": "BACKWARD,true",
+    },
+)
 MOST_RANKS, MOST_CHUNKS = 8, 64  # of fused_gemm_sm90.cu
 DEPTH = 64  # of one step of K
 _UNIT, _MOST_UNITS, _STRIP = 32, 8, 16
@@ -239,8 +251,8 @@ class FusedGemm:
         """C [W m, N] = (own shard [m, K] and the others' in `received` [W m, K]) @ b [K, N] + bias,
         on the current stream."""
         maps, call = self._gather_maps, self._call
-        maps.fill_boxes(_RECEIVED, received)
-        maps.fill(_OUT, c, 64)
+        maps.fill(_RECEIVED, token_boxes(received))
+        maps.fill(_OUT, in_boxes(c, 64))
         call.out[0] = c.data_ptr()
         call.bias = 0 if bias is None else bias.data_ptr()
         call.flags, call.value, call.operation = signals.flags, signals.value, signals.operation
@@ -280,16 +292,17 @@ class FusedGemm:
             if len(self._scatter_maps) >= 64:
                 self._scatter_maps.clear()
             maps = TensorMaps(_OUT + MOST_RANKS)
+            strides = (shape[1], 1)
             for owner, address in enumerate(targets):
-                maps.fill_at(_OUT + owner, address, shape, self._dtype, 64)
+                maps.fill(_OUT + owner, (address, self._dtype, shape, strides, ((64, 64),)))
             self._scatter_maps[key] = maps
         return maps
 
     def _launch(self, kind: str, maps: TensorMaps, rows: Tensor, b: Tensor, m: int) -> None:
         call, n = self._call, b.shape[1]
         forward = b.stride(0) == 1
-        maps.fill(_WEIGHTS, b.t() if forward else b, 128 if forward else 64)
-        maps.fill_boxes(_ROWS, rows)
+        maps.fill(_WEIGHTS, in_boxes(b.t(), 128) if forward else in_boxes(b, 64))
+        maps.fill(_ROWS, token_boxes(rows))
         call.rows, call.width, call.depth = m, n, b.shape[0]
         call.high = self.high(m, n)
         programs = min(self._programs, 2 * call.ranks * call.high * call.splits * -(-n // 256))

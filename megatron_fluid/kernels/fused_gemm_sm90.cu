@@ -1,5 +1,5 @@
 // The GEMMs of AllGather-GEMM and GEMM-ReduceScatter in one kernel each, for Hopper (sm_90a). Compiled at first use
-// by megatron_fluid/cuda/hopper_kernels.py.
+// by megatron_fluid/kernels/sm90/launch.py.
 //
 // Why one kernel: a GEMM cut into one launch for each rank loses part of a wave of tiles at every cut, which costs more than
 // the communication that the cut hides. Why not Triton: see grouped_gemm_sm90.cu; the parts are the same, in sm90.cuh.

@@ -9,27 +9,22 @@ Shapes: N expert rows, El local experts, widths in, out, a, b.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda import kernel_build
-from megatron_fluid.cuda.hopper_kernels import (
-    GROUPED,
-    Operands,
-    has_grouped_gemm,
-    hopper_module,
-    is_hopper,
-    kernel_unit,
-    multiprocessors,
-)
-from megatron_fluid.cuda.tensor_maps import TensorMaps
+from megatron_fluid.cuda.devices import has_grouped_gemm, is_hopper
+from megatron_fluid.cuda.tensor_maps import GATED, Box, View, in_boxes, token_boxes
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.expert_stacks import ReversedStack, stack_of
+from megatron_fluid.kernels.sm90.launch import Maps, Source, hopper_kernels
 
 __all__ = [
+    "GROUPED",
     "Owners",
     "add_weight_grads",
     "can_add_weight_grads",
@@ -49,17 +44,30 @@ __all__ = [
     "wide_tiles_pay",
 ]
 
+GROUPED = Source(
+    Path(__file__).with_name("grouped_gemm_sm90.cu"),
+    {
+        "grouped_forward": "FORWARD",
+        "grouped_backward": "BACKWARD",
+        "sent_forward": "FORWARD,true",
+        "sent_backward": "BACKWARD,true",
+        "grouped_wide": "WIDE",
+        "grouped_gated": "GATED",
+        "grouped_weights": "WEIGHTS",
+        "grouped_long_sums": "LONG_SUMS",
+        "grouped_sums": "SUMS",
+    },
+    numbers=9,
+)
 _MOST_EXPERTS, _LONG_UNITS, _INT = 1024, 48, 2**32 - 1  # of grouped_gemm_sm90.cu
 _WIDE_DEPTH, _WIDE_END, _WIDE_ROWS = 4096, 2048, (192, 1536)
 # Mean rows of an expert from which LONG_SUMS pays, where it adds and where it writes. Measured:
 # docs/tuning_notes.md#grouped-gemm
 _LONG_ROWS, _LONG_ROWS_WRITTEN = 1536, 384
 _DTYPES = (torch.bfloat16, torch.float16)
-# Rows of the boxes in which weights are read; 0 stands for the map of gate and up.
-_FORWARD, _BACKWARD, _HALVES = 128, 64, 0
+_FORWARD, _BACKWARD = (128, 64), (64, 64)  # boxes in which weights are read; GATED is the third
 _NAMES = {_FORWARD: "grouped_forward", _BACKWARD: "grouped_backward"}
 _SENT = {_FORWARD: "sent_forward", _BACKWARD: "sent_backward"}
-_weight_maps: dict[tuple[object, ...], TensorMaps] = {}
 
 
 def grouped_matmul(
@@ -86,14 +94,14 @@ def grouped_matmul(
     if x.shape[1] != depth:
         raise ConfigError.of("width of expert rows", x.shape[1], f"{depth}, the weights'")
     if stack is not None:
-        boxes = _boxes(stack)
-        found = _weights_map(x, stack, boxes)
-        if found is not None:
+        box = _box(stack)
+        view = _weights_view(x, stack, box)
+        if view is not None:
             out = x.new_empty(rows, width)
-            maps = Operands(found, x, ((out, 64),))
+            maps = (view, token_boxes(x), (in_boxes(out, 64),))
             pointers = (out.data_ptr(), 0, offsets.data_ptr(), 0)
             sizes = (order * experts & _INT, rows, width, depth)
-            _launch(_NAMES[boxes], x, maps, pointers, sizes, programs)
+            _launch(_NAMES[box], x, maps, pointers, sizes, programs)
             return out
         if order > 0 and _fits_torch(x, stack):
             return torch._grouped_mm(x, stack, offs=offsets)
@@ -126,7 +134,7 @@ def can_send(x: Tensor, weights: Tensor | Sequence[Tensor]) -> bool:
     """Return whether sent_matmul takes these: 16-bit rows on Hopper, weights [El, in, out]."""
     if not isinstance(weights, Tensor) or weights.dim() != 3:
         return False
-    return _weights_map(x, weights, _boxes(weights)) is not None
+    return _weights_view(x, weights, _box(weights)) is not None
 
 
 def sent_matmul(
@@ -148,12 +156,12 @@ def sent_matmul(
     if x.shape[1] != depth or origins.dtype != torch.int32 or origins.shape[0] < rows:
         found = f"{list(x.shape)}, {origins.dtype} origins {list(origins.shape)}"
         raise ConfigError.of("expert rows", found, f"[{rows}, {depth}], an int32 origin for each")
-    boxes = _boxes(weights)
-    own = _weights_map(x, weights, boxes)
-    assert own is not None, "can_send says whether this may be called"
+    box = _box(weights)
+    view = _weights_view(x, weights, box)
+    assert view is not None, "can_send says whether this may be called"
     pointers = (0, owners.buffers.data_ptr(), offsets.data_ptr(), origins.data_ptr())
     sizes = (experts, rows, width, depth)
-    _launch(_SENT[boxes], x, Operands(own, x, ()), pointers, sizes, programs, owners.shift)
+    _launch(_SENT[box], x, (view, token_boxes(x), ()), pointers, sizes, programs, owners.shift)
 
 
 def can_gate(x: Tensor, weights: Tensor | Sequence[Tensor], prob: Tensor, activation: str) -> bool:
@@ -163,7 +171,7 @@ def can_gate(x: Tensor, weights: Tensor | Sequence[Tensor], prob: Tensor, activa
     if activation != "swiglu" or stack is None or stack.dim() != 3 or stack.stride(1) != 1:
         return False
     fits = not stack.shape[2] & 15 and prob.dtype == torch.float32 and prob.is_contiguous()
-    return fits and _weights_map(x, stack, _HALVES) is not None
+    return fits and _weights_view(x, stack, GATED) is not None
 
 
 def gated_matmul(
@@ -204,10 +212,10 @@ def gated_matmul(
     wide = ends is not None and wide_tiles_pay(ends, depth)
     box = 32 if wide else 64
     sides = (2, rows, width // 2), (width // 2, width, 1)
-    halves = None if h is None else (h.as_strided(*sides), box, 32)
-    own = _weights_map(x, stack, _HALVES)
-    assert own is not None, "can_gate says whether this may be called"
-    maps = Operands(own, x, (halves, (out, box, 32)))
+    halves = None if h is None else in_boxes(h.as_strided(*sides), box, 32)
+    view = _weights_view(x, stack, GATED)
+    assert view is not None, "can_gate says whether this may be called"
+    maps = (view, token_boxes(x), (halves, in_boxes(out, box, 32)))
     kept = 0 if h is None else h.data_ptr()
     pointers = (kept, out.data_ptr(), offsets.data_ptr(), prob.data_ptr())
     name = "grouped_wide" if wide else "grouped_gated"
@@ -255,7 +263,7 @@ def grouped_weight_grad(
     _check(offsets, offsets.shape[0], left, right)
     if _rows_fit(left, right) and offsets.shape[0] <= _MOST_EXPERTS:
         out = left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
-        maps = Operands((left, 64), (right, 64), ((out, 64),))
+        maps = (in_boxes(left, 64), in_boxes(right, 64), (in_boxes(out, 64),))
         pointers = (out.data_ptr(), 0, offsets.data_ptr(), 0)
         _launch("grouped_weights", left, maps, pointers, (*out.shape, left.shape[0]), programs)
         return out
@@ -309,7 +317,7 @@ def add_weight_grads(
         raise ConfigError.of("outputs", found, f"{len(outputs)} of {shape}")
     pointers = (0, 0, offsets.data_ptr(), addresses.data_ptr())
     sizes = (len(outputs), left.shape[1], right.shape[1], left.shape[0])
-    maps = Operands((left, 64), (right, 64), ())  # what is written is not written by TMA
+    maps = (in_boxes(left, 64), in_boxes(right, 64), ())  # the sums are not written by TMA
     long = _LONG_ROWS_WRITTEN if overwrite else _LONG_ROWS
     name = "grouped_long_sums" if left.shape[0] >= long * len(outputs) else "grouped_sums"
     _launch(name, left, maps, pointers, sizes, programs, overwrite)
@@ -333,15 +341,15 @@ def compile_ahead(
     if device.type == "cuda" and index is None and torch.cuda.is_initialized():
         index = torch.cuda.current_device()
     if index is not None and sends_rows(torch.device(device.type, index), dtype):
-        names = layer_kernels(hidden, activation, sends)
-        kernel_build.start([kernel_unit(GROUPED, name, dtype) for name in names])
+        GROUPED.compile_ahead(layer_kernels(hidden, activation, sends), dtype)
 
 
 def prepare(device: torch.device, dtype: torch.dtype, hidden: int, activation: str) -> None:
     """Compile and load layer_kernels for `device`, with those that send, if it runs them: else the
     first layer does, between waits for its peers, in seconds."""
     if sends_rows(device, dtype):
-        hopper_module(dtype, device.index).prepare(layer_kernels(hidden, activation, sends=True))
+        names = layer_kernels(hidden, activation, sends=True)
+        hopper_kernels(GROUPED, dtype, device.index).prepare(names)
 
 
 def sends_rows(device: torch.device, dtype: torch.dtype) -> bool:
@@ -385,43 +393,45 @@ def _check(
 def _launch(
     name: str,
     x: Tensor,
-    maps: Operands,
+    maps: Maps,
     pointers: tuple[int, int, int, int],
     sizes: tuple[int, int, int, int],
     programs: int | None,
     keep: int = True,
 ) -> None:
-    sms = multiprocessors(x.device.index) if programs is None else programs
-    hopper_module(x.dtype, x.device.index).launch(name, maps, pointers, sizes, sms, keep)
+    """Start kernel `name`. pointers: out, act, ends and extra of its parameters."""
+    kernels = hopper_kernels(GROUPED, x.dtype, x.device.index)
+    kernels.launch(name, maps, (*pointers, *sizes, keep), programs)
 
 
-def _boxes(weights: Tensor) -> int:
+def _box(weights: Tensor) -> Box:
     """By which weights [El, in, out] are read, as they lie: in a forward `in` is contiguous."""
     return _FORWARD if weights.stride(1) == 1 else _BACKWARD
 
 
-def _weights_map(x: Tensor, weights: Tensor, boxes: int) -> TensorMaps | None:
-    """Return the map of a parameter [El, in, out], cached by its address and layout; None if our
-    kernels do not take the product of rows x and it. boxes: _FORWARD, _BACKWARD or _HALVES.
-    """
-    if not _rows_fit(x) or weights.dtype != x.dtype:
+def _weights_view(x: Tensor, weights: Tensor, box: Box) -> View | None:
+    """Return the view of a parameter [El, in, out] that our kernels read, or None if they do not
+    take the product of rows x and it. box: _FORWARD, _BACKWARD or GATED."""
+    address, dtype = weights.data_ptr(), weights.dtype
+    if not _rows_fit(x) or dtype != x.dtype or address & 15:
         return None
-    place = weights.device.index, weights.data_ptr(), weights.shape, weights.stride()
-    key = (*place, weights.dtype, boxes)
-    found = _weight_maps.get(key)
-    if found is None:
-        stack = weights if boxes == _BACKWARD else weights.transpose(1, 2)
-        if stack.shape[0] > _MOST_EXPERTS or stack.shape[1] & 7 or not _dense(stack):
-            return None
-        if len(_weight_maps) >= 4096:
-            _weight_maps.clear()
-        found = TensorMaps(1)
-        if boxes == _HALVES:
-            found.fill_halves(stack)
-        else:
-            found.fill(0, stack, boxes)
-        _weight_maps[key] = found  # last: encoding it may raise
-    return found
+    lies = _lies(weights.shape, weights.stride(), box)
+    return None if lies is None else (address, dtype, *lies, (box,))
+
+
+@functools.lru_cache(maxsize=1024)
+def _lies(
+    shape: tuple[int, ...], strides: tuple[int, ...], box: Box
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shape and strides of weights [El, in, out] as they lie in memory, or None if our kernels do
+    not take them."""
+    if box != _BACKWARD:
+        (experts, depth, width), (plane, step, row) = shape, strides
+    else:
+        (experts, width, depth), (plane, row, step) = shape, strides
+    if step != 1 or (depth | width | row | plane) & 7 or experts > _MOST_EXPERTS:
+        return None
+    return ((experts, width, depth), (plane, row, 1)) if experts * depth * width else None
 
 
 def _rows_fit(x: Tensor, other: Tensor | None = None) -> bool:

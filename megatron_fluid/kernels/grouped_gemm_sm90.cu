@@ -1,5 +1,5 @@
 // Grouped GEMMs of expert rows for Hopper (sm_90a): TMA, wgmma, clusters of two blocks. Compiled at first use
-// by megatron_fluid/cuda/hopper_kernels.py, which also writes wgmma.h: the wgmma instructions.
+// by megatron_fluid/kernels/sm90/launch.py, which also writes wgmma.h: the wgmma instructions.
 // Triton's tiles have one height, so an expert's last rows cost a whole tile, and it cannot multicast. Here (see sm90.cuh) an
 // expert's rows are cut into as few tiles as hold them, of up to 288 tokens, in units of 32. Where rows are many, tiles stay at
 // 256: one instruction instead of two, and blocks of like tiles stay in step and share more in the L2.
@@ -412,8 +412,8 @@ __device__ __forceinline__ void run(
 // A compilation makes one kernel, ENTRY of ENTRY_MODE (mode, SENDS), so that all are compiled side by side.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) ENTRY(
     const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ Results results,
-    char* out, char* act, const int* ends, const void* extra, int counter, int experts, int high, int width, int depth,
-    int keep) {
+    char* out, char* act, const int* ends, const void* extra, int experts, int high, int width, int depth, int keep,
+    int counter) {
   __shared__ Shared shared;
   __shared__ int row_ends[MOST_STAGED];
   run<ENTRY_MODE>(&own, &both, results.maps, out, act, ends, extra, counters + counter, experts, high, width, depth, keep,

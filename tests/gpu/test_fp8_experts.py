@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid import MoEConfig, MoELayer
-from megatron_fluid.cuda.hopper_kernels import is_hopper
+from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.kernels import fp8_casts as casts
 from megatron_fluid.kernels import fp8_reference as reference
 from megatron_fluid.kernels.fp8_grouped_gemm import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda.hopper_kernels import is_hopper
+from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.kernels.fp8_weight_grads import (
     TurnedRows,
     add_fp8_weight_grads,

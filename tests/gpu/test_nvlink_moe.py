@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
-from megatron_fluid.cuda.hopper_kernels import is_hopper
+from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels.fp8_reference import cast_rows, restore_rows
 from megatron_fluid.moe.nvlink import steps

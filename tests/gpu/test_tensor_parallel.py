@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_fluid import close_group
 from megatron_fluid.config import current_config, set_config
-from megatron_fluid.cuda.hopper_kernels import multiprocessors
+from megatron_fluid.cuda.devices import multiprocessors
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.kernels import fused_gemm
 from megatron_fluid.kernels.fused_gemm import splits_of_depth

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid import close_group
-from megatron_fluid.cuda.hopper_kernels import multiprocessors
+from megatron_fluid.cuda.devices import multiprocessors
 from megatron_fluid.kernels import fused_gemm
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from megatron_fluid.tensor_parallel.choice import backends_of

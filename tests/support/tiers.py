@@ -103,7 +103,7 @@ class WorkCounter:
             self._wrapped = True
             self._count(interpreter.GridExecutor, "__call__", "interpreter")
             if (nvrtc := sys.modules.get("megatron_fluid.cuda.nvrtc")) is not None:
-                self._count(nvrtc, "_compile", "compile")
+                self._count(nvrtc.Unit, "compile", "compile")
         return dict(self.done)
 
     def _count(self, owner: Any, name: str, tier: str) -> None:

@@ -1,9 +1,8 @@
-"""Direct launches: what the driver is handed, with a driver made of ctypes callbacks."""
+"""Direct launches: what the driver is handed, with a stand-in for the driver."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import struct
 import threading
 from collections.abc import Iterator
@@ -15,81 +14,39 @@ import torch
 import triton
 
 from megatron_fluid.cuda import driver_api, forks, triton_launch
-from megatron_fluid.cuda.driver_launch import DriverLaunch
+from megatron_fluid.cuda.driver_launch import direct_launch
 from megatron_fluid.cuda.triton_launch import Launch, Launcher, compile_only, power_of_two
 from megatron_fluid.errors import ConfigError, FluidError
-
-_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig of cuda.h."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_uint)
-            for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")
-        ),
-        *(("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("number", ctypes.c_uint)),
-    )
+from tests.support.cuda_driver import FakeDriver, driver_in_place, word
 
 
-class _Driver:
+class _Driver(FakeDriver):
     """Records launches; a kernel's parameters have the widths given."""
 
     def __init__(self, widths: list[int], status: int = 0) -> None:
-        self.widths, self.status = widths, status
-        self.calls: list[tuple[list[int], list[int]]] = []
-        self.cuLaunchKernelEx = _LAUNCH(self._launch)
-        self.contexts: list[int] = []
+        super().__init__()
+        self.launches: list[tuple[list[int], list[int]]] = []
+        self.widths, self.broken["cuLaunchKernel"] = widths, [status] * bool(status)
 
-    def _launch(self, config: int, function: int, parameters: int, extra: int | None) -> int:
-        found = [getattr(_Config.from_address(config), name) or 0 for name, _ in _Config._fields_]
-        assert found[-2:] == [0, 0] and extra is None
-        pointers = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
-        values = []
-        for index, width in enumerate(self.widths):
-            kind = ctypes.c_uint64 if width == 8 else ctypes.c_uint32
-            values.append(kind.from_address(pointers[index] or 0).value)
-        self.calls.append(([function, *found[:-2]], values))
-        return self.status
+    def cuFuncGetParamInfo(self, function: Any, index: int) -> tuple[Any, ...]:
+        if index >= len(self.widths):
+            return self.CUresult(1), None, None
+        return self.CUresult(0), 0, self.widths[index]
 
-    def __getitem__(self, name: str) -> Any:
-        """As ctypes gives it, without types: an integer is then cut to C's int. As long as this
-        driver is held."""
-        return ctypes.CFUNCTYPE(ctypes.c_int)(
-            ctypes.cast(getattr(self, name), ctypes.c_void_p).value or 0
-        )
-
-    def cuDeviceGet(self, number: Any, ordinal: int) -> int:
-        number._obj.value = ordinal
-        return 0
-
-    def cuDevicePrimaryCtxRetain(self, context: Any, number: Any) -> int:
-        context._obj.value = 5 + number.value
-        return 0
-
-    def cuGetErrorName(self, status: int, name: Any) -> int:
-        name._obj.value = f"CUDA_ERROR_NUMBER_{status}".encode()
-        return 0
-
-    def cuCtxSetCurrent(self, context: Any) -> int:
-        self.contexts.append(context.value)
-        self.status = 0
-        return 0
-
-    def cuFuncGetParamInfo(self, function: Any, index: Any, offset: Any, size: Any) -> int:
-        if index.value >= len(self.widths):
-            return 1
-        size._obj.value = self.widths[index.value]
-        return 0
+    def cuLaunchKernel(self, *arguments: Any) -> tuple[Any, ...]:
+        function, *shape, stream, parameters, extra = arguments
+        assert extra == 0
+        values = [word(word(parameters + 8 * i), width) for i, width in enumerate(self.widths)]
+        self.launches.append(([int(function), *shape, int(stream)], values))
+        return self._call("cuLaunchKernel", arguments)
 
 
 @pytest.fixture(autouse=True)
-def no_context_is_kept() -> Iterator[None]:
-    driver_api.primary_context.cache_clear()
-    yield
-    driver_api.primary_context.cache_clear()
+def one_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 33, raising=False)
+    with driver_in_place(FakeDriver()):
+        yield
 
 
 def _compiled(signature: dict[str, str]) -> SimpleNamespace:
@@ -115,53 +72,48 @@ _OWN = torch.zeros(1), torch.zeros(1)
 
 def test_parameters_arrive_in_the_kernels_order(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8])
-    monkeypatch.setattr(driver_api, "library", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1234, raising=False)
+    monkeypatch.setattr(driver_api, "driver", lambda: driver)
     own = _addresses(*_OWN)
-    launch = DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own, 2, 4)
+    launch = direct_launch(_compiled(_SIGNATURE), 4, 2, own, 2, 4)
     assert launch is not None
     for first in (0x7F0000001000, 0x7F0000002000):
-        launch(9, 1, [first, 0, 128, 5_000_000_000])
-    shape, values = driver.calls[-1]
+        launch(9, 1, [first, 0, 128, 5_000_000_000], 1234)
+    shape, values = driver.launches[-1]
     assert shape == [77, 9, 1, 1, 128, 1, 1, 2048, 1234]
     assert values == [0x7F0000002000, 0, *own, 128, 5_000_000_000, 0, 0]
-    assert driver.calls[0][1][0] == 0x7F0000001000
+    assert driver.launches[0][1][0] == 0x7F0000001000
     with pytest.raises(struct.error):
-        launch(9, 1, [0x7F0000001000, 0, 1 << 31, 1])  # of an int32
+        launch(9, 1, [0x7F0000001000, 0, 1 << 31, 1], None)  # of an int32
 
 
 @pytest.mark.parametrize("widths", [[8, 8, 8, 8, 4, 8, 8], [8, 8, 8, 8, 8, 8, 8, 8], []])
 def test_a_kernel_with_other_parameters_is_left_to_triton(
     monkeypatch: pytest.MonkeyPatch, widths: list[int]
 ) -> None:
-    monkeypatch.setattr(driver_api, "library", lambda: _Driver(widths))
+    monkeypatch.setattr(driver_api, "driver", lambda: _Driver(widths))
     own = _addresses(*_OWN)
-    assert DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own, 2, 4) is None
+    assert direct_launch(_compiled(_SIGNATURE), 4, 2, own, 2, 4) is None
 
 
 def test_a_refused_launch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8], status=700)
-    monkeypatch.setattr(driver_api, "library", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(driver_api, "driver", lambda: driver)
     own = _addresses(*_OWN)
-    launch = DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own, 2, 4)
+    launch = direct_launch(_compiled(_SIGNATURE), 4, 2, own, 2, 4)
     assert launch is not None
-    with pytest.raises(FluidError, match=r"cuLaunchKernelEx: CUDA_ERROR_NUMBER_700 \(700\)"):
-        launch(1, 1, [0, 0, 1, 1])
+    with pytest.raises(FluidError, match=r"cuLaunchKernel: CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
+        launch(1, 1, [0, 0, 1, 1], None)
 
 
 def test_a_thread_without_a_context_is_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8], status=201)
-    monkeypatch.setattr(driver_api, "library", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(driver_api, "driver", lambda: driver)
     own = _addresses(*_OWN)
-    launch = DriverLaunch.of(_compiled(_SIGNATURE), 4, 2, own, 2, 4)
+    launch = direct_launch(_compiled(_SIGNATURE), 4, 2, own, 2, 4)
     assert launch is not None
     launch(1, 1, [0, 0, 1, 1], 9)
-    assert driver.contexts == [5]
-    assert len(driver.calls) == 2 and driver.calls[0] == driver.calls[1]
+    assert driver.contexts_set == 1
+    assert len(driver.launches) == 2 and driver.launches[0] == driver.launches[1]
 
 
 class _Started:
@@ -180,8 +132,7 @@ class _Started:
 
 def test_launch_leaves_out_what_has_become_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver([8, 4, 8, 8, 8])
-    monkeypatch.setattr(driver_api, "library", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(driver_api, "driver", lambda: driver)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     kernel = _Started(
         {"x": "*fp32", "n": "i32", "table": "*i64", "one": "constexpr", "BLOCK": "constexpr"}
@@ -191,9 +142,9 @@ def test_launch_leaves_out_what_has_become_a_constant(monkeypatch: pytest.Monkey
     stream: Any = SimpleNamespace(cuda_stream=33)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     prepared((2, 3), (x, 9), stream)
-    assert not driver.calls  # Triton's
+    assert not driver.launches  # Triton's
     prepared((2, 3), (x, -9), stream)
-    assert driver.calls == [
+    assert driver.launches == [
         ([77, 2, 3, 1, 256, 1, 1, 2048, 33], [x.data_ptr(), 2**32 - 9, table.data_ptr(), 0, 0])
     ]
 
@@ -202,7 +153,7 @@ def test_launch_of_a_kernel_with_other_parameters_goes_through_triton(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = _Driver([8, 8, 8])
-    monkeypatch.setattr(driver_api, "library", lambda: driver)
+    monkeypatch.setattr(driver_api, "driver", lambda: driver)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     kernel = _Started({"x": "*fp32", "n": "i32", "BLOCK": "constexpr"})
@@ -210,7 +161,7 @@ def test_launch_of_a_kernel_with_other_parameters_goes_through_triton(
     stream: Any = SimpleNamespace(cuda_stream=33)
     for _ in range(2):
         prepared((2, 1), (x,), stream)
-    assert not driver.calls
+    assert not driver.launches
     (arguments,) = kernel.through_triton
     assert arguments == (2, 1, 1, 33, 77, None, None, None, None, x.data_ptr(), 9, 64)
 
@@ -219,9 +170,7 @@ def test_a_launcher_compiles_for_each_type_alignment_and_constant_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = _Driver([8, 4, 8, 8])
-    monkeypatch.setattr(driver_api, "library", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 33, raising=False)
+    monkeypatch.setattr(driver_api, "driver", lambda: driver)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     compiled: list[tuple[object, ...]] = []
@@ -241,14 +190,14 @@ def test_a_launcher_compiles_for_each_type_alignment_and_constant_once(
         for way, (x, block) in enumerate(ways):
             launcher(5, (x, 7 + way), BLOCK=block)
         assert compiled == [((5, 1), block, 4) for _, block in ways], "at the first calls alone"
-        assert len(driver.calls) == len(ways) * (seen - 1)
+        assert len(driver.launches) == len(ways) * (seen - 1)
     launcher(0, (aligned, 7), BLOCK=64)
-    assert len(driver.calls) == len(ways), "nothing to start"
+    assert len(driver.launches) == len(ways), "nothing to start"
     launcher(5, (aligned, 1 << 31), BLOCK=64)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 3)
     launcher(5, (aligned, 7), BLOCK=64)
     assert len(compiled) == len(ways) + 2, "a wide integer and another device are compiled for"
-    assert [values[:2] for _, values in driver.calls[:2]] == [
+    assert [values[:2] for _, values in driver.launches[:2]] == [
         [aligned.data_ptr(), 7],
         [aligned.data_ptr() + 4, 8],
     ]
@@ -296,9 +245,7 @@ def test_an_aligned_start_takes_absent_tensors_and_integers_behind_the_fixed_one
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8])
-    monkeypatch.setattr(driver_api, "library", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 33, raising=False)
+    monkeypatch.setattr(driver_api, "driver", lambda: driver)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     kernel = _Aligned(_SIGNATURE)
     memory = torch.zeros(64)
@@ -308,7 +255,7 @@ def test_an_aligned_start_takes_absent_tensors_and_integers_behind_the_fixed_one
     for y in (aligned, aligned[1:]):
         launch.start_aligned(9, (aligned, None, y), (128, 5_000_000_000))
     assert [getattr(a, "dtype", a) for a in kernel.first[:3]] == [torch.int32, None, torch.float32]
-    ((_, values),) = driver.calls
+    ((_, values),) = driver.launches
     assert values == [
         *_addresses(aligned, aligned[1:], *fixed), 128, 5_000_000_000, 0, 0
     ]  # fmt: skip

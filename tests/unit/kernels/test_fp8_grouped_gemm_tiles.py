@@ -8,7 +8,8 @@ import random
 
 import pytest
 
-from megatron_fluid.cuda.hopper_kernels import FP8_GROUPED, HEADER
+from megatron_fluid.kernels.fp8_grouped_gemm import FP8_GROUPED
+from megatron_fluid.kernels.sm90.launch import HEADER
 from tests.support.host_code import COMPILER, between, compile_for_host
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the host")

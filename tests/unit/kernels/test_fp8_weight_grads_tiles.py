@@ -10,7 +10,8 @@ from collections import Counter
 
 import pytest
 
-from megatron_fluid.cuda.hopper_kernels import FP8_WEIGHT_GRADS, HEADER
+from megatron_fluid.kernels.fp8_weight_grads import FP8_WEIGHT_GRADS
+from megatron_fluid.kernels.sm90.launch import HEADER
 from tests.support.host_code import COMPILER, between, compile_for_host
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the host")

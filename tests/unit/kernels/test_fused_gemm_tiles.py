@@ -7,8 +7,8 @@ import ctypes
 
 import pytest
 
-from megatron_fluid.cuda.hopper_kernels import FUSED, HEADER
 from megatron_fluid.kernels.fused_gemm import (
+    FUSED,
     MOST_CHUNKS,
     MOST_RANKS,
     MOST_ROWS,
@@ -20,6 +20,7 @@ from megatron_fluid.kernels.fused_gemm import (
     tiles_of_block,
     wave_cost,
 )
+from megatron_fluid.kernels.sm90.launch import HEADER
 from tests.support.host_code import COMPILER, between, compile_for_host
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the host")

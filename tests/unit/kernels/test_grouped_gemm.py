@@ -12,17 +12,22 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda import hopper_kernels as hopper
 from megatron_fluid.cuda import nvrtc
+from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels import grouped_gemm
+from megatron_fluid.kernels.fp8_grouped_gemm import FP8_GROUPED
+from megatron_fluid.kernels.fp8_weight_grads import FP8_WEIGHT_GRADS
+from megatron_fluid.kernels.fused_gemm import FUSED
 from megatron_fluid.kernels.grouped_gemm import (
+    GROUPED,
     Owners,
     add_weight_grads,
     can_add_weight_grads,
@@ -35,9 +40,10 @@ from megatron_fluid.kernels.grouped_gemm import (
     sent_matmul,
     takes_main_grads,
 )
+from megatron_fluid.kernels.sm90.launch import HopperKernels, Source
 
 GPU = torch.cuda.is_available()
-HOPPER = GPU and hopper.is_hopper(0)
+HOPPER = GPU and is_hopper(0)
 DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPES = [torch.bfloat16, torch.float16] if GPU else [torch.float32]
 SPARE = 3  # rows of the buffers after the last expert's
@@ -178,14 +184,14 @@ def test_a_gated_product_has_the_bits_of_a_product_and_its_activation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grouped_gemm, "wide_tiles_pay", lambda ends, depth: wide)
-    start, forms = hopper.HopperModule.launch, []
+    start, forms = HopperKernels.launch, []
 
-    def launch(self: hopper.HopperModule, name: str, *arguments: Any) -> None:
+    def launch(self: HopperKernels, name: str, *arguments: Any) -> None:
         if name in ("grouped_gated", "grouped_wide"):
             forms.append(name == "grouped_wide")
         start(self, name, *arguments)
 
-    monkeypatch.setattr(hopper.HopperModule, "launch", launch)
+    monkeypatch.setattr(HopperKernels, "launch", launch)
     n, (inner, outer) = sum(counts), (shape[0], shape[1] // 16 * 16)
     x, w = _rows(n, inner, dtype, 1), _matrices(len(counts), outer, inner, dtype).transpose(1, 2)
     prob = torch.rand(n + SPARE, generator=torch.Generator().manual_seed(9)).to(DEVICE)
@@ -383,8 +389,8 @@ def test_a_cpu_takes_no_gradients_into_main_grad_here() -> None:
     assert not takes_main_grads([torch.zeros(8, 8).bfloat16()])
 
 
-FP8_SOURCES = (hopper.FP8_GROUPED, hopper.FP8_WEIGHT_GRADS)
-SOURCES = (hopper.GROUPED, hopper.FUSED, *FP8_SOURCES)
+FP8_SOURCES = (FP8_GROUPED, FP8_WEIGHT_GRADS)
+SOURCES = (GROUPED, FUSED, *FP8_SOURCES)
 
 
 @pytest.mark.compile
@@ -395,9 +401,9 @@ SOURCES = (hopper.GROUPED, hopper.FUSED, *FP8_SOURCES)
     [(source, kernel) for source in SOURCES for kernel in source.kernels],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_each_kernel_compiles_for_hopper(source: hopper.Source, kernel: str) -> None:
+def test_each_kernel_compiles_for_hopper(source: Source, kernel: str) -> None:
     dtype = torch.float8_e4m3fn if source in FP8_SOURCES else torch.bfloat16
-    code = hopper.kernel_unit(source, kernel, dtype).compile()
+    code = source.unit(kernel, dtype).compile()
     others = {name for other in SOURCES for name in other.kernels} - {kernel}
     assert kernel.encode() in code
     assert not any(f".text.{other}".encode() in code for other in others)
@@ -407,25 +413,22 @@ def test_each_kernel_compiles_for_hopper(source: hopper.Source, kernel: str) -> 
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs NVRTC, of torch's CUDA builds")
 def test_a_source_that_does_not_compile_shows_the_compilers_words() -> None:
     with pytest.raises(FluidError, match="nothing"):
-        nvrtc._compile(
-            nvrtc.load(), "wrong.cu", b"int wrong = nothing;\n", {}, ["--gpu-architecture=sm_90a"]
-        )
+        nvrtc.Unit(
+            "wrong.cu", b"int wrong = nothing;\n", (), ("--gpu-architecture=sm_90a",)
+        ).compile()
 
 
-@pytest.mark.parametrize(
-    ("cuda", "words"),
-    [
-        ("12.8", r"libnvrtc\.so\.12, .*install nvidia-cuda-nvrtc-cu12\)"),
-        ("13.0", r"libnvrtc\.so\.13, .*install nvidia-cuda-nvrtc\)"),
-    ],
-)
-def test_without_a_compiler_its_package_is_named(
-    monkeypatch: pytest.MonkeyPatch, cuda: str, words: str
+@pytest.mark.parametrize("missing", ["cuda.bindings", "the library"])
+def test_without_a_compiler_its_packages_are_named(
+    monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    def nowhere(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
+    def nowhere(*_: object) -> Any:
+        raise ImportError("No module named 'cuda'")
 
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(nvrtc.ctypes, "CDLL", nowhere)
-    with pytest.raises(FluidError, match=words):
-        nvrtc.load()
+    def unloadable() -> None:
+        raise RuntimeError("found no libnvrtc.so.13")
+
+    library = SimpleNamespace(nvrtcVersion=unloadable)
+    monkeypatch.setattr(nvrtc, "_nvrtc", nowhere if missing == "cuda.bindings" else lambda: library)
+    with pytest.raises(FluidError, match=r"pip install cuda-bindings nvidia-cuda-nvrtc\)"):
+        nvrtc.version()

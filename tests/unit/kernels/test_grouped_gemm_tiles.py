@@ -13,8 +13,9 @@ import random
 
 import pytest
 
-from megatron_fluid.cuda.hopper_kernels import GROUPED, HEADER
 from megatron_fluid.kernels import grouped_gemm
+from megatron_fluid.kernels.grouped_gemm import GROUPED
+from megatron_fluid.kernels.sm90.launch import HEADER
 from tests.support.host_code import COMPILER, between, compile_for_host
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the host")
