@@ -35,7 +35,7 @@ TINY = shlex.split(
     "--log-interval 1 --eval-iters 2 --micro-batch-size 4 --global-batch-size 16"
 )
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tests.unit.examples.test_recipes import told
 pytest.importorskip("megatron.training")
 pytest.importorskip("tqdm")
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 
 # This one is started as a user does; the ranks of the others, by the words of the same launch.sh,
 # are forked.

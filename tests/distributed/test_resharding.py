@@ -15,7 +15,6 @@ from tests.support.faulty_training import FIRST_SAVE, Training, begin_from, trai
 pytest.importorskip("megatron.training")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode"),
 ]
 

@@ -14,7 +14,6 @@ from tools.compare_two_runs import differences
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode")
 def test_two_runs_of_a_training_give_the_same_bits(tmp_path: Path) -> None:
     pytest.importorskip("megatron.training")

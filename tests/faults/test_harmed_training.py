@@ -23,7 +23,6 @@ from tests.support.faulty_training import FIRST_SAVE, ITERATIONS, SHARDED, Train
 pytest.importorskip("megatron.training")
 pytestmark = [
     *(pytest.mark.world, pytest.mark.slow),
-    pytest.mark.timeout(300),
     pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode"),
 ]
 

@@ -28,7 +28,6 @@ from tests.support.faulty_training import (
 pytest.importorskip("megatron.training")
 pytestmark = [
     *(pytest.mark.world, pytest.mark.slow),
-    pytest.mark.timeout(400),
     pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode"),
 ]
 

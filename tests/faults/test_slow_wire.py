@@ -15,7 +15,7 @@ import pytest
 from benchmarks.harness.emulated_hosts import EmulatedHosts, launch_environment, missing
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process]
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from benchmarks.cases.attention import CASES, AttentionCase, megatron_attention, start_megatron
 from benchmarks.harness.variants import runnable
-from benchmarks.suites import attention
 from benchmarks.suites.attention import _builders, _choices, _settings
 from tests.support.launch import run_ranks
 
@@ -80,44 +79,6 @@ def test_a_choice_of_head_groups_is_what_runs() -> None:
             "fluid_no_overlap": 0,
             "floor_sdpa": 0,
         }
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("", []),
-        (
-            "sm_push:1,copy_engine",
-            [("fluid_sm_push_1", "sm_push", 1), ("fluid_copy_engine_auto", "copy_engine", None)],
-        ),
-        ("auto:auto", [("fluid_auto_auto", "auto", None)]),
-    ],
-)
-def test_choices_are_read(text: str, found: list[tuple[str, str, int | None]]) -> None:
-    assert _choices(argparse.ArgumentParser(), text) == found
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (
-            ["--phases", "--profile", "--variants", "fluid"],
-            "--profile, --variants: allowed without --phases only",
-        ),
-        (
-            ["--phases", "--modes", "train", "--profile-folder", "x"],
-            "--modes, --profile-folder: allowed without",
-        ),
-        (["--phases", "--repeats", "2"], "--repeats: allowed without --phases only"),
-        (["--groups", "2"], "--groups: allowed with --phases only"),
-    ],
-)
-def test_an_option_that_would_do_nothing_is_refused(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        attention.main(arguments)
-    assert words in capsys.readouterr().err
 
 
 def _of_real_models(rank: int, world: int) -> dict[str, bool]:

@@ -24,24 +24,6 @@ def test_a_row_holds_every_loss_and_the_mean_of_the_last_tenth() -> None:
     assert row.config["held_out"] == [3.5, 3.5] and len(row.config["losses"][1]) == 20
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--smoke", "--variants", "nosuch"], "--variants: found 'nosuch', allowed: some of"),
-        (["--smoke", "--variants", "fluid_fp8"], "--variants: found 'fluid_fp8'"),
-        (["--smoke", "--seeds", "0"], "found 0, 500, allowed: 1 or more"),
-        ([], "needs a GPU"),
-    ],
-)
-def test_options_that_cannot_be_followed_are_refused(
-    arguments: list[str], words: str, monkeypatch: Any, capsys: Any
-) -> None:
-    monkeypatch.setattr(losses.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        losses.main(arguments)
-    assert words in capsys.readouterr().err
-
-
 def test_a_run_that_fails_is_named_and_the_others_count(
     monkeypatch: Any, tmp_path: Any, capsys: Any
 ) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks.harness import measured_code
 from benchmarks.harness.measured_code import ROOT, fingerprint, measured_files
-from benchmarks.harness.results import Row, read_results, write_results
-from benchmarks.report.pictures import draw_overview
+from benchmarks.harness.results import Row, write_results
 from benchmarks.report.tables import summary
 
 ROWS = [
@@ -52,28 +50,3 @@ def test_a_table_is_marked_once_a_measured_file_changes(
     monkeypatch.setattr(measured_code, "ROOT", Path("/"))
     monkeypatch.setattr(measured_code, "measured_files", lambda suite: [*real(suite), changed])
     assert "the measured code has changed since" in summary(tmp_path)
-
-
-def test_figures_without_a_fingerprint_are_old(tmp_path: Path) -> None:
-    path = write_results("moe_layer", ROWS, 1, tmp_path / "moe_layer-1gpu.json", command="x")
-    document = read_results(path)
-    del document["code"]
-    path.write_text(json.dumps(document))
-    assert "the measured code has changed since" in summary(tmp_path)
-
-
-def test_rivals_that_were_not_run_are_named(tmp_path: Path) -> None:
-    write_results("moe_layer", ROWS, 1, tmp_path / "moe_layer-1gpu.json", command="x")
-    text = summary(tmp_path)
-    assert "Not run: allgather dispatcher" in text and "SonicMoE" in text
-    assert "best of the others, of those run" in text
-
-
-def test_the_chart_of_the_readme_follows_the_results(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    results = write_results("moe_layer", ROWS, 1, tmp_path / "moe_layer-1gpu.json", command="x")
-    first = draw_overview(results, tmp_path / "one.svg").read_bytes()
-    assert draw_overview(results, tmp_path / "two.svg").read_bytes() == first
-    other = [*ROWS[:2], Row("mixtral-8x7b", "train", "fluid_megatron", 1.0, 1.0, 1.0, 3)]
-    results = write_results("moe_layer", other, 1, tmp_path / "moe_layer-1gpu.json", command="x")
-    assert draw_overview(results, tmp_path / "two.svg").read_bytes() != first

@@ -20,7 +20,6 @@ pytest.importorskip("megatron.core")
 
 from benchmarks.cases.parallel_layouts import LAYOUTS
 from benchmarks.cases.pretrain import CASES, VARIANTS, common_flags, flags_of
-from benchmarks.report.descriptions import SUITES
 from benchmarks.suites import pretrain
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -75,11 +74,6 @@ def test_ranks_that_a_layout_does_not_divide_are_refused(
     assert "--layouts: found cp2, but 3 ranks are no multiple of 2" in capsys.readouterr().err
 
 
-def test_every_variant_has_words() -> None:
-    suite = SUITES["pretrain"]
-    assert set(VARIANTS) == {*(suite.others or {}), *suite.ours, "fluid"}
-
-
 def test_what_cannot_be_run_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     apex = "fused_weight_gradient_mlp_cuda"
@@ -103,17 +97,6 @@ def test_a_graph_of_several_ranks_bounds_their_rows() -> None:
         assert bounded == [False, True]
 
 
-def test_without_a_gpu_nothing_asks_for_the_fusion() -> None:
-    for name in ("megatron", "fluid"):
-        assert "--no-gradient-accumulation-fusion" in flags_of(VARIANTS[name], 1, gpu=False)
-
-
-def test_peak_flops_of_known_devices_alone() -> None:
-    assert pretrain.peak_flops("NVIDIA H200") == pretrain.peak_flops("NVIDIA H100 80GB HBM3")
-    assert pretrain.peak_flops("NVIDIA H100 PCIe") is None
-    assert pretrain.peak_flops("Another GPU") is None
-
-
 def test_the_warm_up_is_left_out_of_every_round() -> None:
     one = {"flops": 4e12, "tokens": 100, "peak_bytes": 2**30, "losses": [6.0, 5.0], "overlap": []}
     measured = pretrain.Measured(
@@ -129,7 +112,6 @@ def test_the_warm_up_is_left_out_of_every_round() -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.timeout(300)
 def test_a_tiny_model_is_measured_with_and_without_overlap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,23 +132,19 @@ def test_a_tiny_model_is_measured_with_and_without_overlap(
     assert rows["fluid"]["iters"] == 3 and ours["tokens_per_s"] > 0
 
 
-def _ends(pid: int) -> bool:
-    """Whether the process ends within a few seconds."""
-    for _ in range(200):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.02)
-    return False
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @pytest.mark.process
-@pytest.mark.timeout(60)
 def test_sigterm_ends_the_processes_of_a_variant_too(tmp_path: Path) -> None:
     started, program = tmp_path / "started", tmp_path / "python"
     program.write_text(
-        f"#!/bin/sh\necho $$ > {started}.part\nmv {started}.part {started}\nsleep 50\n"
+        f"#!/bin/sh\necho $$ > {started}.part\nmv {started}.part {started}\nsleep 3600\n"
     )
     program.chmod(0o755)
     code = (
@@ -176,21 +154,20 @@ def test_sigterm_ends_the_processes_of_a_variant_too(tmp_path: Path) -> None:
     )
     suite = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     try:
-        until = time.monotonic() + 50
         while not started.exists():
-            assert suite.poll() is None and time.monotonic() < until
+            assert suite.poll() is None
             time.sleep(0.05)
         pid = int(started.read_text())
         suite.terminate()
-        assert suite.wait(10) == 128 + signal.SIGTERM
+        assert suite.wait() == 128 + signal.SIGTERM
     finally:
         suite.kill()
-    assert _ends(pid)
+    while _runs(pid):  # it sleeps for longer than a test may take
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.timeout(120)
 def test_a_variant_that_fails_is_named_and_leaves_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,18 +13,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.cases.tensor_parallel import SWEEPS, divided, divisible, select
+from benchmarks.cases.tensor_parallel import SWEEPS, divided, select
 from benchmarks.harness import timing
 from benchmarks.harness.results import (
     RESULTS,
     Row,
-    commit_id,
     default_command,
     read_results,
     validate,
     write_results,
 )
-from benchmarks.harness.timing import Timing, measure, quantile, rows_of, slowest_rank, whole_rounds
+from benchmarks.harness.timing import Timing, measure, quantile, rows_of, slowest_rank
 from benchmarks.suites.tp_overlap import Options, Report, recommend, run_case
 from benchmarks.tune import tp_table
 from megatron_fluid.tensor_parallel.measured import read_table
@@ -202,18 +201,6 @@ def test_a_wrong_document_is_refused(
     assert json.loads((tmp_path / "good.json").read_text()) == good
 
 
-def test_the_commit_names_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLUID_COMMIT", raising=False)
-    found = commit_id()
-    assert found is None or len(found.removesuffix("-dirty")) == 40
-
-
-def test_every_order_of_variants_is_taken_equally_often_where_there_is_time_for_it() -> None:
-    assert [whole_rounds(8, iters) for iters in (3, 4, 7, 8, 20)] == [3, 8, 8, 8, 24]
-    assert [whole_rounds(7, iters) for iters in (6, 7, 14, 20)] == [6, 14, 14, 28]
-    assert [whole_rounds(count, 5) for count in (0, 1, 2)] == [5, 5, 6]
-
-
 def test_a_sample_is_that_of_the_slowest_rank() -> None:
     found = slowest_rank({"a": [[1.0, 5.0, 3.0], [2.0, 4.0, 3.0]]})["a"]
     assert (found.p10_ms, found.median_ms, found.p90_ms) == (
@@ -299,19 +286,6 @@ def test_a_command_does_not_tell_where_its_files_were_put(monkeypatch: pytest.Mo
     assert default_command(4) == f"NPROC=4 benchmarks/launch.sh tp_layer {kept}"
 
 
-def test_a_command_of_a_script_elsewhere_starts_that_script(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    script = RESULTS.parents[1] / "tests" / "test_transformer_speedup.py"
-    monkeypatch.setattr("sys.argv", [str(script), "--iters", "3"])
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert default_command(2) == "python tests/test_transformer_speedup.py --iters 3"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    started = "torchrun --nproc_per_node 2 tests/test_transformer_speedup.py --iters 3"
-    assert default_command(2) == started
-
-
 @pytest.mark.parametrize(
     "path", sorted(RESULTS.glob("tp_overlap*.json")), ids=lambda path: path.stem
 )
@@ -356,15 +330,6 @@ def test_the_table_of_backends_is_made_from_results(tmp_path: Path) -> None:
         host_bound,
         (gpu, 4, "scatter", 8, 4, 2, "collective"),
     ]
-
-
-def test_tiny_sizes_fit_the_ranks_and_measured_ones_stay() -> None:
-    assert [divisible(case, 3) for case in SWEEPS["tiny"]] == [
-        ("ag", 66, 96, 33),
-        ("rs", 66, 33, 96),
-    ]
-    assert [divisible(case, 2) for case in SWEEPS["tiny"]] == SWEEPS["tiny"]
-    assert [divisible(case, 3) for case in SWEEPS["goals"]] == SWEEPS["goals"]
 
 
 def test_a_case_that_the_ranks_do_not_divide_is_left_out_by_name(

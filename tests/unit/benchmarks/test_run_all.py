@@ -29,21 +29,6 @@ def test_every_suite_that_has_words_is_run() -> None:
     assert all((suites / f"{job.suite}.py").is_file() for job in SUITES)
 
 
-def test_files_are_named_after_the_gpus() -> None:
-    by_name = {job.suite: job for job in SUITES}
-    assert by_name["moe_layer"].output(4).name == "moe_layer.json"
-    assert by_name["moe_layer"].output(2).name == "moe_layer-2gpu.json"
-    assert by_name["grouped_gemm"].output(8).name == "grouped_gemm-1gpu.json"
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("code", "state"), [("", "measured"), ("raise SystemExit(3)", "failed, exit code 3")]
-)
-def test_what_became_of_a_suite(code: str, state: str) -> None:
-    assert run(Job("any", 60), 1, 1.0, _python(code)) == state
-
-
 @pytest.mark.process
 def test_a_suite_that_runs_out_of_time_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -85,34 +70,6 @@ def test_the_others_are_measured_after_one_failed(
     assert seen == ["attention", "block"]
     assert "failed, exit code 1" in capfd.readouterr().out
     assert main(["--only", "block"]) == 0
-
-
-def test_without_a_gpu_it_says_so(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(run_all.torch.cuda, "device_count", lambda: 0)
-    assert main([]) == 1
-    assert "found no GPU" in capfd.readouterr().err
-
-
-def test_the_commands_can_be_seen() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.harness.run_all",
-        "--dry-run",
-        "--only",
-        "tp_overlap",
-    ]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "launch.sh tp_overlap --sweep goals seeds --output" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["pictures", "run_all", "pretrain"])

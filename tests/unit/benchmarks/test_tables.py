@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cases.moe_rivals import RIVALS
-from benchmarks.harness.results import NO_SUITES, RESULTS, Row, result_path, write_results
+from benchmarks.harness.results import NO_SUITES, RESULTS, Row, write_results
 from benchmarks.report.descriptions import FLOORS, SUITES
-from benchmarks.report.tables import NOTHING, all_results, headline, launched, summary
+from benchmarks.report.tables import headline, launched, summary
 from benchmarks.suites.moe_layer import MEGATRON
 from benchmarks.suites.tp_backends import BACKENDS
 from megatron_fluid.cli.bench import find_suites
@@ -56,63 +56,6 @@ def test_the_summary_compares_with_the_floor_and_the_best_rival(tmp_path: Path) 
     assert "**tp_overlap, 4 H200.** " in text and "`bench tp_overlap` on NVIDIA H200" in text
     assert "The floor is the GEMM alone." in text
     assert "ag-1024" not in text, "the README shows the suite's highlights alone"
-
-
-def test_the_summary_has_the_highlights_of_the_most_gpus_and_the_page_has_all(
-    tmp_path: Path,
-) -> None:
-    shown = []
-    for gpus in (4, 2, 8):
-        case = f"rs-8192-8192-{28672 // gpus}"
-        on_gpus(
-            tmp_path / result_path("tp_overlap", gpus).name,
-            "tp_overlap",
-            of(case, "forward", {"fluid": gpus}),
-            gpus,
-        )
-        text = summary(tmp_path)
-        shown.append(
-            [
-                n
-                for n in (2, 4, 8)
-                if f"**tp_overlap, {n} H200.**" in text and f"-{28672 // n} |" in text
-            ]
-        )
-    assert shown == [[4], [4], [8]]
-    headings = [line for line in all_results(tmp_path).splitlines() if line.startswith("## ")]
-    assert headings == [f"## tp_overlap, {gpus} H200" for gpus in (2, 4, 8)]
-
-
-def test_two_files_of_one_suite_and_machine_have_two_titles(tmp_path: Path) -> None:
-    for name, version in (("a", "2.20"), ("b", None)):
-        on_gpus(tmp_path / f"{name}.json", "attention", of("a", "train", {"fluid": 2.0}), 2)
-        document = json.loads((tmp_path / f"{name}.json").read_text())
-        (tmp_path / f"{name}.json").write_text(
-            json.dumps(document | {"transformer_engine": version})
-        )
-    headings = [line for line in all_results(tmp_path).splitlines() if line.startswith("## ")]
-    assert headings == ["## attention, 2 H200", "## attention, 2 H200, without Transformer Engine"]
-    assert "**attention, 2 H200, without Transformer Engine.** " in summary(tmp_path)
-
-
-def test_the_host_s_time_has_a_column_where_there_is_one(tmp_path: Path) -> None:
-    on_gpus(tmp_path / "a.json", "other", of("a", "train", {"fluid": 2.0}), 2)
-    assert "| samples |\n" in all_results(tmp_path) and "| host |" not in all_results(tmp_path)
-    rows = [
-        Row("a", "train", "fluid", 2.0, 2.0, 2.0, 7, {"host_ms": 0.5}),
-        *of("a", "train", {"floor": 1.0}),
-    ]
-    on_gpus(tmp_path / "a.json", "other", rows, 2)
-    text = all_results(tmp_path)
-    assert "| samples | host |\n" in text
-    assert (
-        "2.00 ms to 2.00 ms | 7 | 500.0 us |\n" in text and "1.00 ms to 1.00 ms | 7 |  |\n" in text
-    )
-
-
-def test_the_name_of_a_result_file_tells_the_gpus() -> None:
-    names = {gpus: result_path("block", gpus).relative_to(RESULTS).name for gpus in (2, 4, 8)}
-    assert names == {2: "block-2gpu.json", 4: "block.json", 8: "block-8gpu.json"}
 
 
 def test_an_moe_layer_is_compared_with_megatrons_own_paths_inside_megatron_and_alone(
@@ -159,77 +102,6 @@ def test_a_floor_is_nobodys_rival(tmp_path: Path) -> None:
     assert "| a | train | 3.00 ms | 2.00 ms | 1.50 | 2.00 |" in summary(tmp_path)
     on_gpus(tmp_path / "attention.json", "unknown", of("a", "train", times), 4)
     assert "| a | train | 3.00 ms, megatron_te_a2a | 2.00 ms | 1.50 | 2.00 |" in summary(tmp_path)
-
-
-def test_easier_work_is_no_rival_and_nccl_is_one_of_both_directions(tmp_path: Path) -> None:
-    rows = of(
-        "deepseek-v3", "fc1", {"fluid": 2.0, "torch": 3.0, "torch_even": 1.0, "fluid_even": 1.0}
-    )
-    on_gpus(tmp_path / "grouped_gemm.json", "grouped_gemm", rows, 1)
-    assert "| deepseek-v3 | fc1 | 3.00 ms, torch's grouped GEMM | 2.00 ms | 1.50 |" in summary(
-        tmp_path
-    )
-    rows = [
-        row
-        for mode in ("plan", "push", "dispatch", "combine")
-        for row in of("olmoe", mode, {"fluid": 2.0})
-    ]
-    rows += of("olmoe", "nccl", {"nccl": 5.0}) + of("olmoe", "push", {"copy_engine": 1.0})
-    on_gpus(tmp_path / "dispatch_combine.json", "dispatch_combine", rows, 4)
-    lines = [line for line in summary(tmp_path).splitlines() if line.startswith("| olmoe")]
-    assert lines == [
-        f"| olmoe | {mode} | 5.00 ms | 2.00 ms | 2.50 |" for mode in ("dispatch", "combine")
-    ]
-
-
-def test_columns_without_a_figure_are_left_out(tmp_path: Path) -> None:
-    write_results(
-        "other", of("a", "forward", {"fluid": 0.0125}), 2, tmp_path / "other.json", command="x"
-    )
-    assert "| case | mode | ours |\n| --- | --- | --- |\n| a | forward | 12.5 us |" in summary(
-        tmp_path
-    )
-
-
-def test_ours_as_a_graph_has_a_column_and_a_traced_iteration_a_table(tmp_path: Path) -> None:
-    times = {"megatron_graph_unchecked": 300.0, "fluid": 250.0, "fluid_whole_graph": 150.0}
-    rows = of("qwen3-30b-a3b", "train", times)
-    kinds = {"attention": 20.0, "optimizer": 100.5}
-    rows[2].config["kernels"] = {"kinds": kinds, "busy_ms": 130.0}
-    rows[0].config["kernels"] = {"kinds": {"attention": 21.0, "other": 1.0}, "busy_ms": 290.0}
-    on_gpus(tmp_path / "pretrain.json", "pretrain", rows, 1)
-    text = summary(tmp_path)
-    assert "| ours | times faster | ours as one CUDA graph | times faster |" in text
-    assert "| 250.00 ms | 1.20 | 150.00 ms | 2.00 |" in text
-    assert "| in all | a kernel runs | optimizer | attention | other |" in text
-    assert "| qwen3-30b-a3b | fluid_whole_graph | 150.0 | 130.0 | 100.5 | 20.0 |  |" in text
-
-
-def test_the_share_of_the_wire_that_is_hidden_has_a_column(tmp_path: Path) -> None:
-    rows = of("moe-2x1-wire-1", "train", {"plain": 800.0, "fluid": 400.0})
-    rows[1].config["hidden_share"] = 0.944
-    rows += of("moe-2x1-wire-0", "train", {"plain": 390.0, "fluid": 400.0})
-    on_gpus(tmp_path / "slow_wire.json", "slow_wire", rows, 4)
-    text = summary(tmp_path)
-    assert "| ours | times faster | of the wire's time hidden |" in text
-    assert "| 400.00 ms | 2.00 | 94% |" in text and "| 400.00 ms | 0.97 |  |" in text
-
-
-def test_a_case_without_rivals_has_empty_cells(tmp_path: Path) -> None:
-    write_results("other", ROWS, 1, tmp_path / "other.json", command="x")
-    assert "| ag-1024-1-1 | forward |  | 12.5 us |  |  |" in summary(tmp_path)
-
-
-def test_the_page_of_results_holds_every_row_and_says_what_variants_are(tmp_path: Path) -> None:
-    on_gpus(tmp_path / "tp_overlap.json", "tp_overlap", ROWS, 4)
-    text = all_results(tmp_path)
-    for row in ROWS:
-        assert f"| {row.case} | {row.mode} | {row.variant} | " in text
-    assert "Variants: `fluid`: ours; `gemm_only`: the floor; `torch`: " in text
-
-
-def test_without_result_files_it_is_said(tmp_path: Path) -> None:
-    assert summary(tmp_path) == NOTHING and NOTHING in all_results(tmp_path)
 
 
 @pytest.mark.parametrize("name", list(SUITES))

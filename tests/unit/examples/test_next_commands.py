@@ -90,11 +90,6 @@ def test_the_larger_model_fits_ones_patience(tmp_path: Path, step_s: float, hidd
     assert words[words.index("--hidden-size") + 1] == hidden
 
 
-def test_a_model_beyond_all_of_them_has_no_larger_one(tmp_path: Path) -> None:
-    lines = nc.next_commands(_args(tmp_path, hidden_size=4096), 1.0)
-    assert not any("larger" in line for line in lines)
-
-
 def test_the_arithmetic_counts_what_a_token_meets() -> None:
     dense = {"hidden_size": 8, "num_layers": 2, "ffn_hidden_size": 16, "seq_length": 4}
     dense |= {"global_batch_size": 3, "vocab_size": 10}
@@ -102,11 +97,3 @@ def test_the_arithmetic_counts_what_a_token_meets() -> None:
     assert nc.training_flops(dense) == 6 * (2 * layer + 80) * 12
     moe = dense | {"num_experts": 4, "moe_router_topk": 2, "swiglu": True}
     assert nc.training_flops(moe) == 6 * (2 * (4 * 64 + 2 * 3 * 8 * 16 + 64) + 80) * 12
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(None, ""), (0.2, "1 s"), (80, "80 s"), (90, "2 min"), (5400, "2 h"), (2e5, "2 d")],
-)
-def test_times_in_words(seconds: float | None, text: str) -> None:
-    assert nc.about(seconds) == (f" (about {text})" if text else "")

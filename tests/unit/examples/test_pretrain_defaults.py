@@ -160,11 +160,6 @@ def test_a_model_from_a_checkpoint_is_left_to_it() -> None:
     assert chosen["save"] == "there"
 
 
-def test_one_expert_is_chosen_once() -> None:
-    assert pd.default_settings({"num_experts": 1}, CPU)["moe_router_topk"] == 1
-    assert pd.default_settings({}, CPU)["moe_router_topk"] == 2
-
-
 @pytest.mark.parametrize(
     ("batch", "stages", "ranks"), [(5, 2, 2), (9, 1, 3), (12, 2, 4), (16, 4, 4), (7, 1, 1)]
 )

@@ -115,7 +115,6 @@ def test_each_way_that_is_asked_for_runs_once(
 
 
 @pytest.mark.process
-@pytest.mark.timeout(400)
 def test_a_request_to_end_ends_the_ranks(tmp_path: Path) -> None:
     pytest.importorskip("einops")
     pytest.importorskip("pytest_mock")
