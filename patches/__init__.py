@@ -81,6 +81,11 @@ _WITHOUT_APEX: dict[str, Any] = {
     "condition": "where Apex's fused_weight_gradient_mlp_cuda cannot be imported",
 }
 
+_FUSED_OPTIMIZER: dict[str, Any] = {
+    "when": switches.fused_optimizer_asked,
+    "condition": "with --fluid-fused-optimizer",
+}
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         name="arguments",
@@ -274,51 +279,13 @@ PATCHES: tuple[Patch, ...] = (
         "without a visit of autograd for each of hundreds of parameters",
     ),
     Patch(
-        name="gradient-zeroing",
-        target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.reset",
-        signature="(self)",
-        replacement="megatron_fluid.patches.gradient_zeroing:reset",
-        reason="the first microbatch writes the experts' gradients; zeroing them and reading the "
-        "zeros moves twice as many bytes",
-    ),
-    Patch(
-        name="gradient-zeroing-guard",
-        target="megatron.core.distributed.param_and_grad_buffer:"
-        "_ParamAndGradBucketGroup.start_grad_sync",
-        signature="(self, force_all_reduce=False)",
-        replacement="megatron_fluid.patches.gradient_zeroing:start_grad_sync",
-        reason="gradients that no microbatch has written are zeroed before they are reduced",
-    ),
-    Patch(
-        name="gradient-zeroing-graph",
-        target="megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__",
-        signature="(self, *args, **kwargs)",
-        replacement="megatron_fluid.patches.gradient_zeroing:whole_iteration",
-        reason="a graph of a whole iteration writes them too, and no replay says so",
-    ),
-    Patch(
-        name="optimizer-gradients",
-        target="megatron.core.optimizer.distrib_optimizer:"
-        "DistributedOptimizer._copy_model_grads_to_main_grads",
-        signature="(self)",
-        replacement="megatron_fluid.patches.optimizer_copies:copy_model_grads",
-        reason="each of hundreds of experts' gradients is looked up and sliced in every step",
-    ),
-    Patch(
-        name="optimizer-parameters",
-        target="megatron.core.optimizer.distrib_optimizer:"
-        "DistributedOptimizer._copy_main_params_to_model_params",
-        signature="(self)",
-        replacement="megatron_fluid.patches.optimizer_copies:copy_main_params",
-        reason="parameters are copied one by one after a step; this is one launch",
-    ),
-    Patch(
         name="optimizer-step",
         target="megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step_with_ready_grads",
         signature="(self)",
         replacement="megatron_fluid.patches.optimizer_step:step_in_one_pass",
         reason="clipping, Adam and the copy into the model move 42 bytes a parameter one after the "
         "other, and 30 in one launch",
+        **_FUSED_OPTIMIZER,
     ),
     Patch(
         name="optimizer-clipping",
@@ -326,29 +293,7 @@ PATCHES: tuple[Patch, ...] = (
         signature="(parameters, max_norm, total_norm, use_decoupled_grad=False)",
         replacement="megatron_fluid.patches.optimizer_step:clip_later",
         reason="the factor goes to the step that follows, which reads the gradients anyway",
-    ),
-    Patch(
-        name="optimizer-gradient-norm",
-        target="megatron.core.optimizer.optimizer:MegatronOptimizer.get_grads_for_grad_norm",
-        signature="(self, grad_norm_group=None)",
-        replacement="megatron_fluid.patches.optimizer_loops:grads_for_norm",
-        reason="eight attributes of each of hundreds of experts' parameters are looked at in every "
-        "step",
-    ),
-    Patch(
-        name="local-tensors",
-        target="megatron.core.utils:to_local_if_dtensor",
-        signature="(tensor)",
-        replacement="megatron_fluid.patches.optimizer_loops:local_tensor",
-        reason="the norm of gradients enters torch.no_grad for each of them, which is for DTensors",
-    ),
-    Patch(
-        name="gathered-parameters",
-        target="megatron.core.distributed.param_and_grad_buffer:"
-        "_ParamAndGradBucketGroup._post_param_sync",
-        signature="(self)",
-        replacement="megatron_fluid.patches.optimizer_loops:post_param_sync",
-        reason="each gathered parameter is asked three times whether it is quantised",
+        **_FUSED_OPTIMIZER,
     ),
     Patch(
         name="column-parallel-linear",

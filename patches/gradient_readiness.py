@@ -20,9 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fluid.backward.fresh_grads import group_with
 from megatron_fluid.backward.main_grad import set_ready_report
-from megatron_fluid.patches.gradient_zeroing import GradientZeroing
 
 __all__ = ["ParameterGathers", "backward_post_hook"]
 
@@ -81,7 +79,7 @@ class _Report:
     def __init__(self, ddp: Any) -> None:
         from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-        self._ddp, self._zeroing = weakref.ref(ddp), GradientZeroing(ddp)
+        self._ddp = weakref.ref(ddp)
         self._is_graph_capturing = is_graph_capturing
 
     def accepts(self) -> bool:
@@ -97,7 +95,6 @@ class _Report:
         return local or not ddp.ddp_config.overlap_grad_reduce
 
     def __call__(self, params: Sequence[Tensor]) -> None:
-        self._zeroing.reported(params)
         ddp = self._ddp()
         if ddp is None or not ddp.ddp_config.overlap_grad_reduce:
             return
@@ -157,21 +154,6 @@ def backward_post_hook(original: Callable[..., Any]) -> Callable[..., Any]:
         if report is None:
             report = self._fluid_report = _Report(self)
         set_ready_report(param, report)
-        hook = original(self, param)
-
-        @functools.wraps(hook)
-        def fluid_post_hook(*unused: Any) -> Any:
-            group = group_with(param)
-            if group is not None and group.fresh:  # what autograd has is added to main_grad
-                if getattr(param, "grad_added_to_main_grad", False):
-                    raise RuntimeError(
-                        "a kernel of another's has added an expert's gradient to a main_grad that "
-                        "was not zeroed: megatron_fluid did not see that it would run. Train with "
-                        "--fluid-disable-patch gradient-zeroing"
-                    )
-                group.settle()
-            return hook(*unused)
-
-        return fluid_post_hook
+        return original(self, param)
 
     return fluid_hook

@@ -1,17 +1,20 @@
 """Megatron's clipping, Transformer Engine's Adam and the copy of new parameters into the model, in
-one launch (kernels/adam.py), with the bits of the three.
+one launch (kernels/adam.py), with the same bits. Only with --fluid-fused-optimizer.
 
-They read and write 42 bytes a parameter one after the other, and 30 at once. With hundreds of
-experts the host is served, too: it makes lists of a thousand tensors for each of the three in every
-step.
+One after the other the three read and write 42 bytes a parameter, in one launch 30. Host time falls
+too: each of the three makes lists of all parameters in every step. Measured:
+docs/tuning_notes.md#optimizer.
 
-Megatron clips before it steps, and does not say whose parameters it clips: a list that is all of an
-optimizer's leaves its factor with that optimizer's next step. Gradients then stay as they were,
-where Megatron leaves them clipped.
+Megatron clips before it steps, by a list of parameters. If the list is all of an optimizer's, the
+factor is left for that optimizer's next step, and the gradients stay unclipped in memory.
 
 Left to Megatron: the first step, in which Adam makes its moments; other optimizers and other
 settings of this one (precision-aware, capturable, offloaded), gradients or moments that are not
 fp32, Megatron-FSDP, quantised parameters.
+
+Private parts of Megatron that are read: DistributedOptimizer's `shard_fp32_*_groups`,
+`model_*_groups`, `buffers`, `model_param_gbuf_map`, `_get_model_param_range_map`,
+`_is_distopt_quantized_param`, and Transformer Engine's FusedAdam (its groups, state and settings).
 """
 
 from __future__ import annotations
@@ -20,14 +23,13 @@ import functools
 import itertools
 import operator
 import struct
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-
-from megatron_fluid.patches.optimizer_copies import copy_slices, is_plain, same_objects
 
 if TYPE_CHECKING:
     from megatron_fluid.cuda.triton_launch import Launcher
@@ -39,8 +41,8 @@ _MOST_PROGRAMS = (1 << 31) - 1
 _KINDS = (torch.bfloat16, torch.float16)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _grad = operator.attrgetter("grad")
-# By the id of an optimizer's first parameter: Megatron clips an optimizer's parameters by a list
-# of them alone.
+# Optimizers by the id of their first parameter: Megatron clips a list of all of an optimizer's
+# parameters, without naming the optimizer.
 _steppers: weakref.WeakValueDictionary[int, _OnePass] = weakref.WeakValueDictionary()
 
 
@@ -75,30 +77,40 @@ def clip_later(original: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         whole = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         kept = _steppers.get(id(whole[0])) if whole else None
-        if kept is not None:
-            kept.drop()
-            if not use_decoupled_grad and kept.takes(whole):
-                clip = functools.partial(original, whole, max_norm, total_norm)
-                kept.leave(max_norm / (total_norm + 1.0e-6), clip)
-                return
+        if kept is not None and not use_decoupled_grad and kept.takes(whole):
+            kept.leave(max_norm / (total_norm + 1.0e-6))
+            return
         original(whole, max_norm, total_norm, use_decoupled_grad)
 
     return fluid_clip
 
 
 def _one_pass(optimizer: Any) -> _OnePass | None:
-    """What steps in place of `optimizer` from now on, None if nothing of ours can."""
+    """What steps in place of `optimizer` from now on. None, with a warning, if Megatron has to."""
     inner = getattr(optimizer, "optimizer", None)
     # Only DistributedOptimizer has the attribute: others copy parameters in ways of their own.
-    if not hasattr(optimizer, "shard_fp32_from_float16_groups") or not is_plain(optimizer):
-        return None
-    if optimizer.config.reuse_grad_buf_for_mxfp8_param_ag or not _is_plain_adam(inner):
-        return None
+    if not hasattr(optimizer, "shard_fp32_from_float16_groups"):
+        return _no_effect("needs --use-distributed-optimizer")
+    if not is_plain(optimizer) or optimizer.config.reuse_grad_buf_for_mxfp8_param_ag:
+        return _no_effect(
+            "needs parameters that are not quantised, and neither Megatron-FSDP nor the "
+            "precision-aware optimizer"
+        )
+    if not _is_plain_adam(inner):
+        return _no_effect("needs Transformer Engine's Adam with moments in fp32, not capturable")
     found = _OnePass(optimizer)
     if not found.whole:
-        return None
+        return _no_effect("needs gradients and moments on the GPU in fp32, each dense")
     _steppers[id(found.params[0])] = found
     return found
+
+
+@functools.cache  # once a reason, of the several optimizers that Megatron chains
+def _no_effect(reason: str) -> None:
+    warnings.warn(
+        f"megatron_fluid: --fluid-fused-optimizer has no effect on an optimizer: {reason}",
+        stacklevel=2,
+    )
 
 
 def _is_plain_adam(inner: Any) -> bool:
@@ -108,6 +120,78 @@ def _is_plain_adam(inner: Any) -> bool:
     other = inner.capturable or inner.master_weights or inner.use_decoupled_grad
     moments = {inner.exp_avg_dtype, inner.exp_avg_sq_dtype}
     return not other and moments == {torch.float32} and "step" not in inner.__dict__
+
+
+def is_plain(optimizer: Any) -> bool:
+    """Whether a distributed optimizer copies between its fp32 shards and DDP's buffers, and does
+    nothing else."""
+    config, ddp = optimizer.config, getattr(optimizer, "ddp_config", None)
+    return not (
+        optimizer.is_stub_optimizer
+        or ddp is None
+        or ddp.use_megatron_fsdp
+        or ddp.fp8_param_gather
+        or ddp.fp4_param_gather
+        or config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    )
+
+
+def _same_objects(found: Sequence[Any], known: Sequence[Any]) -> bool:
+    """Whether both hold the same objects. Runs over a thousand objects in every step: map, since
+    its loop is in C."""
+    return len(found) == len(known) and all(map(operator.is_, found, known))
+
+
+class ModelSlices:
+    """Where a distributed optimizer copies each of its fp32 shards: slices of DDP's parameter
+    buffers.
+
+    Attributes:
+        pairs: (shard, slice) for every shard.
+        whole: whether these are all that Megatron would copy.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        from megatron.core.fp4_utils import is_nvfp4tensor
+
+        self._objects = self._looked_up(optimizer)
+        shards, models = self._objects
+        self._buffers, self._places = optimizer.buffers, optimizer.model_param_gbuf_map
+        self._data: dict[tuple[int, int], tuple[Tensor, int]] = {}
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.whole = len(shards) == len(models)
+        for shard, model in zip(shards, models, strict=False):
+            if optimizer._is_distopt_quantized_param(model) or is_nvfp4tensor(model):
+                self.whole = False
+                return
+            number, _, bucket = self._places[model]
+            data = self._buffers[number].buckets[bucket].param_data
+            self._data[number, bucket] = data, data.data_ptr()
+            span = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+            assert span.size == shard.nelement()
+            self.pairs.append((shard, data.view(-1)[span.start : span.end].data))
+
+    @staticmethod
+    def _looked_up(optimizer: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """The shards, and the parameters that they belong to."""
+        chain = itertools.chain.from_iterable
+        shards = optimizer.shard_fp32_from_float16_groups, optimizer.shard_fp32_groups
+        models = optimizer.model_float16_groups, optimizer.model_fp32_groups
+        return [*chain(map(chain, shards))], [*chain(map(chain, models))]
+
+    def current(self, optimizer: Any) -> bool:
+        """Whether these are still the optimizer's shards and buffers, at the same addresses."""
+        if optimizer.buffers is not self._buffers:
+            return False
+        if optimizer.model_param_gbuf_map is not self._places:
+            return False
+        if not all(map(_same_objects, self._looked_up(optimizer), self._objects)):
+            return False
+        for (number, bucket), (known, address) in self._data.items():
+            data = self._buffers[number].buckets[bucket].param_data
+            if data is not known or data.data_ptr() != address:
+                return False
+        return True
 
 
 class _OnePass:
@@ -121,12 +205,13 @@ class _OnePass:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._inner = optimizer, optimizer.optimizer
         self.params = [p for group in self._inner.param_groups for p in group["params"]]
-        self._clip: tuple[Tensor, Callable[[], None]] | None = None
-        self._copies = copy_slices(optimizer)
-        self.whole = bool(self.params) and self._copies.whole and self._fit()
+        self._scale: Tensor | None = None  # of the gradients, left by a clipping for the next step
+        self._scaled_version = 0
+        self._slices = ModelSlices(optimizer)
+        self.whole = bool(self.params) and self._slices.whole and self._fit()
         if not self.whole:
             return
-        targets = {id(shard): part for shard, part in self._copies.slices()}
+        targets = {id(shard): part for shard, part in self._slices.pairs}
         self._owners = list(self._inner.state)
         self._known = self._addresses()
         if self._known is None:  # the state holds more than these parameters' moments
@@ -174,37 +259,49 @@ class _OnePass:
     def current(self) -> bool:
         """Whether all lies where it did, and nobody else steps this optimizer."""
         params = [p for group in self._inner.param_groups for p in group["params"]]
-        if not same_objects(params, self.params) or "step" in self._inner.__dict__:
+        if not _same_objects(params, self.params) or "step" in self._inner.__dict__:
             return False
         if self._optimizer.optimizer is not self._inner:
             return False
-        if not same_objects(list(self._inner.state), self._owners):
+        if not _same_objects(list(self._inner.state), self._owners):
             return False
-        return self._copies.current(self._optimizer) and self._addresses() == self._known
+        return self._slices.current(self._optimizer) and self._addresses() == self._known
 
     def takes(self, params: Sequence[Tensor]) -> bool:
-        """Whether the next step scales the gradients of `params`: itself, or by Megatron's way
-        before it if it finds that it is no longer current."""
-        return same_objects(params, self.params)
+        """Whether `params` are all parameters of the optimizer."""
+        return _same_objects(params, self.params)
 
-    def leave(self, factor: float | Tensor, clip: Callable[[], None]) -> None:
-        """Have the next step scale gradients by `factor` if that is below one, as Megatron does. A
-        tensor, fp32 [1], is not read by the host. clip: Megatron's own way, should that step be
-        left to it."""
+    def leave(self, factor: float | Tensor) -> None:
+        """Have the next step scale gradients by `factor` if that is below one, as Megatron does.
+
+        Clipped twice before a step, gradients get the smaller factor: both were computed from
+        gradients that are not scaled yet. A factor whose step was left out is dropped once the
+        gradients have been zeroed or written by torch.
+
+        Args:
+            factor: a number, or fp32 [1] on the device, which the host does not read.
+        """
+        before = self._scale if self._scaled_version == self._version() else None
         if isinstance(factor, Tensor):
-            self._clip = factor.clamp_max(1.0), clip
+            scale = factor.clamp_max(1.0)
         elif factor < 1.0:
-            self._clip = torch.full_like(self._one, factor), clip
+            scale = torch.full_like(self._one, factor)
+        else:
+            scale = None
+        if before is not None:
+            scale = before if scale is None else torch.minimum(before, scale.view_as(before))
+        self._scale, self._scaled_version = scale, self._version()
 
-    def drop(self) -> None:
-        """Forget a factor whose step was left out."""
-        self._clip = None
+    def _version(self) -> int:
+        grad = self.params[0].grad
+        return -1 if grad is None else grad._version
 
     def clip_now(self) -> None:
-        """Scale the gradients by what was left for this step."""
-        if self._clip is not None:
-            self._clip[1]()
-            self._clip = None
+        """Scale the gradients themselves, for a step that is Megatron's."""
+        if self._scale is not None:
+            grads = [param.grad for param in self.params if param.grad is not None]
+            torch._foreach_mul_(grads, self._scale.view(()))
+            self._scale = None
 
     def run(self) -> None:
         """Clip, step, and copy into the model."""
@@ -221,8 +318,8 @@ class _OnePass:
 
     def step(self) -> None:
         """FusedAdam.step, and the copies."""
-        scale = self._one if self._clip is None else self._clip[0]
-        self.drop()
+        scale = self._one if self._scale is None else self._scale
+        self._scale = None
         for group, launches in zip(self._inner.param_groups, self._launches, strict=True):
             group["step"] += 1
             numbers = _numbers(group)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward import fresh_grads
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.expert_stacks import ReversedStack
 from megatron_fluid.moe.activations import Activation
@@ -272,20 +270,15 @@ class ExpertWeights:
             known = self.kept.main_grads = _KernelGrads(on_host, table, fits(matrices))
         return grads, known
 
-    @contextmanager
-    def main_grads_written(self) -> Iterator[bool]:
-        """The time in which one call writes all of main_grads(), or adds to all: gives whether it
-        is to overwrite them, because they hold no sums (backward/fresh_grads.py) or Megatron asks
-        for it (overwrite_main_grad). Where it asks for some alone, these are zeroed."""
-        fresh = fresh_grads.begin(self.params)
+    def overwrites_main_grads(self) -> bool:
+        """Whether a call is to overwrite all of main_grads() instead of adding to them, as Megatron
+        asks by `overwrite_main_grad`. Where it asks for some of them only, those are zeroed."""
         asked = list(map(getattr, self.params, repeat("overwrite_main_grad"), repeat(False)))
-        overwrite = fresh or all(asked)
-        if not overwrite:
-            for param in itertools.compress(self.params, asked):
-                param.main_grad.zero_()  # type: ignore[attr-defined]
-        yield overwrite
-        if fresh:
-            fresh_grads.written(self.params)
+        if all(asked):
+            return True
+        for param in itertools.compress(self.params, asked):
+            param.main_grad.zero_()  # type: ignore[attr-defined]
+        return False
 
     def as_gradients(self, gradient: Tensor) -> list[Tensor]:
         """A stacked gradient as one tensor for each of params, in its shape."""

@@ -186,20 +186,20 @@ def weight_grads(
 
 def add_to_main_grads(fc: ExpertWeights, dy: Tensor, x: Tensor, groups: RowGroups) -> None:
     """Add dW of one projection to the main_grads of its parameters, in their precision, or write it
-    there where they hold no sums (backward/fresh_grads.py). Arguments as for weight_grads."""
+    there where Megatron asks for that. Arguments as for weight_grads."""
     left, right = (x, dy) if fc.layout == "in_out" else (dy, x)
     alone = groups.ends is not None and adds_one_by_one(left.shape[0], fc.num_experts)
-    with fc.main_grads_written() as overwrite:
-        if not alone and can_add_weight_grads(left, right):
-            grads, found = fc.kernel_grads(takes_main_grads)
-            if found.fit:
-                given = left, right, groups.offsets, found.addresses, grads
-                add_weight_grads(*given, overwrite=overwrite)
-                return
-        spans = itertools.pairwise([0, *host_ends(groups.offsets, groups.ends)])
-        for grad, span in zip(fc.main_grads(), spans, strict=True):
-            rows = slice(*span)
-            add_product_to_main_grad(grad, left[rows], right[rows], overwrite)
+    overwrite = fc.overwrites_main_grads()
+    if not alone and can_add_weight_grads(left, right):
+        grads, found = fc.kernel_grads(takes_main_grads)
+        if found.fit:
+            given = left, right, groups.offsets, found.addresses, grads
+            add_weight_grads(*given, overwrite=overwrite)
+            return
+    spans = itertools.pairwise([0, *host_ends(groups.offsets, groups.ends)])
+    for grad, span in zip(fc.main_grads(), spans, strict=True):
+        rows = slice(*span)
+        add_product_to_main_grad(grad, left[rows], right[rows], overwrite)
 
 
 def merge_rows(

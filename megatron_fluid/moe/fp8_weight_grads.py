@@ -63,22 +63,22 @@ def weight_grads(
 def add_to_main_grads(
     fc: ExpertWeights, pairs: Sequence[_Pair], groups: Sequence[RowGroups]
 ) -> None:
-    """Add dW of one projection to the main_grads of its parameters, or write it there where they
-    hold no sums (backward/fresh_grads.py). Arguments as for weight_grads.
+    """Add dW of one projection to the main_grads of its parameters, or write it there where
+    Megatron asks for that. Arguments as for weight_grads.
 
     main_grads that the kernel does not take, in another precision than fp32 or strided, are added
     to by torch: dW is then rounded to bf16 before.
     """
     grads, found = fc.kernel_grads(takes_main_grads)
-    with fc.main_grads_written() as overwrite:
-        if found.fit:
-            _add(fc, pairs, groups, found.addresses, grads, overwrite)
-            return
-        for grad, gradient in zip(grads, _gradient(fc, pairs, groups), strict=True):
-            if overwrite:
-                grad.copy_(gradient)
-            else:
-                grad += gradient
+    overwrite = fc.overwrites_main_grads()
+    if found.fit:
+        _add(fc, pairs, groups, found.addresses, grads, overwrite)
+        return
+    for grad, gradient in zip(grads, _gradient(fc, pairs, groups), strict=True):
+        if overwrite:
+            grad.copy_(gradient)
+        else:
+            grad += gradient
 
 
 def _gradient(fc: ExpertWeights, pairs: Sequence[_Pair], groups: Sequence[RowGroups]) -> Tensor:

@@ -19,8 +19,6 @@ _LOGGERS = ("megatron.training.activation_logging", "megatron.training.dgrad_log
 # Whose forward hooks note, while a layer is captured, which of Transformer Engine's modules are
 # called, for their fp8 state and delayed weight gradients. Modules that are not called have none.
 _OBSERVERS = ("transformer_engine.pytorch.graph",)
-# Whose hooks on the modules that are bypassed only see to it that nobody calls these.
-_GUARDS = "megatron_fluid.patches.gradient_zeroing"
 
 # Registration fills these in place, too.
 _GLOBAL = (
@@ -71,7 +69,6 @@ class ModuleHooks:
         self._children = [module._modules for module in self._bare if module._modules]
         self._classes: list[Any] = [*dict.fromkeys(map(type, self._bare))]
         self._known = self._identity()
-        self._counts, self._others = [0] * len(self._all), False
 
     def _identity(self) -> tuple[Any, ...]:
         """Classes, children and the classes' forwards. None of them compares by value. Of some
@@ -83,13 +80,8 @@ class ModuleHooks:
         )
 
     def registered(self) -> bool:
-        """Whether there is any hook but our own guards, which stay: of local experts some hundred
-        dictionaries, in every call."""
-        counts = [*map(len, self._all)]
-        if counts != self._counts:
-            every_hook = itertools.chain.from_iterable(hooks.values() for hooks in self._all)
-            self._counts, self._others = counts, not all(map(_is_guard, every_hook))
-        return self._others
+        """Whether there is any hook."""
+        return any(self._all)
 
     def foreign(self) -> str | None:
         """Name the first module with a hook that cannot be honoured, or None; those that ``logged``
@@ -100,7 +92,7 @@ class ModuleHooks:
             if hooks and not all(_is_logger(h) or _is_observer(h) for h in hooks.values()):
                 return f"a hook is registered on {name}"
         for name, _, hooks in self._pre:
-            if hooks and not all(_is_parameter_gather(h) or _is_guard(h) for h in hooks.values()):
+            if hooks and not all(_is_parameter_gather(h) for h in hooks.values()):
                 return f"a forward pre-hook is registered on {name}"
         return None
 
@@ -140,8 +132,7 @@ class ModuleHooks:
         if self.registered():
             for _, module, hooks in self._pre:
                 for hook in list(hooks.values()):
-                    if not _is_guard(hook):
-                        hook(module, ())
+                    hook(module, ())
 
 
 def replaced_forward(kind: type[torch.nn.Module]) -> str | None:
@@ -172,10 +163,6 @@ def _is_logger(hook: Callable[..., Any]) -> bool:
 
 def _is_observer(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "__module__", None) in _OBSERVERS
-
-
-def _is_guard(hook: Callable[..., Any]) -> bool:
-    return getattr(hook, "__module__", None) == _GUARDS
 
 
 def _is_parameter_gather(hook: Callable[..., Any]) -> bool:

@@ -1,7 +1,7 @@
 """The switches that must be known before Megatron parses its arguments: patches apply when its
 modules are imported.
 
-Each is an environment variable. Three of them are flags of Megatron's command line as well: those
+Each is an environment variable. Four of them are flags of Megatron's command line as well: those
 are looked up in `sys.argv` here, and declared to Megatron's own parser in arguments.py.
 """
 
@@ -18,6 +18,7 @@ __all__ = [
     "cpu_mode_asked",
     "disabled",
     "disabled_by",
+    "fused_optimizer_asked",
     "switched_off",
 ]
 
@@ -47,6 +48,12 @@ def add_switches(parser: argparse._ActionsContainer) -> None:
         action="store_true",
         help="Train on the CPU where no GPU is found: Megatron's CUDA devices become CPU cores, "
         "NCCL becomes gloo. No effect where there is a GPU. Also MEGATRON_FLUID_CPU=1.",
+    )
+    parser.add_argument(
+        "--fluid-fused-optimizer",
+        action="store_true",
+        help="Clip gradients, step Transformer Engine's Adam and copy into the model in one "
+        "launch, under the distributed optimizer. Also MEGATRON_FLUID_FUSED_OPTIMIZER=1.",
     )
 
 
@@ -78,6 +85,20 @@ def cpu_mode_asked(
         ConfigError: MEGATRON_FLUID_CPU is neither on nor off.
     """
     return _flag("MEGATRON_FLUID_CPU", environ, default=False) or _early_flags(argv).fluid_cpu
+
+
+def fused_optimizer_asked(
+    environ: Mapping[str, str] | None = None, argv: Sequence[str] | None = None
+) -> bool:
+    """Whether the user wants clipping, Adam and the copy into the model in one launch.
+
+    Raises:
+        ConfigError: MEGATRON_FLUID_FUSED_OPTIMIZER is neither on nor off.
+    """
+    return (
+        _flag("MEGATRON_FLUID_FUSED_OPTIMIZER", environ, default=False)
+        or _early_flags(argv).fluid_fused_optimizer
+    )
 
 
 def disabled(

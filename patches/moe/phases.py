@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_fluid.patches.gradient_zeroing import serve_elsewhere
 from megatron_fluid.patches.moe.layer import DECISIONS, path_of
 from megatron_fluid.patches.moe.own_experts import delayed_gradients
 
@@ -36,7 +35,6 @@ def routed_experts(
     """
     experts = DECISIONS.separate_experts(layer, path_of(layer))
     if experts is None:
-        serve_elsewhere(layer.experts.parameters())
         return original(layer, hidden_states, probs)
     dispatcher = layer.token_dispatcher
     rows, counts, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)

@@ -65,7 +65,7 @@ def test_every_bit_is_transformer_engines(
     from megatron_fluid.patches import optimizer_step
 
     monkeypatch.setattr(optimizer_step, "is_plain", lambda optimizer: True)
-    monkeypatch.setattr(optimizer_step, "copy_slices", Copies)
+    monkeypatch.setattr(optimizer_step, "ModelSlices", Copies)
     theirs, ours = _Optimizer(kind, decoupled), _Optimizer(kind, decoupled)
     step = optimizer_step.step_in_one_pass(_Optimizer.step)
     later = optimizer_step.clip_later(clip)

@@ -4,7 +4,6 @@ are not)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,16 +54,14 @@ FusedAdam.__module__ = "transformer_engine.pytorch.optimizers.fused_adam"
 
 
 class Copies:
-    """Where an optimizer with `shards` and `models` copies each shard: in place of copy_slices of
-    patches/optimizer_copies.py."""
+    """Where an optimizer with `shards` and `models` copies each shard: in place of ModelSlices of
+    patches/optimizer_step.py."""
 
     whole = True
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
+        self.pairs = list(zip(optimizer.shards, optimizer.models, strict=True))
 
     def current(self, optimizer: Any) -> bool:
         return optimizer is self._optimizer
-
-    def slices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        yield from zip(self._optimizer.shards, self._optimizer.models, strict=True)

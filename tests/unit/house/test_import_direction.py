@@ -32,16 +32,9 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 WING = "megatron_fluid.patches"
 WING_FLOORS = (
     ("engine", "limits", "checkpoint_errors", "dataset_helpers")
-    + ("fused_weight_gradients", "gradient_zeroing", "optimizer_copies", "peer_watch")
+    + ("fused_weight_gradients", "peer_watch")
     + ("profile_steps", "rank_findings"),
-    (
-        "cpu",
-        "failed_waits",
-        "gradient_readiness",
-        "iteration_graphs",
-        "optimizer_step",
-        "optimizer_loops",
-    ),
+    ("cpu", "failed_waits", "gradient_readiness", "iteration_graphs", "optimizer_step"),
     ("__init__",),
     ("arguments", "overlap_decision", "weight_gradients"),
     ("linears", "moe"),

@@ -4,6 +4,7 @@ tensors between, and left to Megatron where it is something else."""
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,7 +17,9 @@ from tests.support.fused_adam import Copies
 from tests.support.kernel_references import stored
 from tests.support.launch import run_ranks
 
-PATCHES = ("optimizer-gradients", "optimizer-parameters", "optimizer-step", "optimizer-clipping")
+PATCHES = ("optimizer-step", "optimizer-clipping")
+
+SWITCH = {"MEGATRON_FLUID_FUSED_OPTIMIZER": "1"}
 
 
 @contextmanager
@@ -60,6 +63,7 @@ def _gap(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 def _world(rank: int, world_size: int) -> dict[str, Any]:
     logging.getLogger("megatron").setLevel(logging.WARNING)
+    os.environ.update(SWITCH)  # before Megatron is imported, and patched
     from megatron_fluid import patches
     from tests.support import tiny_gpt
 
@@ -153,7 +157,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(optimizer_step, "_runs_on", lambda tensor: True)
     monkeypatch.setattr(optimizer_step, "is_plain", lambda optimizer: True)
-    monkeypatch.setattr(optimizer_step, "copy_slices", Copies)
+    monkeypatch.setattr(optimizer_step, "ModelSlices", Copies)
     return optimizer_step
 
 
@@ -324,9 +328,34 @@ def test_a_factor_is_not_used_in_a_later_step(patched: Any) -> None:
     step(optimizer)
     kept = optimizer._fluid_one_pass  # type: ignore[attr-defined]
     clip(list(optimizer.shards), 1.0, 100.0)
-    assert kept._clip is not None and float(kept._clip[0]) == pytest.approx(0.01)
-    clip(list(optimizer.shards), 1.0, 0.5)  # the step between was left out
-    assert kept._clip is None
+    assert kept._scale is not None and float(kept._scale) == pytest.approx(0.01)
+    optimizer.fill()  # the step between was left out
+    clip(list(optimizer.shards), 1.0, 0.5)
+    assert kept._scale is None
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("bounds", [(1.0, 2.0), (2.0, 1.0), (1.0, 1e9)])
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("replaced", [True, False])
+def test_gradients_that_are_clipped_twice_get_the_smaller_bound(
+    patched: Any, bounds: tuple[float, float], on_device: bool, replaced: bool
+) -> None:
+    """As in Megatron, where the second norm is that of clipped gradients."""
+    theirs, ours = (_Optimizer([40], torch.bfloat16) for _ in range(2))
+    step, clip = patched.step_in_one_pass(_Optimizer.step), patched.clip_later(_clip)
+    for optimizer, one, other in ((theirs, _Optimizer.step, _clip), (ours, step, clip)):
+        optimizer.fill()
+        one(optimizer)
+        optimizer.fill()
+        for bound in bounds:
+            norm = optimizer.shards[0].grad.norm()
+            other(list(optimizer.shards), bound, norm if on_device else float(norm))
+        if replaced:  # the step is left to Megatron
+            optimizer.shards[0].grad = 1.0 * optimizer.shards[0].grad
+        one(optimizer)
+    torch.testing.assert_close(theirs.shards[0], ours.shards[0], rtol=1e-5, atol=1e-6)
+    assert ours.optimizer.steps == (2 if replaced else 1)
 
 
 def test_parameters_that_are_not_all_are_clipped_at_once(patched: Any) -> None:
@@ -355,3 +384,27 @@ def test_other_settings_of_adam_are_left_to_it(patched: Any, settings: dict[str,
         step(optimizer)
     assert optimizer._fluid_one_pass is None  # type: ignore[attr-defined]
     assert optimizer.optimizer.steps == 3
+
+
+def test_a_switch_without_effect_is_named_once(patched: Any) -> None:
+    patched._no_effect.cache_clear()
+    step = patched.step_in_one_pass(_Optimizer.step)
+    optimizers = [_Optimizer([40], torch.bfloat16) for _ in range(2)]
+    for optimizer in optimizers:
+        optimizer.optimizer.capturable = True
+        optimizer.fill()
+    with pytest.warns(UserWarning, match="--fluid-fused-optimizer has no effect.*capturable") as w:
+        list(map(step, optimizers))
+    assert len(w) == 1
+
+
+def test_nothing_is_patched_unless_it_is_asked_for() -> None:
+    from megatron_fluid.patches import PATCHES as table
+
+    for patch in table:
+        if patch.name in PATCHES:
+            assert patch.when is not None
+            with mock.patch.dict(os.environ, {"MEGATRON_FLUID_FUSED_OPTIMIZER": ""}):
+                assert not patch.when()
+            with mock.patch.dict(os.environ, SWITCH):
+                assert patch.when()
