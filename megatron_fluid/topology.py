@@ -19,22 +19,13 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_fluid.errors import ConfigError, PeerTimeoutError
+from megatron_fluid.errors import ConfigError
 
-__all__ = [
-    "HostLayout",
-    "check_group",
-    "detect_domains",
-    "detect_hosts",
-    "host_identity",
-    "partners",
-    "round_robin",
-]
+__all__ = ["HostLayout", "check_group", "domain_name", "host_identity", "partners", "round_robin"]
 
 Round = list[tuple[int, int]]
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -168,7 +159,7 @@ def host_identity() -> str:
     return f"{socket.gethostname()} (boot {boot})" if boot else socket.gethostname()
 
 
-def _domain_name() -> str:
+def domain_name() -> str:
     """Return what ranks of one NVLink domain have in common: the host's boot, unless
     MEGATRON_FLUID_NVLINK_DOMAIN (one text on all hosts that share NVLink) names the domain."""
     named = os.environ.get("MEGATRON_FLUID_NVLINK_DOMAIN")
@@ -180,46 +171,3 @@ def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError.of("group", group, "an initialised torch.distributed process group")
     return group
-
-
-def detect_domains(group: dist.ProcessGroup | None, timeout_s: float = 300.0) -> list[int]:
-    """Return the domain id of every rank of a group, alike on all ranks. Collective.
-
-    Ranks of one host form a domain (MEGATRON_FLUID_NVLINK_DOMAIN overrides it). Names go through
-    the group's store and not through a collective: this works before the first use of the group's
-    devices, and the wait for a rank that never comes is bounded.
-
-    Returns:
-        W integers; domains are numbered by their first rank, from 0.
-
-    Raises:
-        ConfigError: no group.
-        PeerTimeoutError: a rank did not publish its name within timeout_s.
-    """
-    return detect_hosts(group, timeout_s)[0]
-
-
-def detect_hosts(
-    group: dist.ProcessGroup | None, timeout_s: float = 300.0
-) -> tuple[list[int], list[str]]:
-    """As detect_domains, and the name of every rank's host, for people: its host name, with the
-    NVLink domain where that is named. [W], [W]"""
-    group = check_group(group)
-    world, rank = group.size(), group.rank()
-    named = os.environ.get("MEGATRON_FLUID_NVLINK_DOMAIN")
-    host = f"{socket.gethostname()} ({named})" if named else socket.gethostname()
-    if world == 1:
-        return [0], [host]
-    store = dist.PrefixStore("megatron_fluid/domains", group.get_group_store())
-    store.set(str(rank), f"{_domain_name()}\0{host}")
-    ids: dict[str, int] = {}
-    found, hosts = [], []
-    for peer in range(world):
-        try:
-            store.wait([str(peer)], timedelta(seconds=timeout_s))
-        except dist.DistStoreError as error:
-            raise PeerTimeoutError(rank, peer, "detect_domains", timeout_s=timeout_s) from error
-        domain, _, name = store.get(str(peer)).decode().partition("\0")
-        found.append(ids.setdefault(domain, len(ids)))
-        hosts.append(name)
-    return found, hosts

@@ -26,11 +26,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid import patches
-from megatron_fluid.comm.rank_reports import publish_report, ranks_text
-from megatron_fluid.comm.watchdog import FailureLog
+from megatron_fluid.comm.agreement import agreement
+from megatron_fluid.comm.rank_reports import ranks_text
+from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.config import FluidConfig, current_config
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches.rank_findings import Finding, exchange
+from megatron_fluid.patches.rank_findings import Finding, exchange, left_out_word
 
 __all__ = [
     "Decision",
@@ -264,7 +265,9 @@ class OverlapDecisions[Path]:
         left_out = self._left_out(layer)
         decision.settled = left_out is not None  # its forward is Megatron's, and never comes here
         if left_out is not None and not late:
-            self._publish_left_out(layer, left_out)
+            # For the errors of ranks that will wait for this one.
+            words, limit_s = agreement(self.group(layer)), wait_timeout_s(None)
+            words.leave(left_out_word(self.feature), left_out, limit_s)
         decision.reason = left_out or self.setting_reason(config, layer)
         decision.reason = decision.reason or self.built_reason(layer)
         if decision.reason is None:
@@ -344,9 +347,7 @@ class OverlapDecisions[Path]:
             "adapters, quantisers and hooks before the first forward, or call "
             "megatron_fluid.patches.reset_layers() on all ranks after the change"
         )
-        if group.size() > 1 and dist.get_backend(group) != "fake":
-            store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
-            FailureLog(store).remark(dist.get_rank(), text)
+        agreement(group).report_failure(None, text)  # others may wait for this rank
         raise ConfigError(text)
 
     def forget(self) -> None:
@@ -360,13 +361,6 @@ class OverlapDecisions[Path]:
         own = getattr(layer, "needs_no_patch", False)
         why = None if own else patches.off_reason(self.patch)
         return None if why is None else f"the patch {self.patch} is left out: {why}"
-
-    def _publish_left_out(self, layer: Any, reason: str) -> None:
-        """Tell ranks that will wait for this one in vain why it does not come."""
-        group = self.group(layer)
-        if group.size() > 1 and dist.get_backend(group) != "fake":
-            key = f"megatron_fluid/{self.feature}/left out"
-            publish_report(group.get_group_store(), key, group.rank(), reason)
 
     def _refuse_if_named(self, config: FluidConfig, layer: Any, reason: str) -> None:
         if (allowed := self.allowed(config, layer, reason)) is not None:

@@ -4,27 +4,20 @@ with settings compared first, and with a named error where a rank does not come.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_fluid.comm.group_resources import group_resource
-from megatron_fluid.comm.rank_reports import (
-    gather_reports,
-    publish_report,
-    ranks_text,
-    settings_difference,
-)
+from megatron_fluid.comm.agreement import agreement
+from megatron_fluid.comm.rank_reports import settings_difference
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 
-__all__ = ["Finding", "exchange"]
+__all__ = ["Finding", "exchange", "left_out_word"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +33,11 @@ class Finding:
     reason: str | None
     details: Any = None
     error: str | None = None
+
+
+def left_out_word(feature: str) -> str:
+    """The word under which a rank says why it takes no part in a feature."""
+    return f"{feature} left out"
 
 
 def exchange(
@@ -65,47 +63,28 @@ def exchange(
         PeerTimeoutError: a rank has not come within the timeout.
         FluidError: the ranks are at different layers, or one of them has failed.
     """
-    if group.size() == 1 or dist.get_backend(group) == "fake":  # of one process
+    words = agreement(group)
+    if words.alone:
         return [mine] * group.size()
-    count = group_resource(group, ("patches", feature), itertools.count)
-    key, store = f"megatron_fluid/{feature}", group.get_group_store()
-    asked = f"{key}/{next(count)}"
-    publish_report(
-        store, asked, group.rank(), (layer, dataclasses.asdict(config) | dict(sizes), mine)
-    )
+    ranks = words.ranks
+    settings = dataclasses.asdict(config) | dict(sizes)
     limit_s = wait_timeout_s(group, config.timeout_s)
-    ranks = dist.get_process_group_ranks(group)
-    reports = gather_reports(store, asked, range(group.size()), limit_s)
-    if absent := [rank for rank in range(group.size()) if rank not in reports]:
-        raise _absence(store, key, group, absent, limit_s, feature)
-    if text := settings_difference([{"layer": name} for name, _, _ in reports.values()], ranks):
+    try:
+        reports = words.gather(feature, (layer, settings, mine), limit_s)
+    except PeerTimeoutError as error:
+        reason = (
+            "A rank that is lost, runs without megatron_fluid or leaves this patch out does not "
+            "come to the same layer"
+        )
+        told = words.read(left_out_word(feature), range(words.size))
+        reason = "; ".join([reason, *(f"rank {ranks[rank]}: {why}" for rank, why in told.items())])
+        raise error.with_detail(reason) from None
+    if text := settings_difference([{"layer": name} for name, _, _ in reports], ranks):
         raise FluidError(f"{feature}: the ranks of a group are at different layers: {text}")
-    if text := settings_difference([settings for _, settings, _ in reports.values()], ranks):
+    if text := settings_difference([settings for _, settings, _ in reports], ranks):
         raise ConfigError(f"{feature}: {text}; allowed: the same on all ranks of a group")
-    found = [finding for _, _, finding in reports.values()]
+    found = [finding for _, _, finding in reports]
     for number, finding in enumerate(found):
         if finding.error is not None and number != group.rank():
             raise FluidError(f"{feature}: rank {ranks[number]} failed: {finding.error}")
     return found
-
-
-def _absence(
-    store: dist.Store,
-    key: str,
-    group: dist.ProcessGroup,
-    absent: Sequence[int],
-    limit_s: float,
-    feature: str,
-) -> PeerTimeoutError:
-    """The error for ranks that did not come. It is printed before the store is asked why."""
-    missing = ranks_text(dist.get_process_group_ranks(group)[rank] for rank in absent)
-    detail = (
-        f"{missing} did not come to the same layer. A rank that is lost, runs without "
-        "megatron_fluid or leaves this patch out does not"
-    )
-    error = PeerTimeoutError(group.rank(), absent[0], feature, timeout_s=limit_s, detail=detail)
-    print(f"megatron_fluid: {error}", file=sys.stderr, flush=True)
-    reasons = gather_reports(store, f"{key}/left out", absent, 0)
-    for rank, reason in reasons.items():
-        detail += f"; rank {dist.get_process_group_ranks(group)[rank]}: {reason}"
-    return PeerTimeoutError(group.rank(), absent[0], feature, timeout_s=limit_s, detail=detail)

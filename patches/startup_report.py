@@ -85,16 +85,17 @@ def _report(built: Any) -> None:
     mine = features(), _limits_met(built)
     reports, missing = {0: mine}, ""
     if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
-        from megatron_fluid.comm.rank_reports import gather_reports, publish_report, ranks_text
+        from megatron_fluid.comm.agreement import agreement
+        from megatron_fluid.comm.rank_reports import ranks_text
         from megatron_fluid.comm.timeouts import wait_timeout_s
 
-        store, key = dist.distributed_c10d._get_default_store(), "megatron_fluid/start-up table"  # type: ignore[attr-defined]
-        if dist.get_rank():
-            publish_report(store, key, dist.get_rank(), mine)
-            return
         # Less than peers wait for rank 0 in their first exchange.
         world, bound = dist.get_world_size(), min(_GATHER_S, wait_timeout_s(None) / 4)
-        reports |= gather_reports(store, key, range(1, world), bound)
+        words = agreement(dist.group.WORLD)  # type: ignore[arg-type]
+        if dist.get_rank():
+            words.publish("start-up table", mine, bound)
+            return
+        reports |= words.read("start-up table", range(1, world), bound)
         if absent := [rank for rank in range(world) if rank not in reports]:
             missing = f"megatron_fluid: no report from {ranks_text(absent)} within {bound:g} s"
     rows = merged_features({rank: found for rank, (found, _) in reports.items()})

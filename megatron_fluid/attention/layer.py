@@ -34,6 +34,7 @@ from megatron_fluid.comm.copies import copy_sharing
 from megatron_fluid.comm.layer_inputs import Form, check_input
 from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.comm.same_settings import compare_settings, refuse_uncompared
+from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.config import current_config, shows_fields_of
 from megatron_fluid.errors import ConfigError
 
@@ -292,7 +293,10 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup |
         flat = torch.cat(
             [parameter.grad.reshape(-1) for parameter in members if parameter.grad is not None]
         )
-        dist.all_reduce(flat, group=group)
+        group_waits(group).collective(
+            "sum of replicated gradients",
+            lambda: dist.all_reduce(flat, group=group, async_op=True),  # noqa: B023
+        )
         for parameter, piece in zip(members, flat.split([p.numel() for p in members]), strict=True):
             assert parameter.grad is not None
             parameter.grad.copy_(piece.view_as(parameter.grad))

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron_fluid.comm.watchdog import EXIT_CODE, end_process, say
+from megatron_fluid.comm.waits import EXIT_CODE, end_process, say
 from megatron_fluid.errors import PeerTimeoutError
 
 __all__ = [

@@ -14,7 +14,14 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.lone_rank import is_lone
 
-__all__ = ["close_group", "drop_resource", "group_resource", "held_resource", "is_destroyed"]
+__all__ = [
+    "close_group",
+    "drop_resource",
+    "group_resource",
+    "held_everywhere",
+    "held_resource",
+    "is_destroyed",
+]
 
 
 @dataclass
@@ -55,6 +62,12 @@ def held_resource(group: dist.ProcessGroup, key: Hashable) -> Any:
     """Return what is kept for `group` under `key`, or None. Makes nothing and is not collective."""
     found = _resources.get(group, {}).get(key)
     return None if found is None else found.value
+
+
+def held_everywhere(key: Hashable) -> list[Any]:
+    """Return what groups that are not destroyed keep under `key`. Makes nothing."""
+    found = [(group, kept[key]) for group, kept in [*_resources.items()] if key in kept]
+    return [resource.value for group, resource in found if not is_destroyed(group)]
 
 
 def drop_resource(key: Hashable) -> None:

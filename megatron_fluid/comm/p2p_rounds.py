@@ -14,48 +14,28 @@ All ranks of the group start the same rounds in the same order (a bye included).
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.comm.group_resources import group_resource
-from megatron_fluid.comm.lone_rank import group_or_lone_rank, is_lone
+from megatron_fluid.comm.hosts import detect_hosts
+from megatron_fluid.comm.lone_rank import group_or_lone_rank
 from megatron_fluid.comm.timeouts import wait_timeout_s
-from megatron_fluid.comm.watchdog import FailureLog, Watchable, get_monitor
+from megatron_fluid.comm.waits import GroupWaits, WaitName, first_line, record_event, required
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
-from megatron_fluid.topology import check_group, detect_hosts, partners
+from megatron_fluid.topology import check_group, partners
 
-__all__ = [
-    "P2PRounds",
-    "PendingRound",
-    "RoundName",
-    "SeveralRounds",
-    "bounded_collective",
-    "shared_rounds",
-]
+__all__ = ["P2PRounds", "PendingRound", "SeveralRounds", "bounded_collective", "shared_rounds"]
 
 # The first round on a device may take this many times the timeout: NCCL connects and loads kernels.
 _SLOW_START = 2.0
 
 type Transfer = tuple[int, Sequence[Tensor], Sequence[Tensor]]  # peer, sent, received
-
-
-class RoundName(NamedTuple):
-    """What errors say of a round: the exchange, its index there, and the partner as rank of the
-    group. A collective has neither index nor partner, a bye no partner."""
-
-    operation: str
-    round_index: int | None = None
-    peer: int | None = None
 
 
 class PendingRound:
@@ -79,14 +59,14 @@ class PendingRound:
 
 @dataclass
 class _GlooRound(PendingRound):
-    name: RoundName
+    name: WaitName
     rounds: P2PRounds
     works: list[dist.Work]
     kept: list[Tensor]
 
     def wait(self) -> None:
         while self.works:  # a work that failed stays, so that the round does not count as done
-            _bounded_wait(self.works[0], self.rounds, self.name)
+            self.rounds.waits.wait(self.works[0], self.name, self.rounds.timeout_s)
             del self.works[0]
         self.kept = []
 
@@ -119,51 +99,11 @@ class _CudaRound(PendingRound):
         return self.finished.query()
 
 
-def _bounded_wait(work: dist.Work, rounds: P2PRounds, name: RoundName) -> None:
-    """Wait for a gloo work, at most `rounds.timeout_s` seconds.
-
-    Raises:
-        PeerTimeoutError: it did not finish in time, or the connection broke.
-    """
-    # gloo's thread releases a work after it has reported it done. If that were the last reference,
-    # freeing the tensors inside would need Python's lock, which a process that is ending never
-    # gives: it would abort.
-    rounds.last_work = work
-    started = time.monotonic()
-    try:
-        finished = work.wait(timedelta(seconds=rounds.timeout_s))
-        reason = "the wait ended without a result"
-    except RuntimeError as error:
-        finished, reason = False, _first_line(error)
-    if not finished:
-        waited = round(time.monotonic() - started, 2)
-        raise rounds.failure(name, waited, reason)
-
-
 def bounded_collective(
     rounds: P2PRounds, operation: str, launch: Callable[[], dist.Work | None]
 ) -> None:
-    """Run one collective of the group with the bound of a round; on a GPU the monitor watches it.
-
-    Args:
-        rounds: the group's rounds.
-        operation: names the collective in errors.
-        launch: starts it with async_op=True.
-
-    Raises:
-        PeerTimeoutError: on a CPU, it did not finish within the timeout.
-    """
-    name, timeout_s = RoundName(operation), rounds.timeout_s
-    if rounds.device.type != "cuda":
-        _bounded_wait(_required(launch()), rounds, name)
-        return
-    stream = torch.cuda.current_stream()
-    watched = not torch.cuda.is_current_stream_capturing()
-    started = _event(stream) if watched else None
-    with rounds.launching(name, timeout_s):
-        _required(launch()).wait()
-    if started is not None:
-        rounds.watch(name, started, _event(stream), timeout_s, stream)
+    """Run one collective of the group with the bound of a round: GroupWaits.collective."""
+    rounds.waits.collective(operation, launch, rounds.timeout_s)
 
 
 class P2PRounds:
@@ -176,7 +116,7 @@ class P2PRounds:
 
     Attributes:
         group, rank, world_size: the group, this rank in it, and its size W.
-        domains: NVLink domain of every rank of the group (see topology.detect_domains).
+        domains: NVLink domain of every rank of the group (see comm.hosts.detect_hosts).
         hosts: name of every rank's host, for errors. [W]
         partners: this rank's peer in every round, None where it has a bye.
         device: where its tensors live: the current CUDA device if the group has NCCL, else the CPU.
@@ -205,11 +145,10 @@ class P2PRounds:
         self.rank, self.world_size = group.rank(), group.size()
         self.domains, self.hosts = detect_hosts(group, self.timeout_s)
         self.partners = partners(self.rank, self.world_size, self.domains)
-        self.log = FailureLog(_store_of_failures(group))
+        self.waits = GroupWaits(group, self._between_hosts)
         self.sent_bytes = [0] * self.world_size
         self._connected: set[int] = set()
-        self.last_work: dist.Work | None = None
-        self.device = _device_of(group)
+        self.device = self.waits.device
         self.asks_ahead = self.device.type != "cuda"
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
@@ -223,50 +162,16 @@ class P2PRounds:
             return
         assert self.stream is not None
         with torch.cuda.stream(self.stream):
-            started, name = _event(self.stream), RoundName("communicator set-up")
             one = torch.zeros(1, device=self.device)
-            with self.launching(name, self.first_timeout_s):
-                dist.all_reduce(one, group=self.group)
-            finished = _event(self.stream)
-        self.watch(name, started, finished, self.first_timeout_s, self.stream)
+            self.waits.collective(
+                "communicator set-up",
+                lambda: dist.all_reduce(one, group=self.group, async_op=True),
+                self.first_timeout_s,
+            )
 
-    @contextlib.contextmanager
-    def launching(self, name: RoundName, timeout_s: float) -> Iterator[None]:
-        """Watch the host while it launches: with the first message to a peer NCCL connects, which
-        waits for the peer."""
-        launched, lane = _Flag(), ("launch", threading.get_ident())
-        self.watch(name, _Flag(True), launched, timeout_s, lane, "the connection was not made")
-        try:
-            yield
-        finally:
-            launched.happened = True
-
-    def watch(
-        self, name: RoundName, started: Watchable, finished: Watchable, timeout_s: float,
-        lane: object, reason: str = "",
-    ) -> None:  # fmt: skip
-        """Let the monitor end the process unless `finished` follows `started` within `timeout_s`
-        seconds."""
-
-        def error() -> PeerTimeoutError:
-            return self.failure(name, timeout_s, reason)
-
-        get_monitor().watch(lane, started, finished, timeout_s, error, self._failed_already)
-
-    def failure(self, name: RoundName, waited_s: float, reason: str = "") -> PeerTimeoutError:
-        """Record that a peer did not answer, and return the error, with the root cause if another
-        rank failed first.
-
-        Ranks are the group's; the global ones are added if they differ.
-        """
-        operation, round_index, peer = name
-        own = dist.get_global_rank(self.group, self.rank)
-        theirs = None if peer is None else dist.get_global_rank(self.group, peer)
-        if (own, theirs) != (self.rank, peer):
-            reason = f"global ranks {own} and {theirs}" + (f"; {reason}" if reason else "")
-        reason = "; ".join(filter(None, (self._between_hosts(peer), reason)))
-        error = PeerTimeoutError(self.rank, peer, operation, round_index, waited_s, reason)
-        return self.log.explain(error, own, theirs)
+    def failure(self, name: WaitName, waited_s: float, reason: str = "") -> PeerTimeoutError:
+        """GroupWaits.failure, with the hosts that the wait is between."""
+        return self.waits.failure(name, waited_s, reason)
 
     def _between_hosts(self, peer: int | None) -> str:
         """For errors: the hosts that a wait is between, "" where it is inside one."""
@@ -275,9 +180,6 @@ class P2PRounds:
         far = dict.fromkeys(self.hosts[rank] for rank in others if self.domains[rank] != own)
         names = [*list(far)[:4], *(["..."] if len(far) > 4 else [])]
         return f"from host {self.hosts[self.rank]} to {', '.join(names)}" if far else ""
-
-    def _failed_already(self) -> bool:
-        return bool(self.log.first())
 
     def start(
         self, operation: str, round_index: int, send: Sequence[Tensor], recv: Sequence[Tensor]
@@ -305,7 +207,7 @@ class P2PRounds:
             raise ConfigError(f"{where}: rank {self.rank} has a bye, but tensors to exchange")
         if peer is None or not (outgoing or incoming):
             return PendingRound()
-        return self._exchange(RoundName(operation, round_index, peer), [(peer, outgoing, incoming)])
+        return self._exchange(WaitName(operation, round_index, peer), [(peer, outgoing, incoming)])
 
     def exchange(self, operation: str, index: int, transfers: Sequence[Transfer]) -> PendingRound:
         """Start sending to and receiving from any ranks at once. Does not block.
@@ -324,9 +226,9 @@ class P2PRounds:
         if not found:
             return PendingRound()
         peer = found[0][0] if len(found) == 1 else None
-        return self._exchange(RoundName(operation, index, peer), found)
+        return self._exchange(WaitName(operation, index, peer), found)
 
-    def _exchange(self, name: RoundName, transfers: Sequence[Transfer]) -> PendingRound:
+    def _exchange(self, name: WaitName, transfers: Sequence[Transfer]) -> PendingRound:
         """Each transfer has something to move."""
         for peer, outgoing, incoming in transfers:
             for tensor in (*outgoing, *incoming):
@@ -346,18 +248,18 @@ class P2PRounds:
         return works[0] if len(works) == 1 else SeveralRounds(works)
 
     def _start_gloo(
-        self, name: RoundName, move: Callable[..., dist.Work | None], tensors: Sequence[Tensor]
+        self, name: WaitName, move: Callable[..., dist.Work | None], tensors: Sequence[Tensor]
     ) -> PendingRound:
         # Messages of one tag arrive in the order of sending; tags keep operations apart.
         works = []
         try:
             for i, tensor in enumerate(tensors):
-                works.append(_required(move(tensor, None, self.group, _tag(name, i), name.peer)))
+                works.append(required(move(tensor, None, self.group, _tag(name, i), name.peer)))
         except RuntimeError as error:  # the connection is known to be broken
-            raise self.failure(name, 0.0, _first_line(error)) from error
+            raise self.failure(name, 0.0, first_line(error)) from error
         return _GlooRound(name, self, works, list(tensors))
 
-    def _start_cuda(self, name: RoundName, transfers: Sequence[Transfer]) -> PendingRound:
+    def _start_cuda(self, name: WaitName, transfers: Sequence[Transfer]) -> PendingRound:
         stream = self.stream
         if stream is None:
             needs = f"CUDA tensors need a group with NCCL; this group is for {self.device}"
@@ -365,7 +267,7 @@ class P2PRounds:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             watched = not torch.cuda.is_current_stream_capturing()
-            started = _event(stream) if watched else None
+            started = record_event(stream) if watched else None
             moves = [
                 (move, tensor, peer)
                 for peer, outgoing, incoming in transfers
@@ -376,63 +278,24 @@ class P2PRounds:
             peers = {peer for peer, *_ in transfers}
             timeout_s = self.timeout_s if peers <= self._connected else self.first_timeout_s
             self._connected |= peers
-            with self.launching(name, timeout_s):
+            with self.waits.inside_library(name, timeout_s):
                 works = dist.batch_isend_irecv(batch)
             for work in works:
                 work.wait()  # the communication stream waits for NCCL's own; the host does not
-            finished = _event(stream)
+            finished = record_event(stream)
         for _, tensor, _ in moves:
             tensor.record_stream(stream)
         if started is not None:
-            self.watch(name, started, finished, timeout_s, stream)
+            self.waits.watch(name, started, finished, timeout_s, stream)
         return _CudaRound(finished, [tensor for _, tensor, _ in moves])
-
-
-@dataclass
-class _Flag:
-    """An event that the host sets."""
-
-    happened: bool = False
-
-    def query(self) -> bool:
-        return self.happened
-
-
-def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
 
 
 def _filled(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.numel()]
 
 
-def _required(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is in the group"
-    return work
-
-
-def _tag(name: RoundName, index: int) -> int:
+def _tag(name: WaitName, index: int) -> int:
     return zlib.crc32(f"{name.operation}\0{name.round_index}\0{index}".encode()) & 0x7FFFFFFF
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
-
-
-def _store_of_failures(group: dist.ProcessGroup) -> dist.Store:
-    if is_lone(group):
-        return dist.HashStore()
-    # A connection of its own: the monitor's thread must not queue behind a wait on the store.
-    store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    return store
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    if torch.cuda.is_available() and torch.device("cuda") in group._device_types:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def shared_rounds(group: dist.ProcessGroup | None, timeout_s: float | None = None) -> P2PRounds:

@@ -19,7 +19,6 @@ Every call on the store is bounded. A store that does not answer is itself named
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import sys
@@ -30,19 +29,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch.distributed as dist
 
+from megatron_fluid.comm.agreement import STORE_S, Agreement, agreement
 from megatron_fluid.comm.rank_reports import ranks_text
 from megatron_fluid.comm.timeouts import wait_timeout_s
-from megatron_fluid.comm.watchdog import STORE_S, bounded, end_process, say
+from megatron_fluid.comm.waits import end_process, say
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 
 __all__ = ["Beat", "PeerWatch", "place_of", "watched_peers"]
 
-_KEY = "megatron_fluid/beats"
+_BEAT = "beat"
 _LONGEST_INTERVAL_S = 5.0
 _LOOKS = 4  # intervals between two looks: a rank that beats has beaten in between
 _POLL_S = 0.2
@@ -96,8 +95,7 @@ class PeerWatch:
     """The beats of this rank, and looks at those of all others.
 
     Args:
-        store: of the job; one whose host may die or freeze.
-        rank, world_size: in the job.
+        words: of all ranks of the job, in a store whose host may die or freeze.
         bound_s: for how long the main thread may stand at one place before the others are looked
             at.
         end: whether the process then ends, where no rank works any more or one is missing.
@@ -107,11 +105,11 @@ class PeerWatch:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, bound_s: float, end: bool = False,
+        self, words: Agreement, bound_s: float, end: bool = False,
         holds_store: bool = False, on_timeout: Callable[[PeerTimeoutError], None] = end_process,
         thread: int | None = None,
     ) -> None:  # fmt: skip
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self._words, self._rank, self._world_size = words, words.rank, words.size
         self._bound_s, self._end, self._on_timeout = bound_s, end, on_timeout
         self._holds_store = holds_store
         self._watched = threading.main_thread().ident if thread is None else thread
@@ -119,8 +117,6 @@ class PeerWatch:
         self._count, self._ended = 0, ""
         self._at = -1  # instruction of the innermost frame
         self._place, self._waits, self._moved_at = "", False, time.monotonic()
-        self._known: set[int] = set()  # ranks that have beaten at least once
-        self._asking = False
         self._earlier: tuple[float, dict[int, Beat] | None] | None = None
         self._told = False
 
@@ -158,36 +154,13 @@ class PeerWatch:
     def _beat(self, now: float) -> None:
         self._count += 1
         stood = round(now - self._moved_at, 1)
-        text = json.dumps([self._count, stood, self._place, self._waits, self._ended])
-        self._ask(lambda: self._store.set(f"{_KEY}/{self._rank}", text))
-
-    def _ask[T](self, work: Callable[[], T]) -> T | None:
-        """The store's answer; None if it has none, now or since an earlier question."""
-        if self._asking:
-            return None
-        self._asking = True
-
-        def ask() -> T:
-            try:
-                return work()
-            finally:
-                self._asking = False
-
-        return bounded(ask, STORE_S)
+        beat = Beat(self._count, stood, self._place, self._waits, self._ended)
+        self._words.publish(_BEAT, beat, 0.0)
 
     def _read(self) -> dict[int, Beat] | None:
         """The last beats of all ranks that have beaten; None if the store does not answer."""
-
-        def read() -> dict[int, Beat]:
-            found = {}
-            for rank in range(self._world_size):
-                if rank not in self._known and not self._store.check([f"{_KEY}/{rank}"]):
-                    continue
-                self._known.add(rank)
-                found[rank] = Beat(*json.loads(self._store.get(f"{_KEY}/{rank}")))
-            return found
-
-        return self._ask(read)
+        found: dict[int, Beat] = self._words.read(_BEAT, range(self._world_size))
+        return found if self._rank in found else None
 
     def _lost(
         self, before: dict[int, Beat] | None, after: dict[int, Beat] | None
@@ -316,14 +289,9 @@ def _run(stop: threading.Event, made: list[PeerWatch]) -> None:
     if size == 1 or dist.get_backend() == "fake":
         return
     config = current_config()
-    store: Any = bounded(
-        lambda: dist.distributed_c10d._get_default_store().clone(),  # type: ignore[attr-defined]
-        STORE_S,
-    )
-    if store is None:
-        return
+    words = agreement(dist.group.WORLD)  # type: ignore[arg-type]
     holds = rank == 0 and not _launcher_holds_store()
-    watch = PeerWatch(store, rank, size, wait_timeout_s(None), config.end_on_timeout, holds)
+    watch = PeerWatch(words, wait_timeout_s(None), config.end_on_timeout, holds)
     made.append(watch)
     while not stop.is_set():
         watch.step(time.monotonic())

@@ -1,65 +1,11 @@
-"""Reports between ranks through a store: bounded in time, and never in a collective, in which
-a missing rank would hold all others."""
+"""Texts about ranks: runs of them, and which of them have other settings."""
 
 from __future__ import annotations
 
-import pickle
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
-from megatron_fluid.comm.watchdog import STORE_S, bounded
-
-__all__ = ["gather_reports", "publish_report", "ranks_text", "settings_difference"]
-
-_POLL_S = 0.02
-
-
-def publish_report(store: dist.Store, key: str, rank: int, report: Any) -> None:
-    """Put a report into a store, for whoever gathers reports of that key. Bounded."""
-
-    def publish() -> None:
-        store.set(f"{key}/{rank}", pickle.dumps(report))  # type: ignore[arg-type]
-
-    bounded(publish, STORE_S)
-
-
-def gather_reports(
-    store: dist.Store, key: str, ranks: Iterable[int], timeout_s: float
-) -> dict[int, Any]:
-    """The reports of all ranks, by rank; after timeout_s of those that have published theirs.
-
-    Args:
-        store: any store that the ranks share.
-        key: what they report about; a new one for each gathering.
-        ranks: whose reports are wanted.
-        timeout_s: bound on the wait, in seconds. If the host of the store does not answer, the
-            result is empty a few seconds later.
-    """
-    found: dict[int, Any] = {}
-    missing = list(ranks)
-    deadline = time.monotonic() + timeout_s
-
-    def gather() -> None:
-        # Polled: a store's own wait holds its connection, which other threads need, too.
-        pause = 0.001
-        while missing:
-            if store.check([f"{key}/{missing[0]}"]):
-                found[missing[0]] = pickle.loads(store.get(f"{key}/{missing[0]}"))
-                del missing[0]
-            elif time.monotonic() < deadline:
-                time.sleep(pause)
-                pause = min(2 * pause, _POLL_S)
-            else:
-                break
-        for rank in missing[1:]:
-            if store.check([f"{key}/{rank}"]):
-                found[rank] = pickle.loads(store.get(f"{key}/{rank}"))
-
-    bounded(gather, timeout_s + STORE_S)
-    return dict(found)
+__all__ = ["ranks_text", "settings_difference"]
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -9,34 +9,25 @@ forward of their next layer (`refuse_uncompared`), and answer.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_fluid.comm.agreement import agreement
 from megatron_fluid.comm.group_resources import group_resource, held_resource
-from megatron_fluid.comm.rank_reports import (
-    gather_reports,
-    publish_report,
-    ranks_text,
-    settings_difference,
-)
+from megatron_fluid.comm.rank_reports import ranks_text, settings_difference
 from megatron_fluid.comm.timeouts import wait_timeout_s
-from megatron_fluid.comm.watchdog import STORE_S, bounded
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 
 __all__ = ["compare_settings", "refuse_uncompared"]
 
-_KEY = "megatron_fluid/settings"
 _BEGUN = "begun"  # in a report: how many layers had begun their first forward on its rank
-_SLICE_S = 1.0  # between looks at reports that are incomplete
-_generations: dict[str, Iterator[int]] = defaultdict(itertools.count)  # by name of the group
 _REST_S = 2.0  # for the ranks whose report is missing where the others already differ
+_COUNT = "comparisons"  # word: how many comparisons a rank has begun
 
 
 type _Settings = dict[str, str]
@@ -47,28 +38,19 @@ class _Compared:
     """What the ranks of a group have compared.
 
     Attributes:
-        prefix: of the keys in the group's store.
         comparisons: how many were started; the next one's number.
         begun: how many layers have begun their first forward on this rank.
         alike: the settings that all ranks have.
         latest: the last settings of each kind of layer.
     """
 
-    prefix: str
     comparisons: int = 0
     begun: int = 0
     alike: set[tuple[tuple[str, str], ...]] = field(default_factory=set)
     latest: dict[str, _Settings] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, group: Any) -> _Compared:
-        # The store may outlive a group, and another one of the same name may use it.
-        number = next(_generations[group.group_name])
-        return cls(f"{_KEY}/{number}")
-
-    @property
-    def next_key(self) -> str:
-        return f"{self.prefix}/{self.comparisons}"
+    def next_word(self) -> str:
+        return f"settings {self.comparisons}"
 
 
 def compare_settings(group: Any, what: str, settings: Mapping[str, object]) -> None:
@@ -87,21 +69,26 @@ def compare_settings(group: Any, what: str, settings: Mapping[str, object]) -> N
             ranks.
         PeerTimeoutError: a rank builds no such layer within the timeout.
     """
-    if not _of_several_processes(group):
+    if not isinstance(group, dist.ProcessGroup) or (words := agreement(group)).alone:
         return
     general = {f"FluidConfig.{name}": value for name, value in vars(current_config()).items()}
     del general["FluidConfig.timeout_s"]
     mine = {"layer": what} | {n: _text(v) for n, v in {**general, **settings}.items()}
-    state = group_resource(group, "compared settings", lambda: _Compared.of(group))
+    state = group_resource(group, "compared settings", _Compared)
     state.latest[what] = mine
     key = tuple(mine.items())
     if key in state.alike:
         return
     limit_s = wait_timeout_s(group)
-    store, asked = group.get_group_store(), state.next_key
+    asked = state.next_word()
     state.comparisons += 1
-    _publish(store, asked, group.rank(), mine | {_BEGUN: str(state.begun)})
-    reports = _gather(store, asked, group.size(), limit_s)
+    begun_at = time.monotonic()
+    words.publish(asked, mine | {_BEGUN: str(state.begun)}, limit_s)
+    words.publish(_COUNT, state.comparisons)
+    left_s = max(0.0, limit_s - (time.monotonic() - begun_at))
+    reports = _plain(words.read(asked, range(words.size), left_s, _differ))
+    if len(reports) < words.size and _differ(reports):
+        reports = _plain(words.read(asked, range(words.size), _REST_S))
     _refuse_differences(reports, what, group)
     if absent := [rank for rank in range(group.size()) if rank not in reports]:
         detail = f"{ranks_text(absent)} built no {what} with settings that are new to the group"
@@ -111,8 +98,8 @@ def compare_settings(group: Any, what: str, settings: Mapping[str, object]) -> N
 
 
 def refuse_uncompared(group: Any) -> None:
-    """Look whether a peer has built a layer unlike any of this rank's. One question to the store;
-    for the first forward of a layer.
+    """Look whether a peer has built a layer unlike any of this rank's. One question to the store a
+    peer; for the first forward of a layer.
 
     A peer that is past this forward may have built layers that this rank is yet to build: they are
     compared when it does.
@@ -120,54 +107,38 @@ def refuse_uncompared(group: Any) -> None:
     Raises:
         ConfigError: one has. The difference is to this rank's last layer of that kind.
     """
-    if not _of_several_processes(group):
-        return
-    state: _Compared | None = held_resource(group, "compared settings")
+    state: _Compared | None = None
+    if isinstance(group, dist.ProcessGroup):
+        state = held_resource(group, "compared settings")
     if state is None:
         return
+    words = agreement(group)
     state.begun += 1
-    store, asked = group.get_group_store(), state.next_key
-    if not bounded(lambda: store.add(f"{asked}/reports", 0), STORE_S):
+    asked = state.next_word()
+    ranks = [rank for rank in range(words.size) if rank != words.rank]
+    if not any(count > state.comparisons for count in words.read(_COUNT, ranks).values()):
         return
-    reports = gather_reports(store, asked, range(group.size()), _REST_S)
+    reports = words.read(asked, range(words.size), _REST_S)
     if min([int(report.pop(_BEGUN, "0")) for report in reports.values()], default=0) >= state.begun:
         return
     what = next((report["layer"] for report in reports.values()), "")
     mine = state.latest.get(what, {"layer": f"no {what}"})
     state.comparisons += 1
-    _publish(store, asked, group.rank(), mine)
+    words.publish(asked, mine)
+    words.publish(_COUNT, state.comparisons)
     _refuse_differences(reports | {group.rank(): mine}, what, group)
 
 
-def _of_several_processes(group: Any) -> bool:
-    if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
-        return False
-    return dist.get_backend(group) != "fake"
-
-
-def _publish(store: dist.Store, asked: str, rank: int, mine: _Settings) -> None:
-    publish_report(store, asked, rank, mine)
-    bounded(lambda: store.add(f"{asked}/reports", 1), STORE_S)
-
-
-def _gather(store: dist.Store, asked: str, ranks: int, limit_s: float) -> dict[int, _Settings]:
-    """The reports of all ranks; fewer after limit_s, or soon after some that differ."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        left = deadline - time.monotonic()
-        reports = _settings_of(store, asked, ranks, max(0.0, min(left, _SLICE_S)))
-        if len(reports) == ranks or left <= 0:
-            return reports
-        if any(report != next(iter(reports.values())) for report in reports.values()):
-            return _settings_of(store, asked, ranks, _REST_S)
-
-
-def _settings_of(store: dist.Store, asked: str, ranks: int, limit_s: float) -> dict[int, _Settings]:
-    reports = gather_reports(store, asked, range(ranks), limit_s)
+def _plain(reports: Mapping[int, _Settings]) -> dict[int, _Settings]:
     return {
         rank: {name: value for name, value in report.items() if name != _BEGUN}
         for rank, report in reports.items()
     }
+
+
+def _differ(reports: Mapping[int, _Settings]) -> bool:
+    known = [*_plain(reports).values()]
+    return any(report != known[0] for report in known)
 
 
 def _refuse_differences(reports: Mapping[int, _Settings], what: str, group: Any) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import threading
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
+from megatron_fluid.comm.agreement import agreement
 from megatron_fluid.comm.group_resources import group_resource
-from megatron_fluid.comm.workspace import Buffer, Workspace, agreed_name
+from megatron_fluid.comm.waits import WaitName, group_waits
+from megatron_fluid.comm.workspace import Buffer, Workspace
 from megatron_fluid.cuda.forks import apart_from_forks
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.topology import host_identity
@@ -60,8 +64,9 @@ def _ask_every_rank(group: dist.ProcessGroup, domain_size: int | None) -> str | 
             facts = (facts[0], f"Triton cannot be imported ({error})")
     world_size = dist.get_world_size(group)
     size = domain_size or world_size
-    everyone: list[tuple[str, str | None, int | None]] = [("", None, None)] * world_size
-    dist.all_gather_object(everyone, (*facts, device), group=group)
+    everyone: list[tuple[str, str | None, int | None]] = agreement(group).gather(
+        "look for symmetric memory", (*facts, device)
+    )
     for rank, (_, reason, _) in enumerate(everyone):
         if reason:
             return f"rank {rank}: {reason}"
@@ -86,10 +91,18 @@ def _ask_every_rank(group: dist.ProcessGroup, domain_size: int | None) -> str | 
     return reason
 
 
+@contextlib.contextmanager
+def _mapping(group: dist.ProcessGroup) -> Iterator[None]:
+    """Watch the host while torch maps the ranks' memory, which waits for all of them without a
+    bound of this package."""
+    waits = group_waits(group)
+    with waits.inside_library(WaitName("mapping of symmetric memory"), waits.timeout_s):
+        yield
+
+
 def _first_reason(group: dist.ProcessGroup, mine: str | None) -> str | None:
     """The reason of the first rank that has one. Collective."""
-    reasons: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reasons, mine, group=group)
+    reasons = agreement(group).gather("reasons against symmetric memory", mine)
     return next((reason for reason in reasons if reason), None)
 
 
@@ -105,7 +118,8 @@ def _rendezvous_reason(group: dist.ProcessGroup) -> str | None:
     try:
         device = torch.device("cuda", torch.cuda.current_device())
         memory = symmetric_memory.empty(256, dtype=torch.uint8, device=device)
-        held.append((memory, symmetric_memory.rendezvous(memory, group)))
+        with _mapping(group):
+            held.append((memory, symmetric_memory.rendezvous(memory, group)))
     except RuntimeError as error:
         told = str(error).strip().splitlines()[0]
         reason = f"rank {dist.get_rank(group)} cannot share symmetric memory ({told})"
@@ -135,7 +149,8 @@ class SymmetricWorkspace(Workspace):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         super().__init__(rank, size, device, timeout_s, flag_words=flag_words)
         self.group = group
-        self._name = agreed_name(group)
+        self._words = agreement(group)
+        self._number = self._words.ticket()
         self._open_arenas()
         self._after_growth()
 
@@ -143,7 +158,8 @@ class SymmetricWorkspace(Workspace):
         import torch.distributed._symmetric_memory as symmetric_memory
 
         local = symmetric_memory.empty(numel, dtype=dtype, device=self.device)
-        handle = symmetric_memory.rendezvous(local, self.group)
+        with _mapping(self.group):
+            handle = symmetric_memory.rendezvous(local, self.group)
         peers = [
             local if r == self.rank else handle.get_buffer(r, (numel,), dtype)
             for r in range(self.world_size)
@@ -156,12 +172,12 @@ class SymmetricWorkspace(Workspace):
         # torch zeroes what it allocates in stream order: without this, a peer that has passed the
         # barrier could write before the zeros.
         torch.cuda.synchronize(self.device)
-        dist.barrier(self.group)
+        agreement(self.group).barrier("symmetric memory is zeroed", self.timeout_s)
 
     def _before_growth(self, name: str, nbytes: int) -> None:
         torch.cuda.synchronize(self.device)
-        requests: list[tuple[str, int]] = [("", 0)] * self.world_size
-        dist.all_gather_object(requests, (name, nbytes), group=self.group)
+        words = agreement(self.group)
+        requests = words.gather("growth of symmetric memory", (name, nbytes), self.timeout_s)
         if len(set(requests)) > 1:
             found = f"requests by rank {requests}"
             raise ConfigError.of("symmetric buffer", found, "the same name and bytes everywhere")

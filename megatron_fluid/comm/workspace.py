@@ -14,25 +14,20 @@ Shapes: W ranks of the group.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.comm import failed_waits
+from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.comm.failed_waits import ErrorWords
-from megatron_fluid.comm.watchdog import STORE_S, bounded
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.errors import ConfigError, FluidError
 
-__all__ = ["Buffer", "FlagRegion", "Workspace", "agreed_name"]
+__all__ = ["Buffer", "FlagRegion", "Workspace"]
 
 _FLAG_WORDS = 1 << 16
 _COUNTER_WORDS = 1 << 14
@@ -87,7 +82,8 @@ class Workspace:
         flag_words: at least as many 32-bit words has the arena of flags, the same on all ranks.
     """
 
-    _name = ""  # agreed among the processes that share the memory; "" where there is one
+    _words: Agreement | None = None  # of the processes that share the memory
+    _number = 0  # of the workspace among those of the group
 
     def __init__(
         self, rank: int, world_size: int, device: torch.device, timeout_s: float,
@@ -305,29 +301,17 @@ class Workspace:
         Asked over the job's store: a collective that a rank stays away from waits for the group's
         timeout, or for ever on a GPU.
         """
-        if not self._name:
+        words = self._words
+        if words is None or words.alone:
             return not gave_up
-        keys = [f"megatron_fluid/close/{self._name}/{rank}" for rank in range(self.world_size)]
-        store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
-
-        def ask() -> bool:
-            done, own = False, store.clone()  # others must not queue behind this wait
-            # RuntimeError: a rank did not come, or the store died with the rank that held it.
-            with contextlib.suppress(RuntimeError):
-                if not gave_up:
-                    own.set(keys[self.rank], "done")
-                    own.wait(keys, timedelta(seconds=self.timeout_s))
-                    done = all(own.get(key) == b"done" for key in keys)
-            if not done:  # ranks that come later keep the memory, too
-                own.set(keys[self.rank], "gave up")
-            return done
-
-        # A store whose host is frozen does not answer at all.
-        return bool(bounded(ask, self.timeout_s + STORE_S))
-
-
-def agreed_name(group: dist.ProcessGroup) -> str:
-    """Return a name that is unique in the job and equal on all ranks of `group`. Collective."""
-    names = [""] * dist.get_world_size(group)
-    dist.all_gather_object(names, uuid.uuid4().hex, group=group)
-    return names[0]
+        word = f"close workspace {self._number}"
+        words.publish(word, not gave_up)
+        if gave_up:
+            return False
+        found = words.read(
+            word, range(words.size), self.timeout_s, lambda known: not all(known.values())
+        )
+        done = len(found) == words.size and all(found.values())
+        if not done:  # ranks that come later keep the memory, too
+            words.publish(word, False)
+        return done

@@ -10,16 +10,15 @@ experts, R rows of an expert, H hidden.
 
 from __future__ import annotations
 
-import datetime
-import time
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm.watchdog import get_monitor
+from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.errors import FluidError, PeerTimeoutError
 from megatron_fluid.low_latency.layout import Layout, round_up
@@ -37,6 +36,7 @@ class Collective:
     ) -> None:
         self.layout = layout
         self.group = group
+        self._waits = group_waits(group)
         self.rank = dist.get_rank(group)
         self.device = device
         self.timeout_s = timeout_s
@@ -55,11 +55,7 @@ class Collective:
         self._token_weights: Tensor | None = None
         self._partial: Tensor | None = None
         self._sums: Tensor | None = None
-        self._works: list[dist.Work] = []
-        # The works of the last call. gloo's thread releases a work after it has reported it done.
-        # If that were the last reference, the thread would need the GIL for the tensors inside, and
-        # a process that is already ending never gives it: the process would abort.
-        self._done: list[dist.Work] = []
+        self._wait: Callable[[], None] | None = None
         self._failure: PeerTimeoutError | None = None
 
     def check_errors(self) -> None:
@@ -70,14 +66,14 @@ class Collective:
         if request.send:
             self._dispatch_send(request)
         if request.receive:
-            self._finish("dispatch")
+            self._finish()
             self._dispatch_receive(request)
 
     def combine(self, request: CombineRequest) -> None:
         if request.send:
             self._combine_send(request)
         if request.receive:
-            self._finish("combine")
+            self._finish()
             self._combine_receive(request)
 
     def close(self) -> None:
@@ -113,7 +109,7 @@ class Collective:
         if request.bound_m is not None:
             limit = torch.minimum(limit, request.bound_m.to(torch.int64))
         meta[:, 2 * k] = (present < limit).int()
-        self._start(dist.all_gather_into_tensor, self._received, send)
+        self._start("dispatch", dist.all_gather_into_tensor, self._received, send)
 
     def _dispatch_receive(self, request: DispatchRequest) -> None:
         layout = self.layout
@@ -169,8 +165,8 @@ class Collective:
             own = torch.zeros(layout.max_num_tokens, k, **floats)
             own[: request.weights.shape[0]] = request.weights
             every = torch.empty(layout.world_size, *own.shape, **floats)
-            self._start(dist.all_gather_into_tensor, every.view(-1, k), own)
-            self._finish("combine weights")
+            self._start("combine weights", dist.all_gather_into_tensor, every.view(-1, k), own)
+            self._finish()
             weights = every[:: layout.dp_size].reshape(-1)
         else:
             assert self._token_weights is not None
@@ -186,7 +182,7 @@ class Collective:
         blocks = blocks.expand(-1, layout.dp_size, -1)
         self._partial = blocks.reshape(layout.world_size, -1).contiguous()
         self._sums = torch.empty_like(self._partial)
-        self._start(dist.all_to_all_single, self._sums, self._partial)
+        self._start("combine", dist.all_to_all_single, self._sums, self._partial)
 
     def _combine_receive(self, request: CombineRequest) -> None:
         out, layout = request.out, self.layout
@@ -205,45 +201,30 @@ class Collective:
         out.copy_(found)
 
     # ---- waiting
-    def _start(self, collective: Callable[..., Any], out: Tensor, given: Tensor) -> None:
-        self._works = [collective(out, given, group=self.group, async_op=True)]
+    def _start(
+        self, operation: str, collective: Callable[..., Any], out: Tensor, given: Tensor
+    ) -> None:
+        with self._failures_kept():
+            self._wait = self._waits.start(
+                f"low_latency.{operation} over {self.name}",
+                lambda: collective(out, given, group=self.group, async_op=True),
+                self.timeout_s,
+            )
 
-    def _finish(self, operation: str) -> None:
-        started = time.monotonic()
-        works, self._works = self._works, []
-        self._done = works
-        for work in works:
-            try:
-                if self.device.type == "cpu":
-                    work.wait(datetime.timedelta(seconds=self.timeout_s))
-                else:
-                    self._wait_watched(work, operation)
-            except RuntimeError as error:
-                waited = time.monotonic() - started
-                detail = str(error).splitlines()[0]
-                self._failure = PeerTimeoutError(self.rank, None, operation, None, waited, detail)
-                raise self._failure from error
+    def _finish(self) -> None:
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            with self._failures_kept():
+                wait()
 
-    def _wait_watched(self, work: dist.Work, operation: str) -> None:
-        """Make the current stream wait. If that takes too long, the monitor names the operation and
-        ends the process, because a kernel of NCCL's that waits for a lost peer never ends. A
-        captured wait cannot be watched.
-        """
-        if torch.cuda.is_current_stream_capturing():
-            work.wait()
-            return
-        stream = torch.cuda.current_stream(self.device)
-        started, finished = torch.cuda.Event(), torch.cuda.Event()
-        started.record(stream)
-        work.wait()
-        finished.record(stream)
-        name = f"low_latency.{operation} over {self.name}"
-
-        def error() -> PeerTimeoutError:
-            return PeerTimeoutError(self.rank, None, name, None, self.timeout_s)
-
-        key = ("low_latency", stream.cuda_stream)
-        get_monitor().watch(key, started, finished, self.timeout_s, error)
+    @contextlib.contextmanager
+    def _failures_kept(self) -> Iterator[None]:
+        """A failed wait fails every later call, too: ranks no longer know what others have sent."""
+        try:
+            yield
+        except PeerTimeoutError as error:
+            self._failure = error
+            raise
 
 
 def _write_rows(out: Tensor, rows: Tensor, entry_row: Tensor, token: Tensor, fits: Tensor) -> None:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm.workspace import Buffer, FlagRegion, Workspace, agreed_name
+from megatron_fluid.comm.agreement import agreement
+from megatron_fluid.comm.workspace import Buffer, FlagRegion, Workspace
 from megatron_fluid.cuda.triton_launch import power_of_two
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.layout import Layout
@@ -77,7 +78,8 @@ class NvshmemWorkspace(Workspace):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         super().__init__(rank, size, device, timeout_s, flag_words=flag_words)
         self.group = group
-        self._name = agreed_name(group)
+        self._words = agreement(group)
+        self._number = self._words.ticket()
         self._open_arenas()
         self._barrier()
 
@@ -86,7 +88,7 @@ class NvshmemWorkspace(Workspace):
 
     def _barrier(self) -> None:
         torch.cuda.synchronize(self.device)
-        dist.barrier(self.group)
+        agreement(self.group).barrier("NVSHMEM memory is zeroed", self.timeout_s)
 
     def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
         import torch.distributed._symmetric_memory as symmetric_memory

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from megatron_fluid.comm.agreement import agreement
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.transport import Transport
@@ -22,8 +23,7 @@ __all__ = ["choose_transport", "domain_ranks", "host_domains", "open_transport"]
 def host_domains(group: dist.ProcessGroup) -> tuple[int | None, str]:
     """(ranks of one host, "") if every host has the same number of consecutive ranks, else (None,
     reason)."""
-    hosts: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, host_identity(), group=group)
+    hosts: list[str] = agreement(group).gather("hosts of an AllToAll", host_identity())
     size = hosts.count(hosts[0])
     for first in range(0, len(hosts), size):
         host = hosts[first]
@@ -92,8 +92,8 @@ def choose_transport(
 def _require_nvshmem(group: dist.ProcessGroup, wanted: str) -> None:
     from megatron_fluid.low_latency.nvshmem import nvshmem_unsupported_reason
 
-    reasons: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reasons, nvshmem_unsupported_reason(group), group=group)
+    words = agreement(group)
+    reasons = words.gather("reasons against nvshmem", nvshmem_unsupported_reason(group))
     for rank, reason in enumerate(reasons):
         if reason is not None:
             raise ConfigError(
@@ -166,10 +166,9 @@ def _new_group_names(group: dist.ProcessGroup) -> Iterator[None]:
     names. new_group takes no name, and without local synchronisation it needs every rank of the
     job.
     """
-    from megatron_fluid.comm.workspace import agreed_name
-
     module = dist.distributed_c10d
-    name, numbers, before = agreed_name(group), itertools.count(), module._hash_ranks_to_str
+    name, numbers = agreement(group).name("groups of two levels"), itertools.count()
+    before = module._hash_ranks_to_str
     module._hash_ranks_to_str = lambda ranks: hashlib.sha1(
         f"{name} {next(numbers)} {ranks}".encode()
     ).hexdigest()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fluid.comm.agreement import agreement
 from megatron_fluid.comm.group_resources import group_resource
-from megatron_fluid.comm.rank_reports import gather_reports, publish_report, ranks_text
-from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.config import current_config
 from megatron_fluid.cuda.kernel_cache import KernelCache, say
-from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
+from megatron_fluid.errors import ConfigError
 from megatron_fluid.plan.machine import Link, Machine, reference_machine
 from megatron_fluid.plan.measure import measure_device, measure_links
 from megatron_fluid.topology import host_identity
@@ -34,7 +32,6 @@ from megatron_fluid.topology import host_identity
 __all__ = ["agreed_machine", "cached_machine", "machine_key", "machine_of_device"]
 
 _FORMAT = 2  # of the files, and how they are measured: another number is another key
-_KEY = "megatron_fluid/machine"
 
 
 @functools.cache
@@ -128,27 +125,26 @@ def _agree(group: dist.ProcessGroup, device_type: str, asked: str) -> Machine:
         if asked != "measure":
             return _of_ranks(Machine.read(asked), group.size())
         return machine_of_device(device_type)
-    talk = _Talk(group)
-    hosts = talk.gather("host", host_identity())
+    words = agreement(group)
+    hosts = words.gather("hosts of the machine figures", host_identity())
     opening: Any = None
     if group.rank() == 0:
-        opening = _opening(group, device_type, asked, len(set(hosts or ())))
-    machine, key, failure = talk.send("opening", opening)
+        opening = _opening(group, device_type, asked, len(set(hosts)))
+    machine, key, failure = words.first("kept figures of the machine", opening)
     if failure is not None:
         raise ConfigError(failure)
     if key is None:
         found: Machine = machine
         return found
     links = measure_links(group, _device(device_type), machine)
-    every = talk.gather("links", links)
+    every = words.gather("measured links", links)
     final: Any = None
     if group.rank() == 0:
-        assert every is not None
         collective = _slowest([link for link, _ in every])
         copies = None if any(link is None for _, link in every) else _slowest([b for _, b in every])
         final = dataclasses.replace(machine, collective=collective, copies=copies)
         _cache().write(key, final.dumps().encode())
-    found = talk.send("figures", final)
+    found = words.first("figures of the machine", final)
     return found
 
 
@@ -195,46 +191,3 @@ def _slowest(links: Sequence[Link]) -> Link:
         max(link.start_s for link in links),
         min(link.hidden for link in links),
     )
-
-
-class _Talk:
-    """Messages of one agreement, through the group's store."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.store = group, group.get_group_store()
-        number = next(group_resource(group, ("plan", "agreements"), itertools.count))
-        self.prefix = f"{_KEY}/{number}"
-        self.limit_s = wait_timeout_s(group)
-
-    def gather(self, what: str, mine: Any) -> list[Any] | None:
-        """Every rank's, on the first rank; None on the others, which do not wait."""
-        key = f"{self.prefix}/{what}"
-        publish_report(self.store, key, self.group.rank(), mine)
-        if self.group.rank():
-            return None
-        found = gather_reports(self.store, key, range(self.group.size()), self.limit_s)
-        if absent := [rank for rank in range(self.group.size()) if rank not in found]:
-            raise self._late(absent)
-        return [found[rank] for rank in range(self.group.size())]
-
-    def send(self, what: str, value: Any) -> Any:
-        """The first rank's value, on all ranks."""
-        key = f"{self.prefix}/{what}"
-        if self.group.rank() == 0:
-            publish_report(self.store, key, 0, value)
-            return value
-        found = gather_reports(self.store, key, [0], self.limit_s)
-        if 0 not in found:
-            raise self._late([0])
-        return found[0]
-
-    def _late(self, absent: Sequence[int]) -> FluidError:
-        ranks = dist.get_process_group_ranks(self.group)
-        missing = ranks_text(ranks[rank] for rank in absent)
-        return PeerTimeoutError(
-            self.group.rank(),
-            absent[0],
-            "figures of the machine",
-            timeout_s=self.limit_s,
-            detail=f"{missing} did not come",
-        )

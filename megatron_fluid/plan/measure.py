@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fluid.comm.agreement import agreement
 from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.plan.machine import Link, Machine
@@ -135,7 +136,8 @@ def _copies(group: dist.ProcessGroup, device: torch.device) -> Link:
         found.append((nbytes, took))
     stream.synchronize()
     hidden = _hidden(group, device, move, lambda _: stream.synchronize(), found[-1][1])
-    dist.barrier(group)  # all ranks have written; only now may the memory go
+    # All ranks have written: only now may the memory go.
+    agreement(group).barrier("links are measured")
     return _link(ranks, found, host, hidden)
 
 
@@ -230,7 +232,7 @@ def _together_s(
     samples = []
     for _ in range(1 + _SAMPLES):
         synchronize(device)
-        dist.barrier(group)
+        agreement(group).barrier("measuring of links")
         synchronize(device)
         began = time.perf_counter()
         call()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.config import current_config
 from megatron_fluid.tensor_parallel.gemm import FP8_DTYPES, Gemm
 
@@ -28,6 +29,7 @@ class CollectiveBackend:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        self._waits = group_waits(group)
         self.ranks = group.size()
         self.rank = group.rank()
 
@@ -38,10 +40,13 @@ class CollectiveBackend:
         shard = a_shard.contiguous()
         full = shard.new_empty((self.ranks * shard.shape[0], shard.shape[1]))
         given, target = _bytes(shard), _bytes(full)
-        work = dist.all_gather_into_tensor(target, given, group=self.group, async_op=True)
+        wait = self._waits.start(
+            "all-gather of a linear's rows",
+            lambda: dist.all_gather_into_tensor(target, given, group=self.group, async_op=True),
+        )
 
         def finish() -> Tensor:
-            work.wait()
+            wait()
             return full
 
         return finish
@@ -59,16 +64,22 @@ class CollectiveBackend:
         rows = c.shape[0] // self.ranks
         if c.device.type == "cuda" and not current_config().deterministic:
             out = c.new_empty((rows, c.shape[1]))
-            work = dist.reduce_scatter_tensor(out, c, group=self.group, async_op=True)
+            wait = self._waits.start(
+                "reduce-scatter of a linear's rows",
+                lambda: dist.reduce_scatter_tensor(out, c, group=self.group, async_op=True),
+            )
             if overlapped is not None:
                 overlapped()
-            work.wait()
+            wait()
             return out if gemm.bias is None else (out + gemm.bias).to(c.dtype)
         received = torch.empty_like(c)
-        work = dist.all_to_all_single(received, c, group=self.group, async_op=True)
+        wait = self._waits.start(
+            "reduce-scatter of a linear's rows",
+            lambda: dist.all_to_all_single(received, c, group=self.group, async_op=True),
+        )
         if overlapped is not None:
             overlapped()
-        work.wait()
+        wait()
         total = received.view(self.ranks, rows, c.shape[1])
         summed = total.double().sum(0) if c.dtype == torch.float64 else _fixed_order_sum(total)
         return (summed if gemm.bias is None else summed + gemm.bias).to(c.dtype)

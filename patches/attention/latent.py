@@ -26,6 +26,7 @@ from megatron_fluid.attention.attention_kernels import CoreCase
 from megatron_fluid.attention.exchanged import return_rows
 from megatron_fluid.attention.layouts import SequenceLayout
 from megatron_fluid.backward.functions import once_differentiable
+from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches.attention.core import REPORT as CORE_REPORT
 from megatron_fluid.patches.attention.core import exchanges_of, softmax_offset
@@ -220,7 +221,10 @@ class _Gather(torch.autograd.Function):
         ctx.group, ctx.rows = group, rows.shape[0]
         rows = rows.contiguous()
         whole = rows.new_empty((rows.shape[0] * group.size(), *rows.shape[1:]))
-        dist.all_gather_into_tensor(whole, rows, group=group)
+        group_waits(group).collective(
+            "latent attention's shared rows",
+            lambda: dist.all_gather_into_tensor(whole, rows, group=group, async_op=True),
+        )
         return whole
 
     @staticmethod
@@ -228,7 +232,10 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         # Each rank's is of its own heads. gloo knows no reduce-scatter, and the columns are few.
         total = grads[0].contiguous()
-        dist.all_reduce(total, group=ctx.group)
+        group_waits(ctx.group).collective(
+            "gradients of latent attention's shared rows",
+            lambda: dist.all_reduce(total, group=ctx.group, async_op=True),
+        )
         return total.narrow(0, ctx.group.rank() * ctx.rows, ctx.rows).clone(), None
 
 

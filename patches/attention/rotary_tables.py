@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_fluid.attention.layouts import SequenceLayout
 from megatron_fluid.attention.packed import RotaryTable
+from megatron_fluid.comm.waits import group_waits
 
 __all__ = ["rotary_table"]
 
@@ -80,7 +81,11 @@ def _make(
     if group is not None:
         world = group.size()
         gathered = part.new_empty((world * rows, dim))
-        dist.all_gather_into_tensor(gathered, angles.contiguous(), group=group)
+        mine = angles.contiguous()
+        group_waits(group).collective(
+            "rotary table",
+            lambda: dist.all_gather_into_tensor(gathered, mine, group=group, async_op=True),
+        )
         angles = torch.empty_like(gathered)
         angles[SequenceLayout(world * rows, world, "zigzag").order(part.device)] = gathered
     first, second = (angles[:, 0::2], angles[:, 1::2]) if interleaved else angles.chunk(2, dim=1)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch.distributed as dist
 
 from megatron_fluid import patches
+from megatron_fluid.comm.hosts import detect_domains
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.config import FluidConfig, current_config, names_exchange
 from megatron_fluid.errors import ConfigError
@@ -36,7 +37,6 @@ from megatron_fluid.patches.moe.limits import (
 from megatron_fluid.patches.moe.own_experts import SeparateExperts
 from megatron_fluid.patches.overlap_decision import Decision, OverlapDecisions, first_of_ranks
 from megatron_fluid.patches.rank_findings import Finding
-from megatron_fluid.topology import detect_domains
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer

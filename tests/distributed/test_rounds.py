@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fluid.comm.hosts import detect_domains
 from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
-from megatron_fluid.comm.p2p_rounds import P2PRounds, RoundName, shared_rounds
+from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
+from megatron_fluid.comm.waits import WaitName
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.moe.rounds.all_to_all import exchange_rows
-from megatron_fluid.topology import detect_domains
 from tests.support.launch import run_ranks, run_ranks_outcomes
 
 LIMIT_S = 200.0  # on ranks that hang; a busy machine takes its time
@@ -83,7 +84,7 @@ def subgroup_errors(rank: int, world: int) -> str:
     other = torch.zeros(2)
     rounds.start("x", 0, [one], [other]).wait()
     assert other.tolist() == [float((rank + 2) % 4)] * 2
-    return str(rounds.failure(RoundName("x", 0, 1 - rounds.rank), 1.0))
+    return str(rounds.failure(WaitName("x", 0, 1 - rounds.rank), 1.0))
 
 
 def test_subgroups_name_global_ranks() -> None:
@@ -199,9 +200,11 @@ def test_a_lost_rank_is_named_on_every_rank(silent: bool) -> None:
         assert outcomes[2].value == 3, "not all noticed while the lost rank was still there"
 
 
-def silent_in_collective(rank: int, world: int) -> str | int:
-    """Rank 1 never comes to an all-to-all."""
+def silent_in_collective(rank: int, world: int, earlier: int) -> str | int:
+    """Rank 1 never comes to the first all-to-all, or to a later one."""
     rounds = P2PRounds(dist.group.WORLD, timeout_s=3.0)
+    for _ in range(earlier):
+        exchange_rows(torch.ones(world, 2), [1] * world, [1] * world, rounds, "token dispatch")
     if rank == 1:
         return stay_silent(2)
     with pytest.raises(PeerTimeoutError) as caught:
@@ -209,9 +212,13 @@ def silent_in_collective(rank: int, world: int) -> str | int:
     return noticed(caught.value)
 
 
-def test_a_collective_is_bounded_too() -> None:
-    outcomes = run_ranks_outcomes(silent_in_collective, 3, timeout_s=LIMIT_S)
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_a_collective_is_bounded_and_names_the_rank_that_stays_away(earlier: int) -> None:
+    outcomes = run_ranks_outcomes(silent_in_collective, 3, earlier, timeout_s=LIMIT_S)
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank].error
-        assert f"rank {rank}: no answer from its group in token dispatch" in outcomes[rank].value
+        whom = "its group" if earlier else "peer 1"
+        assert f"rank {rank}: no answer from {whom} in token dispatch" in outcomes[rank].value
+        told = "rank 1 reported no wait" if earlier else "rank 1 did not come"
+        assert told in outcomes[rank].value
     assert outcomes[1].value == 2

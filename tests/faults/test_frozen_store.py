@@ -13,8 +13,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron_fluid.comm import watchdog
-from megatron_fluid.comm.watchdog import FailureLog, bounded
+from megatron_fluid.comm import agreement
+from megatron_fluid.comm.agreement import Agreement, bounded
+from megatron_fluid.comm.waits import explain
 from megatron_fluid.errors import PeerTimeoutError
 
 HOST = """
@@ -29,7 +30,7 @@ time.sleep(600)
 @pytest.fixture
 def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
     """A store that answered once, and whose host is stopped now."""
-    monkeypatch.setattr(watchdog, "STORE_S", 0.5)
+    monkeypatch.setattr(agreement, "STORE_S", 0.5)
     host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
     try:
         assert host.stdout is not None
@@ -46,24 +47,20 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
         host.wait()
 
 
-def test_the_own_error_is_printed_and_returned(
-    frozen: dist.Store, capfd: pytest.CaptureFixture[str]
-) -> None:
-    log = FailureLog(frozen, grace_s=0.2)
+def test_the_own_error_is_told_in_bounded_time(frozen: dist.Store) -> None:
+    words = Agreement(frozen, "group", 1, range(3), lambda: 5.0)
     error = PeerTimeoutError(1, 2, "moe dispatch", 3, 5.0)
     start = time.monotonic()
-    explained = log.explain(error, 1, 2)
+    told = explain(error, words, grace_s=0.2)
     assert time.monotonic() - start < 20
-    assert str(error) in capfd.readouterr().err
-    assert (explained.rank, explained.peer, explained.round_index) == (1, 2, 3)
-    assert "the store of the job does not answer" in str(explained)
+    assert "the store of the job does not answer" in told
 
 
 def test_asking_whether_others_have_failed_does_not_block(frozen: dist.Store) -> None:
-    log = FailureLog(frozen)
+    words = Agreement(frozen, "group", 0, range(2), lambda: 5.0)
     start = time.monotonic()
     for _ in range(20):  # as the monitor does, at every look
-        assert log.first() == ""
+        assert words.failed() == ""
     assert time.monotonic() - start < 10
 
 

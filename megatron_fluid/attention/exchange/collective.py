@@ -23,6 +23,7 @@ from megatron_fluid.attention.exchange.protocol import (
 )
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
 from megatron_fluid.attention.tables import cached_tables
+from megatron_fluid.comm.waits import group_waits
 
 __all__ = ["CollectiveExchange"]
 
@@ -92,7 +93,14 @@ class CollectiveExchange(HeadExchange):
             return send
         received = send.new_empty(sum(receive))
         send = send.contiguous()  # a gradient may be expanded
-        dist.all_to_all_single(received, send, list(receive), list(sizes), group=self.group)
+        counts = list(receive), list(sizes)
+        assert self.group is not None
+        group_waits(self.group).collective(
+            "attention all-to-all",
+            lambda: dist.all_to_all_single(
+                received, send, *counts, group=self.group, async_op=True
+            ),
+        )
         return received
 
     def project(self, operation: str, x: Tensor, projection: Projection, chunks: int = 1) -> _Heads:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fluid.comm.agreement import agreement
 from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.comm.timeouts import wait_timeout_s
@@ -329,7 +330,7 @@ def _choose(
 ) -> Schedule:
     """choose_schedule on the group's first rank, for all: ranks with other schedules would wait for
     each other in vain."""
-    found = [NO_OVERLAP]
+    found = NO_OVERLAP
     machine = agreed_machine(group, "cuda" if torch.cuda.is_available() else "cpu")
     if dist.get_rank(group) == 0:
         # Whether this GPU's grouped GEMMs can send the rows of their results.
@@ -337,9 +338,9 @@ def _choose(
             torch.device("cuda", torch.cuda.current_device()), dtype
         )
         figures = machine or REFERENCE["gpu"]
-        found = [choose_schedule(*shape, dist.get_world_size(group), sends, figures)]
-    dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
-    return found[0]
+        found = choose_schedule(*shape, dist.get_world_size(group), sends, figures)
+    chosen: Schedule = agreement(group).first("schedule of an MoE layer", found)
+    return chosen
 
 
 class SizedBuffers:
@@ -376,7 +377,6 @@ class SizedBuffers:
         return self.buffers
 
     def _make(self, tokens: int, factor: int, hidden: int, dtype: torch.dtype) -> None:
-        sizes = [0] * self._group.size()
-        dist.all_gather_object(sizes, tokens, group=self._group)
+        sizes = agreement(self._group).gather("tokens of an MoE layer", tokens)
         most = max(*sizes, 1) * factor
         self.buffers = shared_buffers(self._group, most, hidden, *self._shape, dtype=dtype)

@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, RoundName
+from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound
+from megatron_fluid.comm.waits import WaitName
 
 
 def test_everything_is_asked_for_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[tuple[str, int | None]] = []
 
-    def start(self: P2PRounds, name: RoundName, move: Any, tensors: Sequence[Any]) -> PendingRound:
+    def start(self: P2PRounds, name: WaitName, move: Any, tensors: Sequence[Any]) -> PendingRound:
         assert len(tensors) == 1
         begun.append(("receive" if move is dist.irecv else "send", name.peer))
         return PendingRound()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
 
 from megatron_fluid.comm import peer_watch
+from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.comm.peer_watch import PeerWatch, place_of, watched_peers
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
+from tests.support.agreements import agreements, on_all
 
 BOUND_S = 10.0  # beats are 1 s apart
 COLLECTIVE, OWN = ("all_reduce (megatron/a.py:1)", True), ("write (megatron/b.py:2)", False)
@@ -21,11 +23,11 @@ class World:
     """Watches of all ranks on one store; their threads are the test."""
 
     def __init__(self, ranks: int = 3, end: bool = True) -> None:
-        self.store = dist.HashStore()
         self.ended: list[PeerTimeoutError] = []
+        words = agreements(ranks)
+        on_all(words, lambda w: w.barrier("begin"))
         self.watches = [
-            PeerWatch(self.store, r, ranks, BOUND_S, end, on_timeout=self.ended.append, thread=-1)
-            for r in range(ranks)
+            PeerWatch(of, BOUND_S, end, on_timeout=self.ended.append, thread=-1) for of in words
         ]
         for watch in self.watches:
             self.stand(watch, COLLECTIVE, 0.0)
@@ -114,11 +116,12 @@ class Silent:
 
 
 def test_a_store_that_does_not_answer_is_bounded_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_watch, "STORE_S", 0.05)
+    monkeypatch.setattr("megatron_fluid.comm.agreement.STORE_S", 0.05)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     ended: list[PeerTimeoutError] = []
     store = Silent()
-    watch = PeerWatch(store, 1, 2, BOUND_S, True, on_timeout=ended.append, thread=-1)  # type: ignore[arg-type]
+    words = Agreement(store, "job", 1, range(2), lambda: BOUND_S)  # type: ignore[arg-type]
+    watch = PeerWatch(words, BOUND_S, True, on_timeout=ended.append, thread=-1)
     watch._place, watch._waits = COLLECTIVE
     watch._moved_at = 0.0
     begin = time.monotonic()
@@ -209,7 +212,7 @@ def test_the_holder_of_the_store_lets_the_others_read_before_it_ends(
         if len(looks) == 2:
             world.watches[1].end("lost: rank 1: no answer from peer 2")
 
-    monkeypatch.setattr(peer_watch.time, "sleep", sleep)
+    monkeypatch.setattr(peer_watch, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     holder.end("lost: rank 0: no answer from peer 2")
     assert len(looks) == 2
     looks.clear()
@@ -257,7 +260,7 @@ def test_the_place_is_the_collective_and_who_called_it() -> None:
 
 
 def test_the_main_threads_stack_is_read_where_it_stands() -> None:
-    watch = PeerWatch(dist.HashStore(), 0, 2, BOUND_S, thread=None)
+    watch = PeerWatch(agreements(2)[0], BOUND_S, thread=None)
     watch._sample(1.0)
     first = watch._moved_at, watch._place
     assert first[0] == 1.0
@@ -291,7 +294,7 @@ def test_a_thread_that_comes_back_to_the_same_call_moves_and_one_that_stays_ther
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    watch = PeerWatch(dist.HashStore(), 0, 2, BOUND_S, thread=thread.ident)
+    watch = PeerWatch(agreements(2)[0], BOUND_S, thread=thread.ident)
     try:
         for look in range(20):
             before, deadline = calls[0], time.monotonic() + 60

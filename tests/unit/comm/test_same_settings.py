@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.comm import same_settings
+from megatron_fluid.comm.agreement import Agreement, agreement
 from megatron_fluid.comm.group_resources import close_group
 from megatron_fluid.comm.rank_reports import settings_difference
 from megatron_fluid.config import FluidConfig, set_config
@@ -99,13 +100,17 @@ def test_ranks_with_room_for_other_numbers_of_rows_are_told_before_they_choose_a
             assert text.startswith(words.format(other)), text
 
 
+def _until_it_compares_again(rank: int = 1) -> None:
+    words = agreement(dist.group.WORLD)  # type: ignore[arg-type]
+    while words.read(same_settings._COUNT, [rank]).get(rank, 0) < 2:
+        time.sleep(0.01)
+
+
 def _one_layer_more(rank: int, world: int) -> str:
     layer = _moe()
     dist.barrier()
     if rank == 0:  # its model is complete; it finds the other's layer in its first forward
-        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-        while not store.add(f"{same_settings._KEY}/0/1/reports", 0):
-            time.sleep(0.01)
+        _until_it_compares_again()
     with pytest.raises(ConfigError) as caught:
         _moe(top_k=1) if rank else layer(torch.ones(3, 8))
     return str(caught.value)
@@ -121,9 +126,7 @@ def _a_rank_ahead(rank: int, world: int) -> None:
     group = dist.group.WORLD
     same_settings.compare_settings(group, "MoELayer", {"top_k": 2})
     if rank == 1:
-        store = group.get_group_store()  # type: ignore[union-attr]
-        while not store.add(f"{same_settings._KEY}/0/1/reports", 0):
-            time.sleep(0.01)
+        _until_it_compares_again(0)
     same_settings.refuse_uncompared(group)
     same_settings.compare_settings(group, "MoELayer", {"top_k": 1})
 
@@ -134,7 +137,7 @@ def test_a_layer_that_this_rank_is_yet_to_build_is_no_difference() -> None:
 
 def _alike(rank: int, world: int) -> None:
     layers = [_moe()]
-    with mock.patch.object(same_settings, "publish_report", side_effect=AssertionError):
+    with mock.patch.object(Agreement, "publish", side_effect=AssertionError):
         layers += [_moe(), _moe()]
         for layer in layers:
             layer(torch.ones(3, 8))

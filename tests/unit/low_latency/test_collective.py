@@ -1,10 +1,8 @@
-"""The fallback over collectives: waits that take too long (over NCCL with a stream and events made
-of Python), and odd tensors."""
+"""The fallback over collectives: waits that take too long, and odd tensors."""
 
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,54 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
-from megatron_fluid.low_latency import AllToAll, all_to_all, collective
+from megatron_fluid.low_latency import AllToAll, all_to_all
 from tests.support.launch import run_ranks
-
-
-class _Group:
-    """Enough of a process group for the constructor."""
-
-
-@pytest.mark.parametrize("capturing", [False, True])
-def test_a_wait_over_nccl_is_watched_unless_it_is_captured(
-    monkeypatch: pytest.MonkeyPatch, capturing: bool
-) -> None:
-    from megatron_fluid.low_latency.layout import Layout
-
-    order: list[str] = []
-    watched: list[tuple[Any, ...]] = []
-    names = iter(("started", "finished"))
-
-    class Event:
-        def __init__(self) -> None:
-            self.name = next(names)
-
-        def record(self, stream: Any) -> None:
-            order.append(self.name)
-
-    monkeypatch.setattr(collective.dist, "get_rank", lambda group: 2)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=5))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monitor = SimpleNamespace(watch=lambda *arguments: watched.append(arguments))
-    monkeypatch.setattr(collective, "get_monitor", lambda: monitor)
-    transport = collective.Collective(
-        Layout(2, 4, 1, 4, 1, 16, 32, 0), _Group(), torch.device("cpu"), 7.0
-    )  # type: ignore[arg-type]
-    transport.device, transport.name = torch.device("cuda", 0), "nccl"
-    transport._works = [SimpleNamespace(wait=lambda: order.append("wait"))]  # type: ignore[list-item]
-    transport._finish("dispatch")
-    if capturing:
-        assert order == ["wait"] and not watched
-        return
-    assert order == ["started", "wait", "finished"]
-    ((lane, started, finished, timeout_s, error),) = watched
-    assert (started.name, finished.name, timeout_s) == ("started", "finished", 7.0)
-    found = error()
-    assert isinstance(found, PeerTimeoutError) and lane == ("low_latency", 5)
-    assert "rank 2: no answer from its group in low_latency.dispatch over nccl after 7 s" in str(
-        found
-    )
 
 
 def _late(rank: int, world: int) -> list[str]:

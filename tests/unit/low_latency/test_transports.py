@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.comm import workspace as workspace_module
-from megatron_fluid.comm.workspace import Buffer, Workspace, agreed_name
+from megatron_fluid.comm.agreement import Agreement, agreement
+from megatron_fluid.comm.workspace import Buffer, Workspace
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, open_transport
 from megatron_fluid.low_latency.layout import Layout
@@ -73,9 +73,9 @@ def test_auto_falls_back_everywhere_where_one_domain_cannot_map_memory() -> None
 class _Apart(Workspace):
     """Memory of one process, whose close is that of memory shared with others."""
 
-    def __init__(self, rank: int, world_size: int, name: str = "") -> None:
+    def __init__(self, rank: int, world_size: int, words: Agreement | None = None) -> None:
         super().__init__(rank, world_size, torch.device("cpu"), 1.0)
-        self._name = name
+        self._words = words
         self._open_arenas()
 
     def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
@@ -119,27 +119,22 @@ def _close(rank: int, world: int, case: str) -> tuple[bool, bool]:
     """(whether the memory was given back, whether this rank waited for others)."""
     group = dist.group.WORLD
     assert group is not None
-    space = _Apart(rank, world, agreed_name(group))
+    space = _Apart(rank, world, agreement(group))
 
     def device_finishes(device: torch.device) -> None:
         if case == "rank 0 gives up" and rank == 0:
             space.errors.words[1, 0] = 1 << 62
 
+    agreement(group).barrier("begin")
     if case == "rank 1 is lost" and rank == 1:
         time.sleep(3)
-    waited, wait = [], dist.Store.wait
-
-    def noted_wait(store: dist.Store, *arguments: Any) -> None:
-        waited.append(arguments)
-        wait(store, *arguments)
-
     with (
         mock.patch.object(workspace_module, "synchronize", device_finishes),
-        mock.patch.object(dist.Store, "wait", noted_wait),
+        mock.patch.object(Agreement, "read", autospec=True, side_effect=Agreement.read) as waited,
     ):
         space.close()
     dist.barrier()  # the group is as it was
-    return space.allocated_bytes() == 0, bool(waited)
+    return space.allocated_bytes() == 0, waited.called
 
 
 def test_closing_never_hangs_and_all_ranks_do_the_same() -> None:

@@ -1,0 +1,431 @@
+"""The registry of waits: every wait of this package for a peer is bounded and named.
+
+On a CPU a wait has a timeout and raises. On a GPU the host enqueues a collective and goes on, so a
+thread watches the CUDA events around it. The same thread watches the host itself while it is inside
+a library that may wait for a peer (NCCL connects, symmetric memory is mapped). Past the deadline it
+names rank, peer, operation and round, prints the stacks of all Python threads, and ends the
+process: work that waits inside NCCL cannot be cancelled.
+
+A rank whose wait has failed reports it to the ranks of all its groups
+(megatron_fluid.comm.agreement). They follow such reports from rank to rank and name the root cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.comm.agreement import Agreement, agreement, live_agreements
+from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.comm.rank_reports import ranks_text
+from megatron_fluid.comm.timeouts import wait_timeout_s
+from megatron_fluid.cuda import driver_api
+from megatron_fluid.errors import PeerTimeoutError
+
+__all__ = [
+    "EXIT_CODE",
+    "GroupWaits",
+    "WaitMonitor",
+    "WaitName",
+    "Watchable",
+    "end_process",
+    "explain",
+    "first_line",
+    "get_monitor",
+    "group_waits",
+    "record_event",
+    "required",
+    "say",
+]
+
+EXIT_CODE = 75  # exit status of a process that the monitor ended
+_GRACE_S = 2.0  # for the reports of other ranks, whose waits end at about the same time
+# The first use of a connection may take this many times the timeout: NCCL connects, loads kernels.
+_SLOW_START = 2.0
+
+
+class WaitName(NamedTuple):
+    """What errors say of a wait: the operation, the round in it and the partner as rank of the
+    group. A collective has neither round nor partner."""
+
+    operation: str
+    round_index: int | None = None
+    peer: int | None = None
+
+
+def say(error: Exception) -> None:
+    """Print `error` to stderr at once."""
+    print(f"megatron_fluid: {error}", file=sys.stderr, flush=True)
+
+
+def end_process(error: Exception) -> None:
+    """Print `error` and the stacks of all threads, and end the process with EXIT_CODE."""
+    say(error)
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    sys.stderr.flush()
+    sys.stdout.flush()
+    # Neither destructors nor NCCL's own shutdown may run: both wait for the stream that never ends.
+    os._exit(EXIT_CODE)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+# ---- the monitor
+
+
+class Watchable(Protocol):
+    """Anything that reports without blocking whether it has happened: a torch.cuda.Event."""
+
+    def query(self) -> bool: ...
+
+
+@dataclass
+class _Flag:
+    """An event that the host sets."""
+
+    happened: bool = False
+
+    def query(self) -> bool:
+        return self.happened
+
+
+@dataclass
+class _Watch:
+    """One wait; its time runs from `started` to `finished`."""
+
+    started: Watchable
+    finished: Watchable
+    timeout_s: float
+    error: Callable[[], PeerTimeoutError]
+    failed_already: Callable[[], bool]
+    since: float | None = None
+
+
+# Waits of one stream. They finish in order, so only the first unfinished one is looked at.
+type _Lane = deque[_Watch]
+
+
+class WaitMonitor:
+    """A daemon thread that watches waits and acts when one outlives its timeout.
+
+    Args:
+        on_timeout: receives the error; by default it is printed and the process ends with
+            EXIT_CODE.
+        interval_s: seconds between two looks.
+    """
+
+    def __init__(
+        self, on_timeout: Callable[[PeerTimeoutError], None] = end_process, interval_s: float = 0.25
+    ) -> None:
+        self._on_timeout, self._interval_s = on_timeout, interval_s
+        self._lanes: dict[object, _Lane] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(
+        self, lane: object, started: Watchable, finished: Watchable, timeout_s: float,
+        error: Callable[[], PeerTimeoutError], failed_already: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        """Watch one wait.
+
+        Args:
+            lane: the stream it is queued on (any hashable); waits of one lane finish in order.
+            started, finished: its events.
+            timeout_s: seconds allowed from `started` to `finished`.
+            error: makes the error to report; called at the deadline only.
+            failed_already: whether another rank has failed: then this wait cannot finish.
+        """
+        with self._lock:
+            watch = _Watch(started, finished, timeout_s, error, failed_already)
+            self._lanes.setdefault(lane, deque()).append(watch)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="megatron_fluid wait monitor", daemon=True
+                )
+                self._thread.start()
+        self._wake.set()
+
+    def pending(self) -> int:
+        """Return the number of waits not yet seen to be finished."""
+        with self._lock:
+            return sum(map(len, self._lanes.values()))
+
+    def _run(self) -> None:
+        _allow_queries_during_capture()
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            while self.pending():
+                self.look(time.monotonic())
+                time.sleep(self._interval_s)
+
+    def look(self, now: float) -> None:
+        """Look at all lanes once at time `now` (seconds, monotonic)."""
+        with self._lock:
+            lanes = list(self._lanes.values())
+        # Outside the lock: enqueuing a wait must not wait for a store that does not answer.
+        for lane in lanes:
+            watch = _overdue(lane, now)
+            if watch is not None:
+                self._on_timeout(watch.error())
+
+
+def _overdue(lane: _Lane, now: float) -> _Watch | None:
+    """Drop the lane's finished waits; return the first unfinished one if its time is over."""
+    while lane and lane[0].finished.query():
+        lane.popleft()
+    if not lane:
+        return None
+    head = lane[0]
+    if head.since is None:
+        if head.started.query():
+            head.since = now
+        return None
+    waited = now - head.since
+    late = waited > head.timeout_s
+    if not late and waited > _GRACE_S:
+        late = head.failed_already()
+    return lane.popleft() if late else None
+
+
+def _allow_queries_during_capture() -> None:
+    """Let this thread query events while another captures a CUDA graph."""
+    if torch.version.cuda is None:
+        return
+    with contextlib.suppress(ImportError, RuntimeError):  # a machine without a driver
+        driver_api.allow_calls_during_capture()
+
+
+_MONITOR = WaitMonitor()
+
+
+def get_monitor() -> WaitMonitor:
+    """Return the process-wide monitor; its thread starts with the first wait."""
+    return _MONITOR
+
+
+def record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Return a new event, recorded on `stream` now."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+# ---- the waits of one group
+
+
+def explain(error: PeerTimeoutError, words: Agreement, grace_s: float = _GRACE_S) -> str:
+    """Report a failed wait to the ranks of all groups, and return what their reports add to it.
+
+    That is the failure at the end of the chain of ranks that waited for each other; for a wait for
+    a whole group the ranks that have reported nothing, and the others' operations. Bounded by a few
+    times grace_s.
+
+    Args:
+        error: of a wait in the group of `words`; `peer` is a rank of that group.
+        words: the group's.
+        grace_s: how long the reports of others are waited for.
+    """
+    own = str(error)
+    peer = None if error.peer is None else words.ranks[error.peer]
+    for known in {id(words): words, **{id(kept): kept for kept in live_agreements()}}.values():
+        known.report_failure(peer, own)
+    if words.alone:
+        return ""
+    deadline = time.monotonic() + grace_s
+    while True:
+        found = words.failures()
+        if words.rank not in found:
+            return "the store of the job does not answer: the process that holds it is lost, too"
+        silent, root = _follow(words, error.peer, found)
+        if not silent or time.monotonic() >= deadline:
+            break
+        time.sleep(0.05)
+    if error.peer is not None:
+        return f"root cause: {root}" if root and root != own else ""
+    told = [f"rank {words.ranks[r]}: {t}" for r, (_, t) in found.items() if r != words.rank]
+    if silent:
+        who = ranks_text(words.ranks[rank] for rank in silent)
+        told.insert(0, f"{who} reported no wait: lost, frozen, or in other work")
+    return "; ".join(told)
+
+
+def _follow(
+    words: Agreement, peer: int | None, found: dict[int, tuple[int | None, str]]
+) -> tuple[list[int], str]:
+    """Return the ranks that have not reported a failure yet, of those that matter, and the text of
+    the failure at the end of the chain from `peer`, "" as long as that is not known."""
+    if peer is None:
+        return [rank for rank in range(words.size) if rank not in found and rank != words.rank], ""
+    seen, text = {words.rank}, ""
+    while peer is not None and peer not in seen:
+        if peer not in found:
+            return [peer], text
+        seen.add(peer)
+        waited_for, text = found[peer]
+        peer = words.ranks.index(waited_for) if waited_for in words.ranks else None
+    return [], text
+
+
+class GroupWaits:
+    """Bounded waits of one process group.
+
+    Args:
+        group: process group with NCCL (CUDA tensors) or gloo (CPU tensors), or both.
+        place: what errors add about a wait for a peer (None: for the group); "" for nothing.
+
+    Attributes:
+        device: the current CUDA device if the group has NCCL, else the CPU.
+        words: what the group's ranks tell each other.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, place: Callable[[int | None], str] = lambda peer: ""
+    ) -> None:
+        self.group, self.rank, self._place = group, group.rank(), place
+        self.words = agreement(group)
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available() and torch.device("cuda") in group._device_types:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._last_work: dist.Work | None = None
+        self._used = False
+
+    @property
+    def timeout_s(self) -> float:
+        """Bound on a wait in seconds, as the configuration has it now."""
+        return wait_timeout_s(self.group)
+
+    def collective(
+        self, operation: str, launch: Callable[[], dist.Work | None],
+        timeout_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """Run a collective: on a CPU the caller waits, on a GPU the current stream does.
+
+        Args:
+            operation: names the collective in errors.
+            launch: starts it with async_op=True.
+
+        Raises:
+            PeerTimeoutError: on a CPU, it did not finish within the timeout. On a GPU the monitor
+                reports it.
+        """
+        self.start(operation, launch, timeout_s)()
+
+    def start(
+        self, operation: str, launch: Callable[[], dist.Work | None],
+        timeout_s: float | None = None,
+    ) -> Callable[[], None]:  # fmt: skip
+        """Start a collective and return its wait; arguments and errors are those of
+        `collective`."""
+        name = WaitName(operation)
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        first, self._used = not self._used, True
+        if first:  # a rank that does not come at all is named, and failures can be told later
+            self.words.barrier(operation, limit_s)
+        if self.device.type != "cuda":
+            work = required(launch())
+            return lambda: self.wait(work, name, limit_s)
+        limit_s *= _SLOW_START if first else 1.0
+        stream = torch.cuda.current_stream(self.device)
+        watched = not torch.cuda.is_current_stream_capturing()
+        started = record_event(stream) if watched else None
+        with self.inside_library(name, limit_s) if first else contextlib.nullcontext():
+            work = required(launch())
+
+        def wait() -> None:
+            work.wait()  # the current stream waits; the host does not
+            if started is not None:
+                now = torch.cuda.current_stream(self.device)
+                self.watch(name, started, record_event(now), limit_s, now)
+
+        return wait
+
+    def wait(self, work: dist.Work, name: WaitName, timeout_s: float) -> None:
+        """Wait for a work of gloo, at most timeout_s seconds.
+
+        Raises:
+            PeerTimeoutError: it did not finish in time, or the connection broke.
+        """
+        # gloo's thread releases a work after it has reported it done. If that were the last
+        # reference, freeing the tensors inside would need Python's lock, which a process that is
+        # ending never gives: it would abort.
+        self._last_work = work
+        started = time.monotonic()
+        try:
+            finished = work.wait(timedelta(seconds=timeout_s))
+            reason = "the wait ended without a result"
+        except RuntimeError as error:
+            finished, reason = False, first_line(error)
+        if not finished:
+            raise self.failure(name, round(time.monotonic() - started, 2), reason)
+
+    @contextlib.contextmanager
+    def inside_library(self, name: WaitName, timeout_s: float) -> Iterator[None]:
+        """Watch the host while it is inside a library that may wait for a peer: with the first
+        message to a peer NCCL connects, and symmetric memory is mapped by all ranks."""
+        left, lane = _Flag(), ("library", threading.get_ident())
+        self.watch(name, _Flag(True), left, timeout_s, lane, "the library did not return")
+        try:
+            yield
+        finally:
+            left.happened = True
+
+    def watch(
+        self, name: WaitName, started: Watchable, finished: Watchable, timeout_s: float,
+        lane: object, reason: str = "",
+    ) -> None:  # fmt: skip
+        """Let the monitor end the process unless `finished` follows `started` within `timeout_s`
+        seconds."""
+
+        def error() -> PeerTimeoutError:
+            return self.failure(name, timeout_s, reason)
+
+        get_monitor().watch(lane, started, finished, timeout_s, error, self.failed_already)
+
+    def failed_already(self) -> bool:
+        """Return whether a rank of the group has reported a failed wait."""
+        return bool(self.words.failed())
+
+    def failure(self, name: WaitName, waited_s: float, reason: str = "") -> PeerTimeoutError:
+        """Print and report that a peer did not answer; return the error, with the root cause if
+        another rank failed first.
+
+        Ranks are the group's; the global ones are added if they differ.
+        """
+        operation, round_index, peer = name
+        own = self.words.ranks[self.rank]
+        theirs = None if peer is None else self.words.ranks[peer]
+        if (own, theirs) != (self.rank, peer):
+            reason = f"global ranks {own} and {theirs}" + (f"; {reason}" if reason else "")
+        reason = "; ".join(filter(None, (self._place(peer), reason)))
+        error = PeerTimeoutError(self.rank, peer, operation, round_index, waited_s, reason)
+        say(error)
+        more = explain(error, self.words)
+        return error.with_detail(more) if more else error
+
+
+def required(work: dist.Work | None) -> dist.Work:
+    """Return `work`, which is None only for a rank outside the group."""
+    assert work is not None, "this rank is in the group"
+    return work
+
+
+def group_waits(group: dist.ProcessGroup) -> GroupWaits:
+    """Return the waits of a group, one object for each life of it. Not collective."""
+    return group_resource(group, "waits", lambda: GroupWaits(group))

@@ -1,0 +1,34 @@
+"""Agreements of ranks that are threads of one process, on one store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_fluid.comm.agreement import Agreement
+
+__all__ = ["agreements", "on_all"]
+
+
+def agreements(
+    ranks: int, store: dist.Store | None = None, group: str = "group", timeout_s: float = 60.0
+) -> list[Agreement]:
+    """A new life of a group: the agreement of each rank."""
+    store = dist.HashStore() if store is None else store
+    return [Agreement(store, group, rank, range(ranks), lambda: timeout_s) for rank in range(ranks)]
+
+
+def on_all(words: Sequence[Agreement], call: Callable[[Agreement], Any]) -> list[Any]:
+    """What `call` returns or raises on each rank, called at once."""
+
+    def run(of: Agreement) -> Any:
+        try:
+            return call(of)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(words)) as pool:
+        return list(pool.map(run, words))

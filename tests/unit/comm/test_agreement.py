@@ -1,0 +1,219 @@
+"""Words between ranks: what an earlier life of a group has left is never read."""
+
+from __future__ import annotations
+
+import ast
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_fluid.comm import agreement as agreement_module
+from megatron_fluid.comm.agreement import Agreement, agreement
+from megatron_fluid.comm.group_resources import close_group
+from megatron_fluid.comm.hosts import detect_hosts
+from megatron_fluid.errors import FluidError, PeerTimeoutError
+from tests.support.agreements import agreements, on_all
+from tests.support.launch import run_ranks
+
+PACKAGE = Path(__file__).resolve().parents[3]
+STORE_CALLS = {"set", "get", "add", "check", "wait", "compare_set", "delete_key", "multi_get"}
+
+
+def test_every_rank_gets_every_value_by_rank() -> None:
+    words = agreements(3)
+    assert on_all(words, lambda w: w.gather("sizes", w.rank * 10)) == [[0, 10, 20]] * 3
+    assert on_all(words, lambda w: w.first("choice", f"of {w.rank}")) == ["of 0"] * 3
+    [name] = set(on_all(words, lambda w: w.name("a segment")))
+    assert name not in on_all(words, lambda w: w.name("a segment"))
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_second_life_waits_for_the_late_rank_and_reads_no_old_word(late: int) -> None:
+    store = dist.HashStore()
+    on_all(agreements(2, store), lambda w: w.gather("figures", f"first life, {w.rank}"))
+    words, released = agreements(2, store), threading.Event()
+
+    def second(w: Agreement) -> list[str]:
+        if w.rank == late:
+            released.wait(0.3)
+        return w.gather("figures", f"second life, {w.rank}")
+
+    assert on_all(words, second) == [["second life, 0", "second life, 1"]] * 2
+
+
+def test_one_process_that_began_again_meets_the_others_in_their_new_life() -> None:
+    """An elastic restart: counters of the process that was lost begin at nought."""
+    store = dist.HashStore()
+    first = agreements(2, store)
+    for _ in range(3):
+        on_all(first, lambda w: w.gather("step", "old"))
+    first[1].publish("remark", "old")
+    second = agreements(2, store)
+    assert second[0].read("remark", [1]) == {}
+    assert on_all(second, lambda w: w.gather("step", w.rank)) == [[0, 1]] * 2
+
+
+def test_published_words_are_of_this_life_and_the_newest_counts() -> None:
+    store = dist.HashStore()
+    for life in range(3):
+        words = agreements(2, store)
+        assert words[0].read("remark", [1]) == {}
+        reader = threading.Thread(target=words[1].publish, args=("remark", f"life {life}"))
+        reader.start()
+        assert words[0].read("remark", [1], 30.0) == {1: f"life {life}"}
+        reader.join()
+        words[1].publish("remark", "newer")
+        assert words[0].read("remark", [0, 1]) == {1: "newer"}
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_rank_that_does_not_come_is_named_with_the_operation(lost: int) -> None:
+    words = [w for w in agreements(3, timeout_s=0.5) if w.rank != lost]
+    for error in on_all(words, lambda w: w.barrier("growth of memory")):
+        assert isinstance(error, PeerTimeoutError) and error.peer == lost
+        assert f"growth of memory after 0.5 s: rank {lost} did not come" in str(error)
+
+
+def test_ranks_in_different_operations_are_told_apart_at_once() -> None:
+    words = agreements(2)
+    found = on_all(words, lambda w: w.gather(["make the workspace", "measure links"][w.rank], 0))
+    for error in found:
+        assert isinstance(error, FluidError)
+        assert "rank 0: make the workspace; rank 1: measure links" in str(error)
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_failure_of_one_rank_ends_the_waits_of_the_others(failed: int) -> None:
+    words = agreements(2)
+    on_all(words, lambda w: w.barrier("begin"))
+    words[failed].report_failure(None, "the experts of this rank have changed")
+    error = on_all([words[1 - failed]], lambda w: w.barrier("next"))[0]
+    assert isinstance(error, FluidError) and "experts of this rank have changed" in str(error)
+    assert words[1 - failed].failed() == "the experts of this rank have changed"
+
+
+def test_a_group_of_one_process_asks_nobody() -> None:
+    words = Agreement(None, "", 0, range(4), lambda: 0.0)
+    assert words.gather("sizes", 3) == [3] * 4
+    words.publish("remark", "x")
+    assert words.read("remark", range(4), 10.0) == {} and words.failed() == ""
+
+
+class Frozen:
+    """A store whose host is stopped."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def check(self, *_: object) -> bool:
+        self.calls += 1
+        threading.Event().wait(30.0)
+        return False
+
+    set = get = check
+
+
+def test_a_store_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_fluid.comm.agreement.STORE_S", 0.05)
+    store = Frozen()
+    words = Agreement(store, "group", 0, range(2), lambda: 0.1)  # type: ignore[arg-type]
+    begin = time.monotonic()
+    for _ in range(20):
+        assert words.failed() == "" and words.read("beat", [0, 1]) == {}
+    with pytest.raises(PeerTimeoutError, match="the store of the job does not answer"):
+        words.barrier("growth")
+    assert time.monotonic() - begin < 10 and store.calls == 1
+
+
+# ---- process groups of torch
+
+
+def _closed_and_used_again(rank: int, world: int) -> list[object]:
+    group = dist.group.WORLD
+    assert group is not None
+    found: list[object] = []
+    for life in range(3):
+        if rank == life % 2:
+            time.sleep(0.2)
+        found.append(agreement(group).gather("life", (life, rank)))
+        found.append(detect_hosts(group)[0])
+        close_group(group)
+    twins = [dist.new_group([0, 1]) for _ in range(2)]  # groups of the same ranks
+    found += [agreement(twin).gather("twin", (number, rank)) for number, twin in enumerate(twins)]
+    return found
+
+
+def test_a_closed_group_and_twins_keep_their_words_apart() -> None:
+    expected: list[object] = []
+    for life in range(3):
+        expected += [[(life, 0), (life, 1)], [0, 0]]
+    expected += [[(number, 0), (number, 1)] for number in range(2)]
+    assert run_ranks(_closed_and_used_again, 2) == [expected] * 2
+
+
+def _made_again(rank: int, world: int, port: int) -> list[object]:
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=60))
+    dist.destroy_process_group()
+    found: list[object] = []
+    agreement_module._own_connection = lambda: store
+    for life in range(2):
+        # The store lives on, as torchrun's does; gloo's own keys do not survive that.
+        own = dist.PrefixStore(f"gloo {life}", store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=world)
+        if rank == 1 - life:
+            time.sleep(0.3)
+        group = dist.group.WORLD
+        assert group is not None
+        found.append(agreement(group).gather("life", (life, rank)))
+        agreement(group).barrier("end of a life")
+        time.sleep(0.5)
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("end", store), rank=rank, world_size=2)
+    return found
+
+
+def test_process_groups_made_again_on_one_store_keep_their_words_apart() -> None:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    expected = [[(life, 0), (life, 1)] for life in range(2)]
+    assert run_ranks(_made_again, 2, port) == [expected] * 2
+
+
+# ---- the only user of stores
+
+
+def _store_calls(path: Path) -> list[str]:
+    """Calls of a store's methods on something that is named like one, and exchanges of objects,
+    which have no bound and no name."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        name, owner = node.func.attr, ast.unparse(node.func.value)
+        of_store = name in STORE_CALLS and "store" in owner.lower()
+        if of_store or name in {"get_group_store", "_get_default_store"}:
+            found.append(f"{path.name}:{node.lineno} {owner}.{name}")
+        unbounded = {"all_gather_object", "broadcast_object_list", "gather_object", "barrier"}
+        if name in unbounded and owner in {"dist", "torch.distributed"}:
+            found.append(f"{path.name}:{node.lineno} {owner}.{name}")
+    return found
+
+
+def test_stores_and_unbounded_exchanges_are_used_by_the_agreement_alone() -> None:
+    files = [*(PACKAGE / "megatron_fluid").rglob("*.py"), *(PACKAGE / "patches").rglob("*.py")]
+    assert len(files) > 100
+    outside = [
+        call
+        for path in files
+        if path.name != "agreement.py" and "cli" not in path.parts
+        for call in _store_calls(path)
+    ]
+    assert outside == []
+    assert _store_calls(PACKAGE / "megatron_fluid" / "comm" / "agreement.py")

@@ -1,0 +1,189 @@
+"""The monitor of waits, with events that the test sets by hand, and what failures tell."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_fluid.comm import waits
+from megatron_fluid.comm.agreement import Agreement
+from megatron_fluid.comm.waits import GroupWaits, WaitMonitor, explain
+from megatron_fluid.errors import PeerTimeoutError
+from tests.support.agreements import agreements, on_all
+
+
+class Event:
+    def __init__(self, happened: bool = False) -> None:
+        self.happened = happened
+
+    def query(self) -> bool:
+        return self.happened
+
+
+def lost(round_index: int) -> PeerTimeoutError:
+    return PeerTimeoutError(1, 2, "moe dispatch", round_index, 5.0)
+
+
+@pytest.fixture
+def monitor(monkeypatch: pytest.MonkeyPatch) -> WaitMonitor:
+    """A monitor without its thread: the test decides when it looks."""
+    monitor = WaitMonitor(on_timeout=lambda error: errors.append(error))
+    errors.clear()
+    monitor._thread = object()  # type: ignore[assignment]
+    return monitor
+
+
+errors: list[PeerTimeoutError] = []
+
+
+def test_finished_rounds_are_forgotten(monitor: WaitMonitor) -> None:
+    done, waiting = Event(True), Event()
+    monitor.watch("a", Event(True), done, 5.0, lambda: lost(0))
+    monitor.watch("a", Event(True), waiting, 5.0, lambda: lost(1))
+    monitor.look(0.0)
+    assert monitor.pending() == 1
+    waiting.happened = True
+    monitor.look(100.0)
+    assert monitor.pending() == 0
+    assert not errors
+
+
+def test_the_clock_starts_when_the_round_does(monitor: WaitMonitor) -> None:
+    started = Event()
+    monitor.watch("a", started, Event(), 5.0, lambda: lost(3))
+    monitor.look(0.0)
+    monitor.look(1000.0)  # still behind a long computation
+    assert not errors
+    started.happened = True
+    monitor.look(1001.0)
+    monitor.look(1005.9)
+    assert not errors
+    monitor.look(1006.1)
+    assert [error.round_index for error in errors] == [3]
+    assert "rank 1: no answer from peer 2 in moe dispatch, round 3 after 5 s" in str(errors[0])
+
+
+def test_lanes_are_independent(monitor: WaitMonitor) -> None:
+    monitor.watch("a", Event(), Event(), 5.0, lambda: lost(0))
+    monitor.watch("b", Event(True), Event(), 5.0, lambda: lost(1))
+    monitor.look(0.0)
+    monitor.look(6.0)
+    assert [error.round_index for error in errors] == [1]
+
+
+def test_another_ranks_failure_ends_the_wait_early(monitor: WaitMonitor) -> None:
+    words = agreements(2)
+    on_all(words, lambda w: w.barrier("begin"))
+    failed = words[0].failed
+    monitor.watch("a", Event(True), Event(), 300.0, lambda: lost(4), lambda: bool(failed()))
+    monitor.look(0.0)
+    monitor.look(10.0)
+    assert not errors
+    words[1].report_failure(0, "rank 1 waited")
+    monitor.look(20.0)
+    assert [error.round_index for error in errors] == [4]
+
+
+def test_the_thread_looks_by_itself() -> None:
+    seen: list[PeerTimeoutError] = []
+    monitor = WaitMonitor(on_timeout=seen.append, interval_s=0.01)
+    monitor.watch("a", Event(True), Event(), 0.05, lambda: lost(2))
+    deadline = time.monotonic() + 20
+    while not seen and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [error.round_index for error in seen] == [2]
+
+
+def explained(words: Agreement, error: PeerTimeoutError) -> str:
+    return explain(error, words, grace_s=0)
+
+
+def joined(ranks: int) -> list[Agreement]:
+    words = agreements(ranks)
+    on_all(words, lambda w: w.barrier("begin"))
+    return words
+
+
+def test_the_root_cause_is_found_along_the_chain() -> None:
+    """0 waits for 1, which waits for 2, which waits for 3, which says nothing. They may report it
+    in any order."""
+    errors = {rank: PeerTimeoutError(rank, rank + 1, "moe combine", rank, 5.0) for rank in range(3)}
+    for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
+        words = joined(4)
+        for rank in order:
+            explained(words[rank], errors[rank])
+        for rank in range(2):
+            assert explained(words[rank], errors[rank]) == f"root cause: {errors[2]}"
+        assert explained(words[2], errors[2]) == ""
+
+
+def test_ranks_that_wait_for_each_other_name_each_other() -> None:
+    words = joined(2)
+    first = PeerTimeoutError(0, 1, "moe combine", 0, 5.0)
+    assert explained(words[0], first) == ""
+    second = PeerTimeoutError(1, 0, "moe dispatch", 2, 5.0)
+    assert explained(words[1], second) == f"root cause: {first}"
+
+
+def test_a_wait_for_the_whole_group_names_who_is_missing_and_where_the_others_are() -> None:
+    words = joined(4)
+    explained(words[0], PeerTimeoutError(0, None, "moe row counts", None, 5.0))
+    explained(words[3], PeerTimeoutError(3, None, "growth of memory", None, 5.0))
+    told = explained(words[1], PeerTimeoutError(1, None, "moe row counts", None, 5.0))
+    assert told.startswith("rank 2 reported no wait: lost, frozen, or in other work; rank 0: ")
+    assert "rank 3: rank 3: no answer from its group in growth of memory" in told
+
+
+def test_a_failure_is_told_to_all_groups_of_the_rank() -> None:
+    """0 waits in a group with 1, which waits in another group for a rank that is lost."""
+    of_both = agreements(2, group="other")
+    on_all(of_both, lambda w: w.barrier("begin"))
+    words = joined(2)
+    with mock.patch.object(waits, "live_agreements", return_value=[words[1]]):
+        explain(PeerTimeoutError(0, 1, "attention", None, 5.0), of_both[0], grace_s=0)
+    assert "attention" in words[0].failed()
+    assert "attention" in explained(words[0], PeerTimeoutError(0, 1, "moe dispatch", 1, 5.0))
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_collective_on_a_gpu_is_watched_unless_it_is_captured(
+    monkeypatch: pytest.MonkeyPatch, capturing: bool
+) -> None:
+    order: list[str] = []
+    watched: list[tuple[Any, ...]] = []
+    names = iter(("started", "finished"))
+
+    class Recorded:
+        def __init__(self) -> None:
+            self.name = next(names)
+
+        def record(self, stream: Any) -> None:
+            order.append(self.name)
+
+    stream = SimpleNamespace(cuda_stream=5)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "Event", Recorded)
+    monitor = SimpleNamespace(watch=lambda *arguments: watched.append(arguments))
+    monkeypatch.setattr(waits, "get_monitor", lambda: monitor)
+    group = object.__new__(GroupWaits)
+    group.rank, group.words, group._used = 2, agreements(4)[2], True
+    group.device, group._place = torch.device("cuda", 0), lambda peer: ""
+    work = SimpleNamespace(wait=lambda: order.append("wait"))
+    group.collective("low_latency.dispatch over nccl", lambda: work, 7.0)  # type: ignore[arg-type, return-value]
+    if capturing:
+        assert order == ["wait"] and not watched
+        return
+    assert order == ["started", "wait", "finished"]
+    ((lane, started, finished, timeout_s, error, _),) = watched
+    assert (started.name, finished.name, timeout_s) == ("started", "finished", 7.0)
+    monkeypatch.setattr(waits, "_GRACE_S", 0.0)
+    assert lane is stream
+    assert "rank 2: no answer from its group in low_latency.dispatch over nccl after 7 s" in str(
+        error()
+    )
