@@ -3,6 +3,7 @@ source, so that an import inside a function counts too.
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,8 +60,13 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield ".".join((prefix, *parts)).removesuffix(".__init__"), path
 
 
-def imported(path: Path) -> Iterator[str]:
+@functools.cache
+def imported(path: Path) -> tuple[str, ...]:
     """The modules that a file imports anywhere, also by `importlib.import_module("...")`."""
+    return tuple(_imported(path))
+
+
+def _imported(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -88,6 +94,7 @@ def wing_room(module: str) -> str:
     return module.removeprefix(WING).strip(".").split(".")[0] or "__init__"
 
 
+@functools.cache
 def graph() -> dict[str, set[str]]:
     """The modules of the package that each of them imports, inside functions and for the type
     checker, too. `from package import module` is an import of the module."""
