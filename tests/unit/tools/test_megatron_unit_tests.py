@@ -14,20 +14,16 @@ from typing import Any
 
 import pytest
 
-from tools import megatron_test_table
 from tools.megatron_test_sessions import Sessions
 from tools.run_megatron_unit_tests import (
     Found,
-    _sessions,
     compare,
     counts,
-    holds_tests,
     main,
     problems,
     read_outcomes,
     read_results,
     table,
-    wanted_ways,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -149,22 +145,6 @@ def test_a_request_to_end_ends_the_ranks(tmp_path: Path) -> None:
             os.kill(pid, 0)
 
 
-def test_files_that_call_no_moe_layer_are_not_forced() -> None:
-    assert wanted_ways({}) == ("without", "with", "forced")
-    assert wanted_ways({"with": found(ran=0)}) == ("without", "with")
-    assert wanted_ways({"with": found(ran=2)}) == ("without", "with", "forced")
-    assert wanted_ways({"with": found(ran=0, overlapped=1)}) == ("without", "with", "forced")
-
-
-def test_files_of_one_folder_share_a_session_up_to_a_size(tmp_path: Path) -> None:
-    for name, size in (("a/1", 10), ("a/2", 10), ("a/3", 15), ("b/1", 5), ("b/2", 90)):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x" * size)
-    files = ["a/1", "a/2", "a/3", "b/1", "b/2"]
-    expected = [["a/1", "a/2"], ["a/3"], ["b/1"], ["b/2"]]
-    assert _sessions(tmp_path, files, 25) == expected
-
-
 @pytest.mark.parametrize(
     ("code", "ran"), [("1", ["a", "b", "c"]), ("ended after 5 s", ["a"])], ids=["hung", "cut"]
 )
@@ -188,31 +168,3 @@ def test_a_session_goes_on_behind_a_hang_and_ends_with_its_time(
     assert list(tests) == ran
     assert ended == ("0" if code == "1" else code)
     assert done == ([[], ["a", "b"]] if code == "1" else [[]])
-
-
-def test_what_is_kept_names_what_differs_and_what_ran_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refused = found("failed", "megatron_fluid.errors.ConfigError: moe_backend: found", ran=0)
-    twice = found(overlapped=2)
-    twice["f::t"]["first"] = "hung"
-    files = {
-        "f": {"without": found(), "with": twice, "forced": refused},
-        "g": {"without": found(ran=0), "with": found("failed", "AssertionError", ran=0)},
-    }
-    run = {"files": files, "not_run": {"h": ["without", "with", "forced"]}, "commits": ["abcdef0"]}
-    run |= {"ranks": 8, "gpus": 0, "cpus": 4, "torch": "2"}
-    small = megatron_test_table.kept(run)
-    assert small["again"] == [{"test": "f::t", "way": "with", "first": "hung", "second": "passed"}]
-    assert small["not_run"] == {"h": ["without", "with", "forced"]}
-    assert small["differ"] == ["f::t: passed without, failed with megatron_fluid"]
-    monkeypatch.setattr(megatron_test_table, "KEPT", tmp_path / "kept.json")
-    (tmp_path / "kept.json").write_text(json.dumps([small]))
-    last = megatron_test_table.table().splitlines()[-1]
-    assert last == "| 8 CPU ranks, abcdef0 | 2 of 3 | 2 | 1 | 0 of 1, 1 refused by name | 2 | 1 |"
-
-
-def test_a_file_whose_tests_are_all_within_a_string_is_not_run() -> None:
-    source = "class TestLayer:\n    def test_forward(self) -> None:\n        pass\n"
-    assert holds_tests(source)
-    assert not holds_tests(f'import pytest\n"""\n{source}"""\n')
