@@ -31,6 +31,7 @@ _ORDER = ("skipped", "passed", "failed", "hung")
 _NO_DOWNLOADS = "def get(*args, **kwargs):\n    raise RuntimeError('no downloads in this run')\n"
 _NO_ENGINE = "raise ModuleNotFoundError('Transformer Engine is hidden in runs without a GPU')\n"
 _MOST_RESUMES = 20  # of one session
+_RECORDER = "record_megatron_tests"  # the plug-in beside this file
 
 type Found = dict[str, dict[str, Any]]  # test -> outcome, error, overlapped, moe_forwards
 
@@ -162,7 +163,8 @@ class Sessions:
             command += [f"--nproc_per_node={self.ranks}", "-m", "pytest"]
         else:
             command += [str(ROOT / "tools" / "forked_ranks.py"), str(self.ranks)]
-        command += ["-p", "megatron_fluid.pytest_plugin", "-p", "no:cacheprovider", "-q"]
+        command += ["-p", "megatron_fluid.pytest_plugin", "-p", _RECORDER]
+        command += ["-p", "no:cacheprovider", "-q"]
         command += ["-W", "ignore", "--continue-on-collection-errors"]
         command += [f"--timeout={self.test_timeout}", "--timeout-method=thread"]
         return [*command, *self.pytest_args, *(f"{TESTS}/{test}" for test in tests)]
@@ -175,6 +177,7 @@ def _environment(folder: Path, way: str, backend: str) -> dict[str, str]:
     gpu = torch.cuda.is_available()
     path.mkdir()
     (path / "megatron_fluid").symlink_to(ROOT / "megatron_fluid", target_is_directory=True)
+    (path / f"{_RECORDER}.py").symlink_to(ROOT / "tools" / f"{_RECORDER}.py")
     (path / "requests.py").write_text(_NO_DOWNLOADS)
     if not gpu:
         for name in ("transformer_engine", "transformer_engine_torch"):
