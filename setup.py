@@ -15,7 +15,7 @@ setup(
     package_dir={"megatron_fluid": "megatron_fluid", "megatron_fluid.patches": "patches"},
     package_data={
         "megatron_fluid": ["py.typed"],
-        "megatron_fluid.kernels": ["*.cu", "*/*.cu", "*/*.cuh"],
+        "megatron_fluid.kernels": ["*/*.cu", "*/*.cuh"],
         "megatron_fluid.tensor_parallel": ["measured.json"],
     },
 )

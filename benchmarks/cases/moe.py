@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fluid.kernels.grouped_gemm import grouped_matmul, grouped_weight_grad
+from megatron_fluid.kernels.grouped_gemm.launch import grouped_matmul, grouped_weight_grad
 
 __all__ = [
     "CASES",

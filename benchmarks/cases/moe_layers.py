@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.cases.moe import MoECase, torch_grouped_matmul, torch_grouped_weight_grad
 from megatron_fluid import MoELayer
 from megatron_fluid.config import FluidConfig, set_config
-from megatron_fluid.kernels.grouped_gemm import grouped_weight_grad, sends_rows
+from megatron_fluid.kernels.grouped_gemm.launch import grouped_weight_grad, sends_rows
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.experts import activated_product, grouped_product
 from megatron_fluid.moe.local.kernel_transport import permute

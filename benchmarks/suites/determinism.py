@@ -40,7 +40,7 @@ from benchmarks.harness.options import chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from megatron_fluid import MoEConfig, MoELayer
-from megatron_fluid.kernels.reduce_slots import reduce_slots
+from megatron_fluid.kernels.move_tokens.reduce_slots import reduce_slots
 from megatron_fluid.moe.local.kernel_transport import KernelPlan, make_plan, unpermute
 
 __all__ = ["main"]

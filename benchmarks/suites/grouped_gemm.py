@@ -37,14 +37,14 @@ from benchmarks.harness.options import chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from megatron_fluid.backward.main_grad import add_product_to_main_grad
-from megatron_fluid.kernels import fp8_reference as reference
-from megatron_fluid.kernels.fp8_casts import cast_rows
-from megatron_fluid.kernels.fp8_grouped_gemm import (
+from megatron_fluid.kernels.fp8_casts import reference
+from megatron_fluid.kernels.fp8_casts.launch import cast_rows
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import (
     Fp8Matrices,
     fp8_device_reason,
     fp8_grouped_matmul,
 )
-from megatron_fluid.kernels.grouped_gemm import (
+from megatron_fluid.kernels.grouped_gemm.launch import (
     add_weight_grads,
     can_add_weight_grads,
     can_gate,

@@ -76,7 +76,7 @@ from benchmarks.harness.variants import everywhere
 from benchmarks.report.timeline import write_trace
 from benchmarks.suites.moe_phases import host_times, measure_phases, phase_buffers, print_phases
 from megatron_fluid import MoELayer, close_group
-from megatron_fluid.kernels.fp8_grouped_gemm import fp8_device_reason
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import fp8_device_reason
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 
 __all__ = ["main", "memory_of"]

@@ -28,7 +28,7 @@ from benchmarks.harness.results import Row
 from benchmarks.harness.timing import quantile
 from megatron_fluid import MoELayer
 from megatron_fluid.comm.workspace import Workspace
-from megatron_fluid.kernels.grouped_gemm import can_gate, grouped_weight_grad
+from megatron_fluid.kernels.grouped_gemm.launch import can_gate, grouped_weight_grad
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.experts import (
     RowGroups,

@@ -154,7 +154,7 @@ def _turn(source: Tensor, target: Tensor, table: RotaryTable, inverse: bool) -> 
     """target = source rotated; both [S, B', h, D], the same memory or apart. One wide temporary,
     one rounding."""
     if source.is_cuda:
-        from megatron_fluid.kernels.rotary import rotate_heads
+        from megatron_fluid.kernels.head_exchange.rotary import rotate_heads
 
         rotate_heads(source, target, table.cos, table.sin, table.interleaved, inverse)
         return
@@ -292,7 +292,7 @@ def pack_in_one_pass(
     """
     import triton.language as tl
 
-    from megatron_fluid.kernels.head_exchange import pack_heads
+    from megatron_fluid.kernels.head_exchange.launch import pack_heads
 
     length, batch, width = target.shape
     dim, rows = part.head_dim, 32

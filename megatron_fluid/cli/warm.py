@@ -124,7 +124,7 @@ def _warm(shape: Shape, name: str, ranks: int) -> None:
     import torch
 
     from megatron_fluid.cuda import kernel_build
-    from megatron_fluid.kernels.grouped_gemm import GROUPED, layer_kernels
+    from megatron_fluid.kernels.grouped_gemm.launch import GROUPED, layer_kernels
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
     begin = time.monotonic()

@@ -1,6 +1,6 @@
-"""GPU kernels and the host functions that start them.
+"""GPU kernels and the host functions that start them, a folder for each operation.
 
-Each Triton kernel names its reference in plain torch in its docstring. On Hopper GPUs the grouped
-GEMMs of experts (grouped_gemm) and the fused GEMMs of tensor parallelism (fused_gemm) are CUDA on
-top of sm90.cuh; megatron_fluid.kernels.sm90.launch compiles them at first use.
+A folder holds the launcher (launch.py) with its CUDA source (kernel.cu), or the Triton kernels
+(kernel.py). Each Triton kernel names its plain-torch reference in its docstring. `sm90` is what the
+CUDA kernels for Hopper GPUs share; `flags` the waits of kernels that read from peers.
 """

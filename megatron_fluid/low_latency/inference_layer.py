@@ -27,7 +27,7 @@ from torch.nn import functional
 from megatron_fluid.config import shows_fields_of
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.grouped_gemm import grouped_matmul
+from megatron_fluid.kernels.grouped_gemm.launch import grouped_matmul
 from megatron_fluid.low_latency.all_to_all import AllToAll
 
 __all__ = ["InferenceMoELayer"]
@@ -191,7 +191,7 @@ class InferenceMoELayer(nn.Module):
             return self.activation(h)
         if h.device.type != "cuda":
             return _ACTIVATIONS[self.activation](h)
-        from megatron_fluid.kernels import activation
+        from megatron_fluid.kernels.activation import kernel as activation
 
         # The packed output is as long as all that can arrive; only the rows that did are computed.
         code, gated = activation.ACTIVATIONS[self.activation]

@@ -148,7 +148,7 @@ class Nvshmem(PeerMemory):
 
     @staticmethod
     def _kernel(name: str) -> Any:
-        from megatron_fluid.kernels import low_latency_nvshmem as kernels
+        from megatron_fluid.kernels.low_latency import nvshmem as kernels
 
         kernel = getattr(kernels, name)
         register = getattr(kernels.nvshmem, "requires_nvshmem", None)

@@ -1,6 +1,6 @@
 """The NVLink transport: Triton kernels that store straight into symmetric memory of every rank.
 
-Shapes: see megatron_fluid.kernels.low_latency.
+Shapes: see megatron_fluid.kernels.low_latency.dispatch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megatron_fluid.comm.workspace import FlagRegion, Workspace
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.cuda.triton_launch import Launch, power_of_two
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
-from megatron_fluid.kernels.low_latency import dispatch_kernel
-from megatron_fluid.kernels.low_latency_combine import combine_kernel
+from megatron_fluid.kernels.low_latency.combine import combine_kernel
+from megatron_fluid.kernels.low_latency.dispatch import dispatch_kernel
 from megatron_fluid.low_latency.layout import Layout, round_up
 from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
 

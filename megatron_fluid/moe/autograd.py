@@ -26,7 +26,7 @@ from megatron_fluid.backward.functions import apply, goes_on_to, graph_is_kept, 
 from megatron_fluid.backward.main_grad import ReadyReport, ready_report
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows, fp8_unsupported_reason
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows, fp8_unsupported_reason
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.biases import ExpertBiases
 from megatron_fluid.moe.expert_weights import ExpertWeights

@@ -45,7 +45,7 @@ def nvlink_layer_reason(
     if it can. activation: None where the path does not compute it."""
     if device.type != "cuda":
         return f"its tensors are on the {device.type}"
-    from megatron_fluid.kernels.activation import ACTIVATIONS
+    from megatron_fluid.kernels.activation.kernel import ACTIVATIONS
 
     if dtype not in NVLINK_DTYPES:
         return f"parameters of {dtype}: the NVLink path has {', '.join(map(str, NVLINK_DTYPES))}"

@@ -5,7 +5,7 @@ gradients.
     y = (act(h + b1[e]) * p) @ w2[e].T + b2[e] * p          p: the probability of the row
 
 The activation adds b1 (moe/experts.py), in fp32. Gradients are sums of rows over each expert, in
-fp32 and in a fixed order. On a GPU the kernels of kernels/expert_biases.py do what is left here;
+fp32 and in a fixed order. On a GPU the kernels of kernels/activation do what is left here;
 elsewhere torch does, expert by expert, with row counts that the host knows.
 
 Shapes: N expert rows of this rank, El local experts, D width of the rows.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.grouped_gemm import host_ends
+from megatron_fluid.kernels.grouped_gemm.launch import host_ends
 from megatron_fluid.moe.activations import RowBiases
 from megatron_fluid.moe.expert_weights import ExpertWeights, GivenWeights, Packed, params_and_values
 from megatron_fluid.moe.experts import RowGroups, have_triton
@@ -68,7 +68,7 @@ class ExpertBiases:
         ones -> rows, which are changed in place."""
         table = self._table()
         if _kernels_serve(rows, groups, table, scale):
-            from megatron_fluid.kernels.expert_biases import add_biases
+            from megatron_fluid.kernels.activation.biases import add_biases
 
             experts = groups.experts_of(rows.shape[0])
             add_biases(rows, table, experts, groups.offsets[-1:], scale)
@@ -85,7 +85,7 @@ class ExpertBiases:
         rows [N, D]."""
         table = self._table()
         if _kernels_serve(rows, groups, table, products):
-            from megatron_fluid.kernels.expert_biases import add_products
+            from megatron_fluid.kernels.activation.biases import add_products
 
             experts = groups.experts_of(rows.shape[0])
             add_products(products, rows, table, experts, groups.offsets[-1:])
@@ -98,7 +98,7 @@ class ExpertBiases:
         """The sums of rows * scale over each expert, in fixed order: rows [N, D], gradients of what
         a bias was added to; scale as for add_to. [El, D] in fp32 or better"""
         if _kernels_serve(rows, groups, rows, scale):
-            from megatron_fluid.kernels.expert_biases import sum_by_expert
+            from megatron_fluid.kernels.activation.biases import sum_by_expert
 
             return sum_by_expert(rows, groups.offsets, scale)
         wide = _wide(rows.dtype)
@@ -125,7 +125,7 @@ class ExpertBiases:
 
 
 def _kernels_serve(rows: Tensor, groups: RowGroups, table: Tensor, scale: Tensor | None) -> bool:
-    """Whether kernels/expert_biases.py takes these: on a GPU, and where the rows of Triton kernels
+    """Whether kernels/activation takes these: on a GPU, and where the rows of Triton kernels
     are counted on the device."""
     if not (rows.is_cuda or groups.count is not None) or not have_triton():
         return False

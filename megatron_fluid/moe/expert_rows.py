@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
 from megatron_fluid.moe.biases import GivenBiases, expert_biases

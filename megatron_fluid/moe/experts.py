@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.main_grad import add_product_to_main_grad, mark_all_added_to_main_grad
-from megatron_fluid.kernels.expert_stacks import ReversedStack
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
-from megatron_fluid.kernels.grouped_gemm import (
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
+from megatron_fluid.kernels.grouped_gemm.launch import (
     add_weight_grads,
     can_add_weight_grads,
     can_gate,
@@ -34,6 +33,7 @@ from megatron_fluid.kernels.grouped_gemm import (
     sends_rows,
     takes_main_grads,
 )
+from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack
 from megatron_fluid.moe.activations import Activation, RowBiases
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices
 

@@ -1,4 +1,4 @@
-"""The experts of one rank in fp8: forward and dgrad by kernels/fp8_grouped_gemm.py, each operand
+"""The experts of one rank in fp8: forward and dgrad by kernels/fp8_grouped_gemm, each operand
 cast in one pass, weight gradients in fp8 (moe/fp8_weight_grads.py) or in bf16.
 
     forward:  cast x -> dispatch -> fc1 -> SwiGLU * probability, cast -> fc2
@@ -9,7 +9,7 @@ cast in one pass, weight gradients in fp8 (moe/fp8_weight_grads.py) or in bf16.
 Where the transport does not carry packed rows, x and dy are cast when they have arrived, and dW2 in
 bf16 is made of bf16 dy.
 
-Kept for the backward: x in fp8, fc1's output companded to int8 (kernels/fp8_quantize.py). Weights
+Kept for the backward: x in fp8, fc1's output companded to int8 (kernels/fp8_casts). Weights
 are cast when they have changed.
 
 Legend: N rows (sorted by expert), El experts, H hidden, F width of fc2's input.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.cuda.streams import current_capture
-from megatron_fluid.kernels.fp8_casts import (
+from megatron_fluid.kernels.fp8_casts.launch import (
     cast_rows,
     cast_weights,
     restore_rows,
@@ -31,13 +31,13 @@ from megatron_fluid.kernels.fp8_casts import (
     swiglu_backward_in_fp8,
     swiglu_cast,
 )
-from megatron_fluid.kernels.fp8_grouped_gemm import (
+from megatron_fluid.kernels.fp8_casts.packed_rows import pack_rows, unpack_rows
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import (
     CompandedRows,
     Fp8Matrices,
     Fp8Rows,
     fp8_grouped_matmul,
 )
-from megatron_fluid.kernels.fp8_packed_rows import pack_rows, unpack_rows
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.experts import RowGroups
 
@@ -122,7 +122,7 @@ def weight_cast(fc: ExpertWeights) -> WeightCast:
 
 
 def packed_tokens(x: Tensor) -> Tensor:
-    """Tokens [T, H] in fp8, as rows that a transport moves (kernels/fp8_packed_rows.py)."""
+    """Tokens [T, H] in fp8, as rows that a transport moves (kernels/fp8_casts)."""
     return pack_rows(x.contiguous())
 
 

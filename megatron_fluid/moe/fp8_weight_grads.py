@@ -1,5 +1,5 @@
 """Weight gradients of fp8 experts in fp8: both operands are turned to scales along their rows
-(kernels/fp8_turns.py) when the gradient is computed, and multiplied (kernels/fp8_weight_grads.py).
+(kernels/fp8_casts) when the gradient is computed, and multiplied (kernels/fp8_weight_grads).
 
     dW2 = turned dy x turned a,   dW1 = turned dh x turned x
 
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.main_grad import mark_all_added_to_main_grad
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
-from megatron_fluid.kernels.fp8_turns import turn_rows
-from megatron_fluid.kernels.fp8_weight_grads import (
+from megatron_fluid.kernels.fp8_casts.turns import turn_rows
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
+from megatron_fluid.kernels.fp8_weight_grads.launch import (
     TurnedRows,
     add_fp8_weight_grads,
     fp8_weight_grads,
 )
-from megatron_fluid.kernels.grouped_gemm import takes_main_grads
+from megatron_fluid.kernels.grouped_gemm.launch import takes_main_grads
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.experts import RowGroups
 from megatron_fluid.moe.fp8_experts import cast_segment

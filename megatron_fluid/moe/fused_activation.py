@@ -1,7 +1,7 @@
 """Activation times probability in one Triton kernel, forward and backward.
 
 The plain form is activation_forward and activation_backward of moe/experts.py, which call this
-where it fits. Built on the kernels of kernels/activation.py.
+where it fits. Built on the kernels of kernels/activation.
 
 Legend: n rows, F1 width of fc1's output, F width of fc2's input.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two, rehearse
-from megatron_fluid.kernels.activation import (
+from megatron_fluid.kernels.activation.kernel import (
     ACTIVATIONS,
     activation_backward_kernel,
     activation_kernel,

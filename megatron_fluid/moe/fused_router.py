@@ -20,7 +20,7 @@ from megatron_fluid.backward.functions import apply, goes_on_to, once_differenti
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.cuda.triton_launch import Launch, power_of_two, rehearse
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.topk_router import (
+from megatron_fluid.kernels.routing_plan.topk_router import (
     chosen_backward_kernel,
     chosen_kernel,
     topk_softmax_backward_kernel,

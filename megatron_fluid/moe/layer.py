@@ -23,9 +23,9 @@ from megatron_fluid.comm.same_settings import compare_settings, refuse_uncompare
 from megatron_fluid.comm.symmetric import import_ahead
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm import compile_fp8_ahead
-from megatron_fluid.kernels.fp8_weight_grads import compile_fp8_weight_grads_ahead
-from megatron_fluid.kernels.grouped_gemm import compile_ahead
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import compile_fp8_ahead
+from megatron_fluid.kernels.fp8_weight_grads.launch import compile_fp8_weight_grads_ahead
+from megatron_fluid.kernels.grouped_gemm.launch import compile_ahead
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
 from megatron_fluid.moe.backends import LayerBackend, choose_backend

@@ -31,7 +31,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.moe.expert_weights import Matrices
 from megatron_fluid.moe.experts import RowGroups
 
@@ -104,7 +104,7 @@ class TokenTransport(Protocol):
         recomputable: which of "rows" and "hidden" a backward may compute again.
         regathers: whether recompute_rows involves this rank alone, so that it may run at any time.
         carries_packed_rows: whether tokens, gradients and the x of recompute_rows may be packed
-            rows of fp8 (kernels/fp8_packed_rows.py), narrower than H: what a segment then holds,
+            rows of fp8 (kernels/fp8_casts), narrower than H: what a segment then holds,
             bit for bit. Results are [T, H] all the same.
     """
 

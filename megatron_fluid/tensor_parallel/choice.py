@@ -22,7 +22,7 @@ from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fused_gemm import MOST_RANKS
+from megatron_fluid.kernels.fused_gemm.launch import MOST_RANKS
 from megatron_fluid.plan.agreed import agreed_machine
 from megatron_fluid.plan.linears import fastest_linear
 from megatron_fluid.plan.machine import Machine

@@ -18,7 +18,7 @@ from megatron_fluid.comm.workspace import FlagRegion, Workspace
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels.flags import wait_for_peers_kernel
-from megatron_fluid.kernels.reduce_slots import reduce_slots
+from megatron_fluid.kernels.move_tokens.reduce_slots import reduce_slots
 
 __all__ = ["DoubleBuffer", "PeerWait", "SlotSum", "refuse_capture"]
 

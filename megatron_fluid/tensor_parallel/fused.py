@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.cuda.copy_engine import Driver
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fused_gemm import (
+from megatron_fluid.kernels.fused_gemm.launch import (
     DEPTH,
     MOST_CHUNKS,
     MOST_RANKS,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_fluid.kernels.grouped_gemm import compile_ahead
+from megatron_fluid.kernels.grouped_gemm.launch import compile_ahead
 from megatron_fluid.moe.local.transport import compile_local_ahead
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_fluid.config import current_config
-from megatron_fluid.kernels.fp8_grouped_gemm import compile_fp8_ahead
-from megatron_fluid.kernels.fp8_weight_grads import compile_fp8_weight_grads_ahead
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import compile_fp8_ahead
+from megatron_fluid.kernels.fp8_weight_grads.launch import compile_fp8_weight_grads_ahead
 from megatron_fluid.moe.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:

@@ -102,7 +102,7 @@ def bounded_unsupported_reason(config: TransformerConfig) -> str | None:
     if config.add_bias_linear:
         return "experts with biases take as many rows as arrive"
     if torch.cuda.is_available() and not cpu_mode_active():
-        from megatron_fluid.kernels.grouped_gemm import sends_rows
+        from megatron_fluid.kernels.grouped_gemm.launch import sends_rows
 
         dtype = config.params_dtype
         if not sends_rows(torch.device("cuda", torch.cuda.current_device()), dtype):
@@ -359,7 +359,7 @@ def fp8_reason(config: TransformerConfig) -> str | None:
         return None
     if current_config().moe_fp8 == "megatron":
         return f"fp8={config.fp8!r}: --fluid-moe-fp8 is megatron"
-    from megatron_fluid.kernels.fp8_grouped_gemm import fp8_unsupported_reason
+    from megatron_fluid.kernels.fp8_grouped_gemm.launch import fp8_unsupported_reason
 
     if os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") != "0":
         return "NVTE_FP8_BLOCK_SCALING_FP32_SCALES: scales are powers of two here"
@@ -411,7 +411,7 @@ def backend_fusion_reason(config: TransformerConfig, backend: str) -> str | None
     if config.moe_apply_probs_on_input:
         return f"moe_apply_probs_on_input: backend {backend} applies probabilities before fc2"
     if backend == "nvlink":
-        from megatron_fluid.kernels.activation import ACTIVATIONS
+        from megatron_fluid.kernels.activation.kernel import ACTIVATIONS
 
         if (name := str(_activation_name(config))) not in ACTIVATIONS:
             return f"activation {name}: the NVLink path has {', '.join(ACTIVATIONS)}"

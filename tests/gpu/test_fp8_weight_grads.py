@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.cuda.devices import is_hopper
-from megatron_fluid.kernels.fp8_weight_grads import (
+from megatron_fluid.kernels.fp8_weight_grads.launch import (
     TurnedRows,
     add_fp8_weight_grads,
     fp8_weight_grads,

@@ -21,7 +21,7 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.errors import FluidError
-from megatron_fluid.kernels.fp8_reference import cast_rows, restore_rows
+from megatron_fluid.kernels.fp8_casts.reference import cast_rows, restore_rows
 from megatron_fluid.moe.nvlink import steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import CANDIDATES, Schedule

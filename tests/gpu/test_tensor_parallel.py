@@ -14,8 +14,8 @@ from megatron_fluid import close_group
 from megatron_fluid.config import current_config, set_config
 from megatron_fluid.cuda.devices import multiprocessors
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
-from megatron_fluid.kernels import fused_gemm
-from megatron_fluid.kernels.fused_gemm import splits_of_depth
+from megatron_fluid.kernels.fused_gemm import launch as fused_gemm
+from megatron_fluid.kernels.fused_gemm.launch import splits_of_depth
 from megatron_fluid.tensor_parallel import all_gather_matmul, fused, matmul_reduce_scatter
 from tests.distributed.test_tensor_parallel import check_case
 from tests.support.launch import run_ranks

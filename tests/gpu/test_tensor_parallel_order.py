@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_fluid import close_group
 from megatron_fluid.cuda.devices import multiprocessors
-from megatron_fluid.kernels import fused_gemm
+from megatron_fluid.kernels.fused_gemm import launch as fused_gemm
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from megatron_fluid.tensor_parallel.choice import backends_of
 from tests.gpu.test_tensor_parallel import _many_chunks

@@ -19,7 +19,7 @@ __all__ = ["SIGNAL_SET", "FakeNvshmem", "fake_nvshmem"]
 
 SIGNAL_SET = 9
 _BINDINGS = "torch.distributed._symmetric_memory._nvshmem_triton"
-_KERNELS = "megatron_fluid.kernels.low_latency_nvshmem"
+_KERNELS = "megatron_fluid.kernels.low_latency.nvshmem"
 
 
 class FakeNvshmem(ModuleType):
@@ -88,11 +88,11 @@ def _number(value: Any) -> int:
 def fake_nvshmem(monkeypatch: pytest.MonkeyPatch) -> FakeNvshmem:
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    import megatron_fluid.kernels as kernels
+    import megatron_fluid.kernels.low_latency as kernels
 
     found = FakeNvshmem()
     monkeypatch.setitem(sys.modules, _BINDINGS, found)
     monkeypatch.setattr(symmetric_memory, "_nvshmem_triton", found, raising=False)
     monkeypatch.delitem(sys.modules, _KERNELS, raising=False)
-    monkeypatch.delattr(kernels, "low_latency_nvshmem", raising=False)
+    monkeypatch.delattr(kernels, "nvshmem", raising=False)
     return found

@@ -1,4 +1,4 @@
-"""Rows of experts cast to e4m3 and turned, as kernels/fp8_weight_grads.py takes them."""
+"""Rows of experts cast to e4m3 and turned, as kernels/fp8_weight_grads takes them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_fluid.kernels.fp8_reference import block_scale
-from megatron_fluid.kernels.fp8_weight_grads import TurnedRows
+from megatron_fluid.kernels.fp8_casts.reference import block_scale
+from megatron_fluid.kernels.fp8_weight_grads.launch import TurnedRows
 
 __all__ = ["turn_rows"]
 

@@ -47,7 +47,12 @@ from megatron_fluid.attention.tables import (
     keep,
 )
 from megatron_fluid.cuda.triton_launch import power_of_two
-from megatron_fluid.kernels.head_exchange import arrive_heads, arrive_rows, push_heads, push_rows
+from megatron_fluid.kernels.head_exchange.launch import (
+    arrive_heads,
+    arrive_rows,
+    push_heads,
+    push_rows,
+)
 
 __all__ = ["SymmetricExchange", "choose_groups", "choose_transport", "heads_unsupported_reason"]
 

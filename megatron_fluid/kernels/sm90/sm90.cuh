@@ -324,7 +324,7 @@ __device__ __forceinline__ void stage_chunk(const float* total, int columns, u32
 }
 
 __device__ __forceinline__ float silu(float g) {
-  float power, s;  // the instructions that Triton makes of kernels/activation.py: a backward makes the same values again
+  float power, s;  // the instructions that Triton makes of kernels/activation: a backward makes the same values again
   asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"((0.0f - g) * 1.4426950216293335f));
   asm("div.full.f32 %0, %1, %2;" : "=f"(s) : "f"(1.0f), "f"(1.0f + power));
   return s * g;

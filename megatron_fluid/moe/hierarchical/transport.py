@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, SeveralRounds
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call
 from megatron_fluid.moe.biases import GivenBiases, expert_biases

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two, rehearse
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
-from megatron_fluid.kernels.fp8_packed_rows import compile_packed_ahead
-from megatron_fluid.kernels.fp8_reference import packed_width
-from megatron_fluid.kernels.grouped_gemm import host_ends
-from megatron_fluid.kernels.move_tokens import row_pieces
-from megatron_fluid.kernels.permute_tokens import (
+from megatron_fluid.kernels.fp8_casts.packed_rows import compile_packed_ahead
+from megatron_fluid.kernels.fp8_casts.reference import packed_width
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
+from megatron_fluid.kernels.grouped_gemm.launch import host_ends
+from megatron_fluid.kernels.move_tokens.kernel import row_pieces
+from megatron_fluid.kernels.move_tokens.permute import (
     count_choices_kernel,
     permute_kernel,
     sort_choices_kernel,

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
-from megatron_fluid.kernels.grouped_gemm import groups_on_device
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
+from megatron_fluid.kernels.grouped_gemm.launch import groups_on_device
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
 from megatron_fluid.moe.biases import GivenBiases, expert_biases
@@ -133,7 +133,7 @@ def _kernels_serve(x: Tensor, activation: Activation, device: torch.device | Non
     x's own."""
     if (device or x.device).type != "cuda" or not have_triton():
         return False
-    from megatron_fluid.kernels.activation import ACTIVATIONS
+    from megatron_fluid.kernels.activation.kernel import ACTIVATIONS
 
     fits = x.dtype in (torch.bfloat16, torch.float16, torch.float32) and x.shape[0] > 0
     return fits and x.shape[1] % 8 == 0 and activation.built_in and activation.name in ACTIVATIONS

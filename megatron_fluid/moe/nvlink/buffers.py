@@ -28,7 +28,7 @@ from megatron_fluid.comm.workspace import FlagRegion, Workspace
 from megatron_fluid.cuda.streams import current_stream
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import ConfigError, FluidError
-from megatron_fluid.kernels.grouped_gemm import prepare, sends_rows
+from megatron_fluid.kernels.grouped_gemm.launch import prepare, sends_rows
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule, choose_schedule
 from megatron_fluid.plan.agreed import agreed_machine
 from megatron_fluid.plan.machine import REFERENCE

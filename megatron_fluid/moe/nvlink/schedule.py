@@ -62,7 +62,7 @@ def choose_schedule(
 ) -> Schedule:
     """The schedule of the shape of a layer with 16-bit rows and a gated activation.
 
-    sends: whether the GPU's GEMMs can send (kernels/grouped_gemm.py: sends_rows).
+    sends: whether the GPU's GEMMs can send (kernels/grouped_gemm: sends_rows).
     machine: figures that the estimates start from.
 
     Dispatch is streamed where a rank sends enough for it and the wire is busy for twice as long as

@@ -27,16 +27,16 @@ from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two
 from megatron_fluid.kernels.flags import barrier_kernel
-from megatron_fluid.kernels.grouped_gemm import Owners
-from megatron_fluid.kernels.move_tokens import (
+from megatron_fluid.kernels.grouped_gemm.launch import Owners
+from megatron_fluid.kernels.move_tokens.kernel import (
     push_kernel,
     reduce_kernel,
     reduce_push_kernel,
     row_pieces,
     scatter_kernel,
 )
-from megatron_fluid.kernels.routing_plan import plan_kernel, publish_kernel
-from megatron_fluid.kernels.sent_rows import begin_combine_kernel, send_rows_kernel
+from megatron_fluid.kernels.move_tokens.sent_rows import begin_combine_kernel, send_rows_kernel
+from megatron_fluid.kernels.routing_plan.kernel import plan_kernel, publish_kernel
 from megatron_fluid.moe.nvlink.buffers import PLAN_TOKENS, NvlinkBuffers, RoutingHandle
 
 # A streamed dispatch needs room for one program that pushes on an SM full of programs that wait for

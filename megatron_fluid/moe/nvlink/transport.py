@@ -28,9 +28,9 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.cuda.triton_launch import aligned
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.activation import ACTIVATIONS
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Matrices, Fp8Rows, fp8_sent_matmul
-from megatron_fluid.kernels.grouped_gemm import can_send, sent_matmul
+from megatron_fluid.kernels.activation.kernel import ACTIVATIONS
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows, fp8_sent_matmul
+from megatron_fluid.kernels.grouped_gemm.launch import can_send, sent_matmul
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import make_call, run_experts
 from megatron_fluid.moe.biases import GivenBiases, expert_biases
@@ -284,7 +284,7 @@ def nvlink_moe(
             parameters). Matrices that lie in memory at equal distances are as good as a stacked
             tensor; others are computed one by one. An ExpertWeights made of them before spares
             looking at each again, as long as their memory stays.
-        activation: a name in megatron_fluid.kernels.activation.ACTIVATIONS, or a variant of one.
+        activation: a name in ACTIVATIONS of megatron_fluid.kernels.activation, or a variant of one.
         capacity: None for exact mode, or the rows of bounded mode.
         handle: of plan_nvlink, in place of planning here; the ids and probs must be those it was
             made of.

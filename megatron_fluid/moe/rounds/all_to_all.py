@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.moe.expert_weights import Matrices
 from megatron_fluid.moe.experts import RowGroups, grouped_product
 from megatron_fluid.moe.rounds.plan import ExactPlan

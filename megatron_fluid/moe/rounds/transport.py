@@ -46,7 +46,7 @@ from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound
 from megatron_fluid.config import shows_fields_of
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import Call, make_call, run_experts
 from megatron_fluid.moe.biases import GivenBiases, expert_biases

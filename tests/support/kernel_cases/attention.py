@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from megatron_fluid.kernels.head_exchange import (
+from megatron_fluid.kernels.head_exchange.launch import (
     arrive_heads_kernel,
     arrive_rows_kernel,
     pack_heads_kernel,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launch, compile_only
-from megatron_fluid.kernels import expert_biases
+from megatron_fluid.kernels.activation import biases as expert_biases
 from megatron_fluid.moe import fused_activation
 from megatron_fluid.moe.activations import RowBiases, Variant
 from tests.support.kernel_cases import KernelCase

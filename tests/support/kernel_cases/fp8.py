@@ -1,17 +1,17 @@
-"""Casts to fp8, as kernels/fp8_casts.py launches them for deepseek-v3."""
+"""Casts to fp8, as kernels/fp8_casts launches them for deepseek-v3."""
 
 from __future__ import annotations
 
-from megatron_fluid.kernels.fp8_packed_rows import pack_rows_kernel, unpack_scales_kernel
-from megatron_fluid.kernels.fp8_quantize import (
+from megatron_fluid.kernels.fp8_casts.packed_rows import pack_rows_kernel, unpack_scales_kernel
+from megatron_fluid.kernels.fp8_casts.quantize import (
     cast_rows_kernel,
     cast_weights_kernel,
     restore_rows_kernel,
     swiglu_backward_cast_kernel,
     swiglu_cast_kernel,
 )
-from megatron_fluid.kernels.fp8_reference import packed_width
-from megatron_fluid.kernels.fp8_turns import turn_rows_kernel
+from megatron_fluid.kernels.fp8_casts.reference import packed_width
+from megatron_fluid.kernels.fp8_casts.turns import turn_rows_kernel
 from tests.support.kernel_cases import KernelCase
 
 __all__ = ["CASES"]

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.cases.moe import CASES as SHAPES
 from megatron_fluid.cuda.triton_launch import Launch
-from megatron_fluid.kernels.fp8_reference import packed_width
+from megatron_fluid.kernels.fp8_casts.reference import packed_width
 from megatron_fluid.moe.local import kernel_transport
 from tests.support.kernel_cases import KernelCase
 

@@ -13,7 +13,7 @@ import torch
 with patch("torch.utils._triton.has_triton", lambda: True):
     from torch.distributed._symmetric_memory._nvshmem_triton import NvshmemLibFinder
 
-from megatron_fluid.kernels import low_latency_nvshmem
+from megatron_fluid.kernels.low_latency import nvshmem as low_latency_nvshmem
 from megatron_fluid.low_latency import AllToAll, nvshmem, peer_memory
 from megatron_fluid.low_latency.peer_memory import choose_tuning
 from tests.support.kernel_cases import KernelCase

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_fluid.kernels.topk_router import (
+from megatron_fluid.kernels.routing_plan.topk_router import (
     chosen_backward_kernel,
     chosen_kernel,
     topk_softmax_backward_kernel,

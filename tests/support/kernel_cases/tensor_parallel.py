@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_fluid.kernels.flags import wait_for_peers_kernel
-from megatron_fluid.kernels.reduce_slots import reduce_slots_kernel
+from megatron_fluid.kernels.move_tokens.reduce_slots import reduce_slots_kernel
 from tests.support.kernel_cases import KernelCase
 
 __all__ = ["CASES"]

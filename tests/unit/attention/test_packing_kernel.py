@@ -15,7 +15,7 @@ from megatron_fluid.attention.packed import (
     pack_in_one_pass,
     split,
 )
-from megatron_fluid.kernels.rotary import rotate_heads
+from megatron_fluid.kernels.head_exchange.rotary import rotate_heads
 from tests.support.machine import NEEDS_INTERPRETER
 
 pytestmark = NEEDS_INTERPRETER

@@ -23,8 +23,8 @@ def names(suite: str) -> set[str]:
 
 def test_a_suite_measures_what_it_imports_and_nothing_else() -> None:
     grouped = names("grouped_gemm")
-    assert "megatron_fluid/kernels/grouped_gemm.py" in grouped
-    assert "megatron_fluid/kernels/grouped_gemm_sm90.cu" in grouped, "compiled, not imported"
+    assert "megatron_fluid/kernels/grouped_gemm/launch.py" in grouped
+    assert "megatron_fluid/kernels/grouped_gemm/kernel.cu" in grouped, "compiled, not imported"
     assert not any(name.startswith(("patches/", "megatron_fluid/attention")) for name in grouped)
     layer = names("moe_layer")
     assert "megatron_fluid/moe/layer.py" in layer, "by its public name"

@@ -13,9 +13,9 @@ import torch
 from megatron_fluid.cuda import kernel_build, tensor_maps
 from megatron_fluid.cuda.tensor_maps import BOXES, GATED, TensorMaps, in_boxes, token_boxes
 from megatron_fluid.errors import FluidError
-from megatron_fluid.kernels import grouped_gemm
-from megatron_fluid.kernels.fused_gemm import FUSED
-from megatron_fluid.kernels.grouped_gemm import GROUPED
+from megatron_fluid.kernels.fused_gemm.launch import FUSED
+from megatron_fluid.kernels.grouped_gemm import launch as grouped_gemm
+from megatron_fluid.kernels.grouped_gemm.launch import GROUPED
 from megatron_fluid.kernels.sm90 import launch as sm90
 from megatron_fluid.kernels.sm90.launch import HopperKernels
 from tests.support.cuda_driver import FakeDriver, driver_in_place, word

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid.kernels.activation import ACTIVATIONS
+from megatron_fluid.kernels.activation.kernel import ACTIVATIONS
 from megatron_fluid.moe.activations import Activation, RowBiases, Variant, resolve_activation
 from megatron_fluid.moe.experts import RowGroups, activation_backward, activation_forward
 from tests.support.kernel_references import stored

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid.kernels.expert_biases import add_biases, add_products, sum_by_expert
+from megatron_fluid.kernels.activation.biases import add_biases, add_products, sum_by_expert
 from tests.support.kernel_references import stored
 
 pytestmark = pytest.mark.interpreter

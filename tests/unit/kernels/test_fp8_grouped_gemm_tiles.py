@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from megatron_fluid.kernels.fp8_grouped_gemm import FP8_GROUPED
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import FP8_GROUPED
 from megatron_fluid.kernels.sm90.launch import HEADER
 from tests.support.host_code import COMPILER, between, compile_for_host
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels import fp8_casts as casts
-from megatron_fluid.kernels import fp8_reference as reference
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
-from megatron_fluid.kernels.fp8_packed_rows import pack_rows, unpack_rows
+from megatron_fluid.kernels.fp8_casts import launch as casts
+from megatron_fluid.kernels.fp8_casts import reference
+from megatron_fluid.kernels.fp8_casts.packed_rows import pack_rows, unpack_rows
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
 from megatron_fluid.moe.local import kernel_transport
 from megatron_fluid.moe.nvlink import steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels import fp8_reference as reference
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
-from megatron_fluid.kernels.fp8_turns import turn_rows
-from megatron_fluid.kernels.fp8_weight_grads import TurnedRows, blocks_of, turned_weight_grads
+from megatron_fluid.kernels.fp8_casts import reference
+from megatron_fluid.kernels.fp8_casts.turns import turn_rows
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
+from megatron_fluid.kernels.fp8_weight_grads.launch import (
+    TurnedRows,
+    blocks_of,
+    turned_weight_grads,
+)
 
 pytestmark = pytest.mark.interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_fluid.cuda import kernel_build
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_weight_grads import (
+from megatron_fluid.kernels.fp8_weight_grads.launch import (
     TurnedRows,
     add_fp8_weight_grads,
     blocks_of,

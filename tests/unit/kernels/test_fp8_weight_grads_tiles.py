@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from megatron_fluid.kernels.fp8_weight_grads import FP8_WEIGHT_GRADS
+from megatron_fluid.kernels.fp8_weight_grads.launch import FP8_WEIGHT_GRADS
 from megatron_fluid.kernels.sm90.launch import HEADER
 from tests.support.host_code import COMPILER, between, compile_for_host
 

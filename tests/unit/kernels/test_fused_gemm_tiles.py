@@ -7,7 +7,7 @@ import ctypes
 
 import pytest
 
-from megatron_fluid.kernels.fused_gemm import (
+from megatron_fluid.kernels.fused_gemm.launch import (
     FUSED,
     MOST_CHUNKS,
     MOST_RANKS,

@@ -22,11 +22,11 @@ from torch import Tensor
 from megatron_fluid.cuda import nvrtc
 from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.errors import ConfigError, FluidError
-from megatron_fluid.kernels import grouped_gemm
-from megatron_fluid.kernels.fp8_grouped_gemm import FP8_GROUPED
-from megatron_fluid.kernels.fp8_weight_grads import FP8_WEIGHT_GRADS
-from megatron_fluid.kernels.fused_gemm import FUSED
-from megatron_fluid.kernels.grouped_gemm import (
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import FP8_GROUPED
+from megatron_fluid.kernels.fp8_weight_grads.launch import FP8_WEIGHT_GRADS
+from megatron_fluid.kernels.fused_gemm.launch import FUSED
+from megatron_fluid.kernels.grouped_gemm import launch as grouped_gemm
+from megatron_fluid.kernels.grouped_gemm.launch import (
     GROUPED,
     Owners,
     add_weight_grads,
@@ -162,7 +162,7 @@ def test_rows_that_are_sent_have_the_bits_of_those_that_are_kept(
 
 def _activated(h: Tensor, prob: Tensor) -> Tensor:
     """By the kernel that reads what a GEMM wrote."""
-    from megatron_fluid.kernels.activation import activation_kernel
+    from megatron_fluid.kernels.activation.kernel import activation_kernel
 
     out, width = h.new_empty(h.shape[0], h.shape[1] // 2), h.shape[1] // 2
     count = torch.tensor([h.shape[0]], dtype=torch.int32, device=h.device)
@@ -361,7 +361,7 @@ def test_offsets_that_decrease_or_lead_out_of_the_rows_do_no_harm(ends: list[int
 
 _FIRST_IN_A_CAPTURE = """
 import torch
-from megatron_fluid.kernels.grouped_gemm import grouped_matmul
+from megatron_fluid.kernels.grouped_gemm.launch import grouped_matmul
 x, w = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((300, 256), (2, 256, 128)))
 offsets = torch.tensor([100, 300], dtype=torch.int32, device="cuda")
 torch.cuda.synchronize()

@@ -13,8 +13,8 @@ import random
 
 import pytest
 
-from megatron_fluid.kernels import grouped_gemm
-from megatron_fluid.kernels.grouped_gemm import GROUPED
+from megatron_fluid.kernels.grouped_gemm import launch as grouped_gemm
+from megatron_fluid.kernels.grouped_gemm.launch import GROUPED
 from megatron_fluid.kernels.sm90.launch import HEADER
 from tests.support.host_code import COMPILER, between, compile_for_host
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_fluid.kernels.reduce_slots import reduce_slots, reduce_slots_kernel
+from megatron_fluid.kernels.move_tokens.reduce_slots import reduce_slots, reduce_slots_kernel
 from tests.support.machine import NEEDS_INTERPRETER
 
 pytestmark = pytest.mark.interpreter

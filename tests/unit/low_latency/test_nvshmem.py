@@ -169,7 +169,7 @@ def test_a_peer_whose_puts_are_lost_is_named(
 
 
 def test_the_signal_operation_is_that_of_nvshmems_headers(fake_nvshmem: FakeNvshmem) -> None:
-    from megatron_fluid.kernels import low_latency_nvshmem as kernels
+    from megatron_fluid.kernels.low_latency import nvshmem as kernels
 
     assert kernels.SIGNAL_SET.value == SIGNAL_SET
     found = [

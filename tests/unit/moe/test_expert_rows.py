@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.expert_stacks import ReversedStack
+from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack
 from megatron_fluid.moe import experts
 from megatron_fluid.moe.activations import resolve_activation
 from megatron_fluid.moe.expert_rows import expert_rows

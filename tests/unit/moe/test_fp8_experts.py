@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_fluid import MoEBaseline, MoEConfig, MoELayer
 from megatron_fluid.comm import group_resources
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels import fp8_reference as reference
+from megatron_fluid.kernels.fp8_casts import reference
 from megatron_fluid.moe import fp8_experts
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.local import transport

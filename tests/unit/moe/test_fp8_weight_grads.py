@@ -16,8 +16,8 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm import group_resources
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels import fp8_reference as reference
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
+from megatron_fluid.kernels.fp8_casts import reference
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.moe import autograd, backends, fp8_experts, fp8_weight_grads
 from megatron_fluid.moe.expert_rows import expert_rows
 from megatron_fluid.moe.expert_weights import ExpertWeights

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.grouped_gemm import Owners, grouped_matmul
+from megatron_fluid.kernels.grouped_gemm.launch import Owners, grouped_matmul
 from megatron_fluid.moe import autograd, experts
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.nvlink import transport as nvlink_transport

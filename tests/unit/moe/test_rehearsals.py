@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_fluid.cuda import triton_launch
 from megatron_fluid.cuda.triton_launch import Launch
-from megatron_fluid.kernels import fp8_packed_rows
+from megatron_fluid.kernels.fp8_casts import packed_rows as fp8_packed_rows
 from megatron_fluid.moe import fused_activation, fused_router
 from megatron_fluid.moe.activations import RowBiases, resolve_activation
 from megatron_fluid.moe.local import kernel_transport

@@ -522,7 +522,7 @@ def test_graphs_that_leave_the_experts_out_keep_the_overlapped_path(
 def test_bounded_room_needs_kernels_that_count_rows_on_the_device(
     supported: TransformerConfig, bounded: FluidConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_fluid.kernels import grouped_gemm
+    from megatron_fluid.kernels.grouped_gemm import launch as grouped_gemm
 
     layer: Any = Layer(supported, 2)
     served = [torch.bfloat16]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError, FluidError
-from megatron_fluid.kernels.fused_gemm import MOST_ROWS
+from megatron_fluid.kernels.fused_gemm.launch import MOST_ROWS
 from megatron_fluid.plan.machine import reference_machine
 from megatron_fluid.tensor_parallel import choice
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend

@@ -1,7 +1,7 @@
 """Products of every expert's fp8 rows with its fp8 matrix, with the scales of both, in one launch.
 
-On Hopper GPUs fp8_grouped_gemm_sm90.cu; on a CPU its reference in plain torch, for tests: a layer
-asks `fp8_unsupported_reason` first. The casts: kernels/fp8_casts.py.
+On Hopper GPUs fp8_grouped_gemm/kernel.cu; on a CPU its reference in plain torch, for tests: a layer
+asks `fp8_unsupported_reason` first. The casts: kernels/fp8_casts.
 
 Shapes: N expert rows, El local experts, K depth, J width, P pitch of scales, at least N. K and J
 are multiples of 128.
@@ -19,8 +19,8 @@ from torch import Tensor
 from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.cuda.tensor_maps import in_boxes, token_boxes
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_reference import scaled_grouped_product
-from megatron_fluid.kernels.grouped_gemm import Owners, host_ends
+from megatron_fluid.kernels.fp8_casts.reference import scaled_grouped_product
+from megatron_fluid.kernels.grouped_gemm.launch import Owners, host_ends
 from megatron_fluid.kernels.sm90.launch import HopperKernels, Source, hopper_kernels
 
 __all__ = [
@@ -38,10 +38,7 @@ __all__ = [
 
 _KERNEL = "fp8_grouped"
 FP8_GROUPED = Source(
-    Path(__file__).with_name("fp8_grouped_gemm_sm90.cu"),
-    {_KERNEL: "FORWARD"},
-    threads=512,
-    numbers=12,
+    Path(__file__).with_name("kernel.cu"), {_KERNEL: "FORWARD"}, threads=512, numbers=12
 )
 _MOST_EXPERTS = 1024
 
@@ -138,7 +135,7 @@ def fp8_sent_matmul(
     x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor, owners: Owners, programs: int | None = None
 ) -> None:
     """fp8_grouped_matmul with each row stored where `owners` says, as sent_matmul of
-    kernels/grouped_gemm.py. On Hopper GPUs alone.
+    kernels/grouped_gemm. On Hopper GPUs alone.
 
     Raises:
         ConfigError: as fp8_grouped_matmul, or origins that are not int32 or too few.

@@ -1,8 +1,8 @@
 // The GEMMs of AllGather-GEMM and GEMM-ReduceScatter in one kernel each, for Hopper (sm_90a). Compiled at first use
-// by megatron_fluid/kernels/sm90/launch.py.
+// by megatron_fluid/kernels/sm90.
 //
 // Why one kernel: a GEMM cut into one launch for each rank loses part of a wave of tiles at every cut, which costs more than
-// the communication that the cut hides. Why not Triton: see grouped_gemm_sm90.cu; the parts are the same, in sm90.cuh.
+// the communication that the cut hides. Why not Triton: see grouped_gemm/kernel.cu; the parts are the same, in sm90.cuh.
 //
 // W ranks, rank r; A in W blocks of m rows (gather), or C in W blocks of m rows (scatter); weights [N, K] (FORWARD) or [K, N]
 // (BACKWARD). C[i, n] = sum_k A[i, k] w[n, k] (+ bias[n]). Tiles are taken block after block, so that what waits comes last.

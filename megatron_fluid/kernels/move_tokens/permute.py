@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fluid.kernels.move_tokens import inside
+from megatron_fluid.kernels.move_tokens.kernel import inside
 
 __all__ = ["count_choices_kernel", "permute_kernel", "sort_choices_kernel", "unpermute_kernel"]
 

@@ -1,6 +1,6 @@
 """Combine of the decode-time MoE all-to-all over peer pointers: a send half and a receive half.
 
-See low_latency.py for the protocol, the generations and the shapes.
+See low_latency/dispatch.py for the protocol, the generations and the shapes.
 
 Reference: megatron_fluid.low_latency.reference.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fluid.kernels.low_latency_signals import (
+from megatron_fluid.kernels.low_latency.signals import (
     fence,
     peer_address,
     peer_addresses,

@@ -1,4 +1,4 @@
-"""The kernels of fused_gemm_sm90.cu on Hopper GPUs: AllGather-GEMM and GEMM-ReduceScatter, one
+"""The kernels of fused_gemm/kernel.cu on Hopper GPUs: AllGather-GEMM and GEMM-ReduceScatter, one
 launch each.
 
 Shapes: W ranks, m rows of a block, N columns of C, K the contracted dimension. bf16 and fp16,
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 FUSED = Source(
-    Path(__file__).with_name("fused_gemm_sm90.cu"),
+    Path(__file__).with_name("kernel.cu"),
     {
         "gather_forward": "FORWARD,false",
         "gather_backward": "BACKWARD,false",
@@ -51,7 +51,7 @@ FUSED = Source(
         "scatter_backward": "BACKWARD,true",
     },
 )
-MOST_RANKS, MOST_CHUNKS = 8, 64  # of fused_gemm_sm90.cu
+MOST_RANKS, MOST_CHUNKS = 8, 64  # of fused_gemm/kernel.cu
 DEPTH = 64  # of one step of K
 _UNIT, _MOST_UNITS, _STRIP = 32, 8, 16
 # Of a block: every strip is a chunk at least, and a tile has at least half of the most units.
@@ -70,7 +70,7 @@ _WEIGHTS, _ROWS, _RECEIVED, _OUT = 0, 1, 4, 7  # in Maps
 
 
 class _Call(ctypes.Structure):
-    """Call of fused_gemm_sm90.cu."""
+    """Call of fused_gemm/kernel.cu."""
 
     _fields_ = (
         ("out", ctypes.c_uint64 * MOST_RANKS),

@@ -2,9 +2,9 @@
 their tokens' ranks.
 
 The epilogue writes expert row n into row t * K + k of the combine buffer of token t's rank
-(kernels/grouped_gemm.py: sent_matmul), so that rows travel while other tiles are multiplied. More
+(kernels/grouped_gemm: sent_matmul), so that rows travel while other tiles are multiplied. More
 rows cross the wire than sums would, but nothing waits for them, and no kernel reads them again on
-the sending rank; `reduce_kernel` (move_tokens.py) adds them up. `begin_combine_kernel` runs before
+the sending rank; `reduce_kernel` (kernel.py) adds them up. `begin_combine_kernel` runs before
 the GEMM and sends the rest of a combine. `send_rows_kernel` sends the rows of any other GEMM.
 
 Reference: reduce_reference of tests/support/kernel_references.py, of all ranks.
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from megatron_fluid.kernels.flags import advance
-from megatron_fluid.kernels.move_tokens import inside
+from megatron_fluid.kernels.move_tokens.kernel import inside
 
 __all__ = ["begin_combine_kernel", "send_rows_kernel"]
 

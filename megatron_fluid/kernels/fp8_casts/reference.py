@@ -1,10 +1,10 @@
 """fp8 blockwise casts and the scaled grouped product in plain torch, on any device.
 
-The casts equal those of kernels/fp8_quantize.py bit for bit. The product follows the recipe: fp32
+The casts equal those of kernels/fp8_casts bit for bit. The product follows the recipe: fp32
 sums of 128 along the depth, each scaled and added in fp32. A tensor core orders and truncates
-within the 128 on its own, so kernels/fp8_grouped_gemm.py differs from it by rounding.
+within the 128 on its own, so kernels/fp8_grouped_gemm differs from it by rounding.
 
-Shapes: as in kernels/fp8_quantize.py.
+Shapes: as in kernels/fp8_casts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def restore_rows(cast: Tensor, scales: Tensor) -> Tensor:
 
 
 def packed_width(width: int) -> int:
-    """Numbers of bf16 in a packed row (kernels/fp8_packed_rows.py) of `width` values: a byte for
+    """Numbers of bf16 in a packed row (kernels/fp8_casts) of `width` values: a byte for
     each, and four for each 128 of them, up to a multiple of 128 bytes."""
     return -(-(width + width // 32) // 128) * 64
 
@@ -141,7 +141,7 @@ def swiglu_backward(h: Tensor, da: Tensor, probs: Tensor) -> tuple[Tensor, Tenso
 
 
 def turn_rows(cast: Tensor, scales: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """e4m3 [N, width], scales [width / 128, >= N] -> turned, as kernels/fp8_weight_grads.py lays it
+    """e4m3 [N, width], scales [width / 128, >= N] -> turned, as kernels/fp8_weight_grads lays it
     out: e4m3 [width, P], scales [P / 128, width], P the places of the blocks in use."""
     restored, parts = restore_rows(cast, scales), []
     for start, end in itertools.pairwise([0, *ends]):

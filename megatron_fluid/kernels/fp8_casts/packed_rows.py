@@ -3,12 +3,12 @@ dispatched, they travel in half of bf16's bytes.
 
 A packed row holds H e4m3 values, then their H / 128 fp32 scales, then zeros up to a multiple of 128
 bytes. It is passed on as packed_width(H) numbers of bf16, which nothing computes with. The numbers
-are those of kernels/fp8_quantize.py: a row is cast on its own, so that casting and then copying it
+are those of kernels/fp8_casts: a row is cast on its own, so that casting and then copying it
 gives the bits of copying and then casting it.
 
     H = 256:  256 bytes of values | 2 scales | 120 bytes of zeros     [T, 192] as bf16
 
-Reference: pack_rows of megatron_fluid.kernels.fp8_reference.
+Reference: pack_rows of megatron_fluid.kernels.fp8_casts.reference.
 
 Shapes: T tokens, N expert rows, H a width that is a multiple of 128.
 """
@@ -24,13 +24,13 @@ from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launcher, rehearse
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
-from megatron_fluid.kernels.fp8_quantize import cast_blocks
-from megatron_fluid.kernels.fp8_reference import packed_width
+from megatron_fluid.kernels.fp8_casts.quantize import cast_blocks
+from megatron_fluid.kernels.fp8_casts.reference import packed_width
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 
 __all__ = ["compile_packed_ahead", "pack_rows", "unpack_rows"]
 
-_ROWS, _BLOCKS = 8, 4  # of a program that casts, as in kernels/fp8_casts.py
+_ROWS, _BLOCKS = 8, 4  # of a program that casts, as in kernels/fp8_casts
 _SCALE_ROWS, _SCALE_BLOCKS = 64, 16  # of one that turns scales
 
 

@@ -1,12 +1,12 @@
 // Grouped GEMM of fp8 expert rows for Hopper (sm_90a), with the scales of both operands: TMA, wgmma e4m3, clusters of two blocks.
-// Compiled at first use by megatron_fluid/kernels/sm90/launch.py, which also writes wgmma.h: the wgmma instructions.
+// Compiled at first use by megatron_fluid/kernels/sm90, which also writes wgmma.h: the wgmma instructions.
 //
 //   out[n, j] = sum_b a_scales[b, n] w_scales[e, j / 128, b] sum_(k in block b) x[n, k] w[e, j, k]     w [El, J, K]
 //
 // for the rows n of expert e: ends[e - 1] to ends[e]. A tensor core keeps some 14 bits of a sum of e4m3 products, so it adds up one
 // block of 128; the sum is scaled and added in fp32 registers, by one warpgroup while others multiply.
 //
-// Unlike in grouped_gemm_sm90.cu the tokens are the M side: a thread then has two rows of a sum, and needs two scales, not 32. An
+// Unlike in grouped_gemm/kernel.cu the tokens are the M side: a thread then has two rows of a sum, and needs two scales, not 32. An
 // expert's rows are cut into as few tiles as hold them, of up to three slabs of 64 rows, one for each warpgroup that multiplies: with
 // the sums of 128 and those of all depth that fills its registers. Blocks of a cluster take neighbouring 128 features of the same
 // rows, and each fetches half of the rows for both.
@@ -59,7 +59,7 @@ struct Walk {
   }
 };
 
-// What all of a block's threads know. origins, buffers, shift: as Owners of kernels/grouped_gemm.py, origins null to write to out.
+// What all of a block's threads know. origins, buffers, shift: as Owners of kernels/grouped_gemm, origins null to write to out.
 struct Job {
   const TensorMap* result;
   char* out;

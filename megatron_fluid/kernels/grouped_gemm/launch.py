@@ -1,6 +1,6 @@
 """Products of every expert's rows with its matrix, in one launch where a grouped GEMM takes them.
 
-Three implementations: our kernels on Hopper GPUs (grouped_gemm_sm90.cu), which can add weight
+Three implementations: our kernels on Hopper GPUs (grouped_gemm/kernel.cu), which can add weight
 gradients to fp32 ones in place; torch's grouped GEMM on other GPUs; else one product for each
 expert, which needs the row counts on the host. All take offsets on the device.
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_fluid.cuda.devices import has_grouped_gemm, is_hopper
 from megatron_fluid.cuda.tensor_maps import GATED, Box, View, in_boxes, token_boxes
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.expert_stacks import ReversedStack, stack_of
+from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack, stack_of
 from megatron_fluid.kernels.sm90.launch import Maps, Source, hopper_kernels
 
 __all__ = [
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 GROUPED = Source(
-    Path(__file__).with_name("grouped_gemm_sm90.cu"),
+    Path(__file__).with_name("kernel.cu"),
     {
         "grouped_forward": "FORWARD",
         "grouped_backward": "BACKWARD",
@@ -59,7 +59,7 @@ GROUPED = Source(
     },
     numbers=9,
 )
-_MOST_EXPERTS, _LONG_UNITS, _INT = 1024, 48, 2**32 - 1  # of grouped_gemm_sm90.cu
+_MOST_EXPERTS, _LONG_UNITS, _INT = 1024, 48, 2**32 - 1  # of grouped_gemm/kernel.cu
 _WIDE_DEPTH, _WIDE_END, _WIDE_ROWS = 4096, 2048, (192, 1536)
 # Mean rows of an expert from which LONG_SUMS pays, where it adds and where it writes. Measured:
 # docs/tuning_notes.md#grouped-gemm

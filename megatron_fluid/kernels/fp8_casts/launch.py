@@ -1,4 +1,4 @@
-"""Casts to fp8 by the kernels of kernels/fp8_quantize.py, which says what the numbers are.
+"""Casts to fp8 by the kernels of kernels/fp8_casts, which says what the numbers are.
 
 Shapes: N rows, H a width, F ffn, El experts; widths are multiples of 128. `count`: int32 [1] on the
 device, how many of the rows there are; None for all.
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launcher
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm import CompandedRows, Fp8Matrices, Fp8Rows
-from megatron_fluid.kernels.fp8_quantize import (
+from megatron_fluid.kernels.fp8_casts.quantize import (
     cast_rows_kernel,
     cast_weights_kernel,
     restore_rows_kernel,
     swiglu_backward_cast_kernel,
     swiglu_cast_kernel,
 )
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import CompandedRows, Fp8Matrices, Fp8Rows
 
 __all__ = [
     "cast_rows",

@@ -3,13 +3,13 @@
 
 A program writes what it sends into its own symmetric staging memory, puts it, orders the puts with
 a fence and raises its 64-bit signal at every rank. The receive halves are those of
-megatron_fluid.kernels.low_latency, with FLAG_STRIDE 2: they look at the low word of each signal.
+dispatch.py and combine.py, with FLAG_STRIDE 2: they look at the low word of each signal.
 
 Importing this module needs torch's NVSHMEM bindings.
 
 Reference: megatron_fluid.low_latency.reference.
 
-Shapes and memory: see megatron_fluid.kernels.low_latency.
+Shapes and memory: see megatron_fluid.kernels.low_latency.dispatch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch.distributed._symmetric_memory._nvshmem_triton as nvshmem
 import triton
 import triton.language as tl
 
-from megatron_fluid.kernels.low_latency import quantize_block
-from megatron_fluid.kernels.low_latency_signals import wait_all
+from megatron_fluid.kernels.low_latency.dispatch import quantize_block
+from megatron_fluid.kernels.low_latency.signals import wait_all
 
 __all__ = ["combine_put_kernel", "dispatch_put_kernel"]
 

@@ -1,5 +1,5 @@
 // Grouped GEMMs of expert rows for Hopper (sm_90a): TMA, wgmma, clusters of two blocks. Compiled at first use
-// by megatron_fluid/kernels/sm90/launch.py, which also writes wgmma.h: the wgmma instructions.
+// by megatron_fluid/kernels/sm90, which also writes wgmma.h: the wgmma instructions.
 // Triton's tiles have one height, so an expert's last rows cost a whole tile, and it cannot multicast. Here (see sm90.cuh) an
 // expert's rows are cut into as few tiles as hold them, of up to 288 tokens, in units of 32. Where rows are many, tiles stay at
 // 256: one instruction instead of two, and blocks of like tiles stay in step and share more in the L2.

@@ -1,6 +1,6 @@
 """Weight gradients of every expert from fp8 operands, with the scales of both, in one launch.
 
-On Hopper GPUs fp8_weight_grads_sm90.cu, which can add them to fp32 ones in place; on a CPU the
+On Hopper GPUs fp8_weight_grads/kernel.cu, which can add them to fp32 ones in place; on a CPU the
 reference in plain torch, for tests.
 
 The sum of a weight gradient runs along an expert's rows, so a scale is for 128 of these, and both
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from megatron_fluid.cuda.tensor_maps import in_boxes, token_boxes
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm import fp8_device_reason, fp8_kernels
-from megatron_fluid.kernels.grouped_gemm import host_ends
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import fp8_device_reason, fp8_kernels
+from megatron_fluid.kernels.grouped_gemm.launch import host_ends
 from megatron_fluid.kernels.sm90.launch import Source
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
 
 _WEIGHTS, _SUMS = "fp8_weights", "fp8_weight_sums"
 FP8_WEIGHT_GRADS = Source(
-    Path(__file__).with_name("fp8_weight_grads_sm90.cu"),
+    Path(__file__).with_name("kernel.cu"),
     {_WEIGHTS: "false", _SUMS: "true"},
     threads=512,
     numbers=9,
@@ -127,7 +127,7 @@ def add_fp8_weight_grads(
     addresses: int64 [El] on the device, where the outputs begin; a CPU does not read them. The
     kernel reads, adds and writes: streams must order calls for the same outputs. Outputs of experts
     without rows are not touched. overwrite: outputs[e] = instead of +=, zero for an expert without
-    rows; what was there is not read. `takes_main_grads` of kernels/grouped_gemm.py says whether the
+    rows; what was there is not read. `takes_main_grads` of kernels/grouped_gemm says whether the
     outputs fit. The other arguments are those of fp8_weight_grads.
 
     Raises:

@@ -1,12 +1,12 @@
 // Weight gradients of fp8 expert rows for Hopper (sm_90a), with the scales of both operands: TMA, wgmma e4m3, clusters of two blocks.
-// Compiled at first use by megatron_fluid/kernels/sm90/launch.py, which also writes wgmma.h: the wgmma instructions.
+// Compiled at first use by megatron_fluid/kernels/sm90, which also writes wgmma.h: the wgmma instructions.
 //
 //   out[e, a, b] = sum_t left_scales[t, a] right_scales[t, b] sum_(p in block t) left[a, p] right[b, p]     left [A, P], right [B, P]
 //
-// for the blocks t of 128 places that the rows of expert e fill (kernels/fp8_weight_grads.py). ADDS: added to fp32 matrices, or
+// for the blocks t of 128 places that the rows of expert e fill (kernels/fp8_weight_grads). ADDS: added to fp32 matrices, or
 // written to them.
 //
-// As in fp8_grouped_gemm_sm90.cu the sum of a block is scaled and added in fp32 registers, by one warpgroup while others multiply. The
+// As in fp8_grouped_gemm/kernel.cu the sum of a block is scaled and added in fp32 registers, by one warpgroup while others multiply. The
 // features of left are the M side, cut into as few tiles as hold them, of up to three slabs of 64, one for each warpgroup. Blocks of a
 // cluster take neighbouring 128 features of right, and each fetches half of a tile's features of left for both. A thread has two rows
 // of a sum, whose scales it reads itself, and 32 columns, whose scales come with each step into shared memory.

@@ -1,6 +1,6 @@
 """Dispatch of the decode-time MoE all-to-all over peer pointers: a send half and a receive half.
 
-low_latency_combine.py has the combine; this text is about both. A token's row crosses the wire once
+low_latency/combine.py has the combine; this text is about both. A token's row crosses the wire once
 per destination rank, together with its expert ids. The receiver finds every expert's rows by a
 prefix sum over those ids, so slots are in (source, token, k) order on every run, without atomics
 and without an exchange of counts. Combine sums a rank's experts first, in fp32 and by k, and sends
@@ -35,7 +35,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fluid.kernels.low_latency_signals import (
+from megatron_fluid.kernels.low_latency.signals import (
     peer_address,
     peer_addresses,
     signal_all,

@@ -3,10 +3,10 @@ for 128 places of one feature, in one pass.
 
 Both scales are powers of two, so that a value keeps its digits unless it becomes an e4m3 denormal:
 where it is less than 2^-13 of the largest one of its 128 places. What becomes of zeros, denormals,
-infinities and NaN: kernels/fp8_quantize.py. A NaN spreads over its feature's 128 places.
+infinities and NaN: kernels/fp8_casts. A NaN spreads over its feature's 128 places.
 
-Reference: `turn_rows` of megatron_fluid.kernels.fp8_reference. The layout:
-kernels/fp8_weight_grads.py.
+Reference: `turn_rows` of megatron_fluid.kernels.fp8_casts.reference. The layout:
+kernels/fp8_weight_grads.
 
 Shapes: N expert rows, W their width, El local experts, P places, S pitch of the rows' scales.
 """
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launcher, power_of_two
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm import Fp8Rows
-from megatron_fluid.kernels.fp8_quantize import block_scale, magnitude, to_e4m3
-from megatron_fluid.kernels.fp8_weight_grads import TurnedRows, blocks_of
+from megatron_fluid.kernels.fp8_casts.quantize import block_scale, magnitude, to_e4m3
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
+from megatron_fluid.kernels.fp8_weight_grads.launch import TurnedRows, blocks_of
 
 __all__ = ["turn_rows", "turn_rows_kernel"]
 

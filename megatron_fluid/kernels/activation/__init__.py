@@ -1,0 +1,1 @@
+"""Activations of expert MLPs with their probabilities and biases: Triton kernels."""

@@ -1,0 +1,1 @@
+"""Casts between bf16 and block-scaled fp8, and their reference."""

@@ -1,0 +1,1 @@
+"""Weight gradients of fp8 experts with block scales."""

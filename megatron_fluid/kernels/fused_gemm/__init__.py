@@ -1,0 +1,1 @@
+"""AllGather-GEMM and GEMM-ReduceScatter of tensor parallelism."""

@@ -1,0 +1,1 @@
+"""Exchange of attention heads, with rotary embedding."""

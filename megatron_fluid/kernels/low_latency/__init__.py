@@ -1,0 +1,1 @@
+"""The decode-time MoE all-to-all: Triton kernels."""

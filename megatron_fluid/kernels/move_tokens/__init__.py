@@ -1,0 +1,1 @@
+"""Dispatch and combine of token rows: Triton kernels."""

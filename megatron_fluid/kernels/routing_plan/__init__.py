@@ -1,0 +1,1 @@
+"""Where each token goes: routing and the plan of a dispatch."""
