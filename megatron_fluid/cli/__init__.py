@@ -1,5 +1,4 @@
-"""`megatron-fluid`: what is patched, what this machine can do, the benchmarks, and what a run
-hides."""
+"""`megatron-fluid`: check a machine, list patches, start, plan and profile trainings."""
 
 import logging
 import sys
@@ -28,6 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["run"]:
         return run.run(words[1:])
     args = parser.parse_args(words)
-    warnings.simplefilter("ignore")  # Megatron warns of every optional package that is not there
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # torch, of no GPU
+    warnings.simplefilter("ignore")  # Megatron warns about each missing optional package
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # torch, without a GPU
     return int(args.run(args))

@@ -1,5 +1,4 @@
-"""`megatron-fluid patches`: apply every patch to the Megatron that is installed, and print what
-came of it."""
+"""`megatron-fluid patches`: apply every patch to the installed Megatron, and print the result."""
 
 import argparse
 import dataclasses
@@ -23,7 +22,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "patches", help="what is patched in Megatron, and why", description=__doc__
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="a list of one JSON object a patch")
+    form.add_argument("--json", action="store_true", help="print one JSON object per patch")
     form.add_argument(
         "--markdown", action="store_true", help="the table of docs/patches.md; needs no Megatron"
     )
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         print(_text(rows))
         if not patches.megatron_installed():
             print(
-                "\nmegatron-core is not installed: there is nothing to patch. "
+                "\nmegatron-core is not installed; there is nothing to patch "
                 f"({install_command('megatron')})"
             )
     if problem:
@@ -57,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(rows: Sequence[Row]) -> str:
-    """Each patch with its state, and below it its target and why it is there; at most WIDTH
-    columns."""
+    """Each patch with its state, its target and its reason, in at most WIDTH columns."""
     width = max(len(row.patch) for row in rows)
     lines = ["megatron_fluid patches", f"{'patch'.ljust(width)}  state", "-" * WIDTH]
     for row in rows:

@@ -1,14 +1,14 @@
-"""`megatron-fluid profile`: a trace for Perfetto, and what share of the communication in it was
+"""`megatron-fluid profile`: write a trace for Perfetto, and say what share of its communication was
 hidden behind computation.
 
-megatron-fluid profile                    one MoE layer, forward and backward, on all GPUs (or 2
-                                          CPU ranks)
+megatron-fluid profile                    forward and backward of one MoE layer, on all GPUs or on
+                                          2 CPU ranks
 megatron-fluid profile torchrun ...       some steps of a Megatron training, by Megatron's own
                                           profiler
-megatron-fluid profile --trace FILE       a trace that is already there
-megatron-fluid profile --compare          the MoE layer with the package and with a plain
-                                          all-to-all, one under the other: OUTPUT/timeline.html
-                                          and timeline.png (docs/debugging.md)
+megatron-fluid profile --trace FILE       read an existing trace
+megatron-fluid profile --compare          the MoE layer with a plain all-to-all and with this
+                                          package, drawn as OUTPUT/timeline.html and timeline.png
+                                          (docs/debugging.md)
 """
 
 import argparse
@@ -34,17 +34,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     raw = argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser("profile", help=what, description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    output = "folder for the traces (default: profile)"
+    output = "folder for traces and pictures (default: profile)"
     add("--output", type=Path, default=Path("profile"), help=output)
-    trace = "only read this trace; may be repeated"
+    trace = "read this trace and run nothing; may be repeated"
     add("--trace", type=Path, action="append", default=[], help=trace)
-    ranks = "of the MoE layer: processes; by default one a GPU, or 2 on a CPU"
+    ranks = "ranks of the MoE layer (default: one per GPU, or 2 on a CPU)"
     add("--ranks", type=positive, help=ranks)
-    baseline = "of the MoE layer: a plain all-to-all instead"
+    baseline = "profile the MoE layer with a plain all-to-all"
     add("--baseline", action="store_true", help=baseline)
-    compare = "of the MoE layer: run both, and draw one page and one picture of them"
+    compare = "profile the MoE layer both ways, and draw them on one page and one picture"
     add("--compare", action="store_true", help=compare)
-    steps = "of the training (default: 4 6)"
+    steps = "steps of the training to profile (default: 4 6)"
     add("--steps", type=int, nargs=2, default=(4, 6), metavar=("FIRST", "END"), help=steps)
     program = "a Megatron training command"
     add("program", nargs=argparse.REMAINDER, metavar="COMMAND", help=program)
@@ -52,23 +52,26 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def megatron_flags(output: Path, steps: Sequence[int]) -> list[str]:
-    """What makes a Megatron training write a trace of rank 0 to OUTPUT/torch_profile."""
+    """Return Megatron's flags that write a trace of rank 0 to OUTPUT/torch_profile."""
     flags = "--profile --use-pytorch-profiler --profile-ranks 0"
     flags += f" --profile-step-start {steps[0]} --profile-step-end {steps[1]}"
     return [*flags.split(), "--tensorboard-dir", str(output / "tensorboard")]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trace, then summarise; the traced program's exit status, or 2 where there is nothing to
-    read."""
+    """Trace and summarise.
+
+    Returns:
+        0, the traced program's exit status, or 2 for a wrong command line or a missing trace.
+    """
     try:
         first, end = args.steps
         if not 0 <= first < end:
-            allowed = "FIRST of 0 or more, and an END behind it"
+            allowed = "FIRST of 0 or more, and END larger than FIRST"
             raise ConfigError.of("--steps", f"{first} {end}", allowed)
         if args.compare and (args.baseline or args.program or args.trace):
             given = "--baseline" if args.baseline else "--trace" if args.trace else "COMMAND"
-            raise ConfigError.of("--compare", f"it with {given}", "it alone, or with --ranks")
+            raise ConfigError(f"--compare and {given} are mutually exclusive")
         if args.compare:
             return _compare(args)
         traces: list[Path] = args.trace
@@ -91,7 +94,7 @@ def _say(path: Path) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    """Trace the layer with and without the package; draw both."""
+    """Trace the layer with a plain all-to-all and with this package, and draw both."""
     timelines, folder = [], args.output
     for name, title in (("baseline", "plain all-to-all"), ("fluid", "megatron_fluid")):
         args.baseline, args.output = name == "baseline", folder / name
@@ -124,16 +127,14 @@ def _trace(args: argparse.Namespace) -> tuple[int, list[Path]]:
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
     try:
         status = subprocess.run(command, env=environment).returncode
-    except OSError as error:  # there is no such program, or it may not be run
-        raise ConfigError.of(
-            "COMMAND", command[0], f"a program that can be started: {error.strerror}"
-        ) from error
-    # A trace of an earlier run must not be taken for this one's; clocks of file systems are coarse.
+    except OSError as error:  # it does not exist, or is not executable
+        raise ConfigError(f"COMMAND: cannot start {command[0]!r}: {error.strerror}") from error
+    # Skip traces of earlier runs; the clocks of file systems are coarse.
     found = output.rglob("*.json.gz")
     traces = sorted(path for path in found if path.stat().st_mtime >= started - 2)
     if status == 0 and not traces:
         raise ConfigError(
-            f"{output}: found no trace, although the program succeeded; "
-            f"it must be a Megatron training of more than {args.steps[1]} iterations"
+            f"{output}: the program succeeded but wrote no trace; "
+            f"COMMAND must be a Megatron training of more than {args.steps[1]} iterations"
         )
     return status, traces

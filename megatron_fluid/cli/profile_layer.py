@@ -1,5 +1,4 @@
-"""One MoE layer under torch's profiler: what `megatron-fluid profile` starts on every rank. Not for
-use by hand."""
+"""One MoE layer under torch's profiler. `megatron-fluid profile` starts this on every rank."""
 
 import argparse
 import math
@@ -16,7 +15,7 @@ from megatron_fluid.profiling.timeline import STEP, add_facts
 
 __all__ = ["main"]
 
-# Qwen3-30B-A3B's widths on a GPU, something small elsewhere: (tokens, layer).
+# (tokens, layer): the widths of Qwen3-30B-A3B on a GPU, small ones on a CPU.
 _ON_GPU = 4096, {"hidden_size": 2048, "ffn_hidden_size": 768, "num_experts": 128, "top_k": 8}
 _ON_CPU = 1024, {"hidden_size": 128, "ffn_hidden_size": 512, "num_experts": 8, "top_k": 2}
 
@@ -34,7 +33,7 @@ def main() -> int:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     tokens, layer = _ON_GPU if on_gpu else _ON_CPU
-    # Any number of ranks can be profiled: each has as many experts as the others.
+    # Round up, so that any number of ranks divides the experts.
     each = math.ceil(layer["num_experts"] / dist.get_world_size())
     layer = {**layer, "num_experts": each * dist.get_world_size()}
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -64,7 +63,7 @@ def main() -> int:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
         torch.cuda.synchronize()
     dist.barrier()
-    # Rows of the experts are taken as spread evenly over the ranks.
+    # FLOPs of a rank if the rows of the experts are spread evenly over the ranks.
     weights = model.weight1[0].numel() + model.weight2[0].numel()
     forward = 2 * tokens * (layer["top_k"] * weights + model.router.weight.numel())
     with torch.profiler.profile(

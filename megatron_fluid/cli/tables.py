@@ -11,8 +11,10 @@ WIDTH = 100
 
 
 def wrapped_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell, two blanks between them, a line under the head. The
-    last column is wrapped, so that no line is longer than WIDTH. A line break in it stays."""
+    """Return a table whose last column is wrapped so that no line is longer than WIDTH.
+
+    Line breaks in the last column are kept.
+    """
     lines = [list(head), *(list(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
     left = sum(widths) + 2 * len(widths)
@@ -28,7 +30,7 @@ def wrapped_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def paragraph(text: str, indent: str = "", first: str | None = None) -> str:
-    """Text in lines of at most WIDTH, each behind `indent`, the first behind `first`."""
+    """Wrap text to WIDTH; each line starts with `indent`, the first one with `first`."""
     begin = indent if first is None else first
     lines = _wrap(text, WIDTH - max(len(indent), len(begin)))
     return "\n".join((begin if i == 0 else indent) + line for i, line in enumerate(lines))

@@ -1,13 +1,13 @@
-"""`megatron-fluid warm`: fill the caches of compiled kernels before a job, for example while a
+"""`megatron-fluid warm`: compile kernels into their caches before a job starts, for example while a
 container image is built.
 
 megatron-fluid warm qwen3-30b-a3b                 a model by name
 megatron-fluid warm --hidden 2048 --ffn 768 --experts 128 --top-k 8
 megatron-fluid warm --from-args --hidden-size 2048 --num-experts 128 ...
-                                                  the flags of a Megatron training, the last option
+                                                  the flags of a Megatron training, given last
 
-The CUDA sources for Hopper GPUs are compiled by NVRTC, which needs no GPU. On a GPU one layer of
-the model runs forward and backward, too, which compiles Triton's kernels.
+NVRTC compiles the kernels for Hopper GPUs, which needs no GPU. If there is a GPU, one layer of the
+model also runs forward and backward, which compiles Triton's kernels.
 """
 
 import argparse
@@ -55,10 +55,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("model", nargs="?", choices=MODELS, metavar="MODEL", help=", ".join(MODELS))
     for name in Shape._fields:
         add(f"--{name.replace('_', '-')}", type=positive, help="of another model: all four sizes")
-    add("--dtype", choices=("bf16", "fp16"), default=None, help="default: bf16")
-    ranks = "expert-parallel ranks, which share the experts (%(default)s)"
+    add("--dtype", choices=("bf16", "fp16"), default=None, help="dtype of the experts (bf16)")
+    ranks = "number of expert-parallel ranks (%(default)s)"
     add("--expert-parallel", type=positive, default=1, help=ranks)
-    add("--from-args", nargs=argparse.REMAINDER, metavar="FLAGS", help="Megatron's flags")
+    add("--from-args", nargs=argparse.REMAINDER, metavar="FLAGS", help="flags of a training")
     parser.set_defaults(run=run)
 
 
@@ -86,7 +86,7 @@ def shape_of_flags(flags: Sequence[str]) -> tuple[Shape, str, int]:
         strict=True,
     ):
         if value is None:
-            raise ConfigError.of(f"--from-args: {name}", "no such flag", "an integer")
+            raise ConfigError(f"--from-args: give {name}")
     shape = Shape(found.hidden_size, ffn, found.num_experts, found.moe_router_topk)
     return shape, "fp16" if found.fp16 else "bf16", found.expert_model_parallel_size
 
@@ -108,11 +108,11 @@ def _wanted(args: argparse.Namespace) -> tuple[Shape, str, int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fill the caches; 2 if the command line is wrong or a kernel cannot be compiled."""
+    """Compile; returns 2 if the command line is wrong or a kernel cannot be compiled."""
     try:
         shape, name, ranks = _wanted(args)
         if shape.experts % ranks:
-            raise ConfigError.of("expert-parallel ranks", ranks, f"a divisor of {shape.experts}")
+            raise ConfigError.of("--expert-parallel", ranks, f"a divisor of {shape.experts}")
         _warm(shape, name, ranks)
     except (ConfigError, FluidError) as error:
         print(error, file=sys.stderr)
@@ -133,7 +133,7 @@ def _warm(shape: Shape, name: str, ranks: int) -> None:
         future.result()
     print(f"{len(kernels)} kernels for Hopper in {name}: {time.monotonic() - begin:.1f} s")
     if not torch.cuda.is_available():
-        print("no GPU: Triton's kernels are compiled at the first step")
+        print("no GPU: Triton's kernels will be compiled at the first step")
         return
     begin = time.monotonic()
     _step(shape, dtype, ranks)

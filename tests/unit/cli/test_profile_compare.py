@@ -54,4 +54,4 @@ def test_compare_is_refused_beside_what_it_would_ignore(
     more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["profile", "--compare", *more]) == 2
-    assert "--compare: found" in capsys.readouterr().err
+    assert "are mutually exclusive" in capsys.readouterr().err
