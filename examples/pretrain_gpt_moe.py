@@ -48,6 +48,7 @@ if not torch.cuda.is_available():  # in which case megatron_fluid says that it t
     os.environ.setdefault("MEGATRON_FLUID_CPU", "1")
 
 from megatron.core.enums import ModelType
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.core.utils import get_attr_wrapped_model
@@ -67,7 +68,6 @@ from run_signals import StopRequest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches.iteration_graphs import drop_iteration_graphs
 
 __all__ = ["main"]
 
@@ -332,7 +332,8 @@ def train(output: RunOutput) -> None:
         picture = folder.end(result)
         tested = bool(getattr(args, "do_test", False)) and finished is None
         output.say(run_report(args, text, result, tested, picture, stopped=stop.asked))
-    drop_iteration_graphs()
+    torch.cuda.synchronize()
+    FullCudaGraphWrapper.reset_cuda_graph(None)  # NCCL would wait for a graph of its kernels
     torch.distributed.destroy_process_group()
     if finished is not None:
         raise finished

@@ -158,17 +158,6 @@ PATCHES: tuple[Patch, ...] = (
         "of make ends the job",
     ),
     Patch(
-        name="checkpoint-error",
-        target="megatron.training.checkpointing:load_checkpoint",
-        signature="(ddp_model, optimizer, opt_param_scheduler, load_arg='load', strict=True, "
-        "checkpointing_context=None, skip_load_to_model_and_opt=False, tp_group=None, "
-        "pp_group=None, dp_cp_group=None, dp_group=None, expt_dp_group=None, "
-        "rng_state_key_prefix='')",
-        replacement="megatron_fluid.patches.checkpoint_errors:load_checkpoint",
-        reason="a checkpoint of another model ends in an error about tensors; this one names the "
-        "settings that differ",
-    ),
-    Patch(
         name="context-parallel-attention",
         target="megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
         signature="(self, config, layer_number, attn_mask_type, attention_type, "

@@ -4,14 +4,20 @@ The optimizers need no patch: megatron_fluid.comm.failed_waits hooks `torch.opti
 which all of Megatron's optimizers call. A captured step is the exception.
 """
 
+import contextlib
 import functools
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 from megatron_fluid.comm.failed_waits import raise_if_failed
-from megatron_fluid.patches.checkpoint_errors import full_disk_named
+from megatron_fluid.errors import FluidError
 
 __all__ = ["finalize_model_grads", "graphed_step", "save_checkpoint"]
+
+_PROBE_BYTES = 64 << 20
 
 
 def finalize_model_grads(original: Callable[..., None]) -> Callable[..., None]:
@@ -41,13 +47,41 @@ def graphed_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `save_checkpoint`: nothing is written once a wait has failed, and a disk that takes no
-    more is an error by name."""
+    """Wrap `save_checkpoint`: nothing is written once a wait has failed, and a full disk is named.
+    Megatron's error names neither the folder nor the reason, and none on the other ranks.
+
+    The wrapper raises FluidError with the folder and the reason, if it takes no files on this rank.
+    """
 
     @functools.wraps(original)
     def fluid_save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        from torch.distributed.checkpoint.api import CheckpointException
+
         raise_if_failed(synchronize=True)
-        with full_disk_named():
+        try:
             return original(*args, **kwargs)
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
+            from megatron.training import get_args
+
+            folder = getattr(get_args(), "save", None)
+            if folder is None or (reason := _takes_no_files(folder)) is None:
+                raise
+            raise FluidError(
+                f"--save {folder}: this rank's part of the checkpoint could not be written: "
+                f"{reason}; checkpoints before it are untouched"
+            ) from error
 
     return fluid_save_checkpoint
+
+
+def _takes_no_files(folder: str) -> str | None:
+    """Why a file of _PROBE_BYTES cannot be written to `folder`, or None."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, _PROBE_BYTES)
+    except OSError as error:
+        free = ""
+        with contextlib.suppress(OSError):
+            free = f" ({shutil.disk_usage(folder).free >> 20} MiB free)"
+        return f"{error.strerror}{free}"
+    return None

@@ -28,6 +28,7 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, pretrain, training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
@@ -170,9 +171,8 @@ def main() -> None:
     if report is not None:
         Path(os.environ["PRETRAIN_RESULT"]).write_text(json.dumps(report), encoding="utf-8")
     torch.distributed.barrier()
-    if not PLAIN:  # Megatron's variants have no graph of a whole iteration
-        name = "megatron_fluid.patches.iteration_graphs"
-        importlib.import_module(name).drop_iteration_graphs()
+    _synchronize()
+    FullCudaGraphWrapper.reset_cuda_graph(None)  # NCCL would wait for a graph of its kernels
     torch.distributed.destroy_process_group()
 
 

@@ -32,10 +32,10 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # engine imports when it applies them.
 WING = "megatron_fluid.patches"
 WING_FLOORS = (
-    ("engine", "limits", "checkpoint_errors", "dataset_helpers")
+    ("engine", "limits", "dataset_helpers")
     + ("fused_weight_gradients", "peer_watch")
     + ("profile_steps", "rank_findings"),
-    ("cpu", "failed_waits", "gradient_readiness", "iteration_graphs", "optimizer_step"),
+    ("cpu", "failed_waits", "gradient_readiness", "optimizer_step"),
     ("__init__",),
     ("arguments", "overlap_decision", "weight_gradients"),
     ("linears", "moe"),
