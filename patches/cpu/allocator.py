@@ -1,7 +1,7 @@
-"""The memory of tensors on a CPU: what one training step frees, the next one takes again.
+"""Keeps the memory that a training step on a CPU frees, for the next step.
 
-By default glibc gives large blocks back to the kernel when they are freed, and the next step faults
-every page of them in anew. Measured: docs/tuning_notes.md#experts-over-several-hosts-on-cpus
+By default glibc gives large freed blocks back to the kernel, and the next step faults in every page
+of them again. Measured: docs/tuning_notes.md#experts-over-several-hosts-on-cpus
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "glibc.malloc")
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep the memory that it frees, for its own next allocations.
+    """Let this process keep the memory that it frees.
 
     Returns:
-        Whether it does: not where the C library has no mallopt, nor where the user has set
-        thresholds by glibc's environment variables.
+        False if the C library has no mallopt, or the user set thresholds by glibc's environment
+        variables.
     """
     given = (*os.environ, os.environ.get("GLIBC_TUNABLES", ""))
     if any(name in text for name in _USERS for text in given):

@@ -1,8 +1,7 @@
-"""CPU mode's reading of Megatron's command line: one line serves machines with and without a GPU.
+"""Megatron's command line in CPU mode: the same line works with and without a GPU.
 
-Settings that only say how a GPU computes something are given the value that computes the same on a
-CPU, and that is said once. Settings that ask for something that a CPU cannot give are refused by
-name.
+A setting that only says how a GPU computes something gets the value that computes the same on a
+CPU, and rank 0 says so once. A setting that no CPU can serve is refused by name.
 """
 
 from __future__ import annotations
@@ -48,8 +47,10 @@ _CP_KINDS = {"p2p", "all_gather", "allgather", "a2a+p2p"}
 
 
 def adapt_arguments(args: Any) -> list[str]:
-    """Change the settings that need a GPU on a parsed namespace; rank 0 says what was changed, and
-    it is returned, as "name old -> new".
+    """Change the settings of a parsed namespace that need a GPU. Rank 0 says what was changed.
+
+    Returns:
+        The changes, as "name old -> new".
 
     Raises:
         ConfigError: a setting that no CPU can serve.

@@ -1,9 +1,8 @@
-"""A CPU that answers to Megatron's CUDA calls: what CPU mode puts in the place of streams, events,
-devices and RNG states.
+"""Streams, events, devices and RNG states of torch.cuda on a CPU. `patches/cpu/table.py` puts them
+in place, in CPU mode only.
 
-Only `patches/cpu/table.py` puts any of it in place, and only in CPU mode. Streams and
-events are in program order on a CPU, so they do nothing (events keep the host's clock): a CPU run
-checks mathematics, never races or overlap.
+CPU work runs in program order, so streams and events do nothing (events read the host's clock): a
+CPU run checks mathematics, never races or overlap.
 """
 
 import os
@@ -40,8 +39,7 @@ _ASKS_FOR_CUDA_TYPE_NAMES = "megatron.core.optimizer"
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """For calls that have nothing to do on a CPU: set_device, synchronize, set_stream,
-    Tensor.record_stream."""
+    """Stands for set_device, synchronize, set_stream and Tensor.record_stream."""
 
 
 def never_capturing() -> bool:
@@ -50,7 +48,7 @@ def never_capturing() -> bool:
 
 
 class CpuEvent:
-    """Stands for torch.cuda.Event: always complete; `elapsed_time` is the host's clock between two
+    """Stands for torch.cuda.Event: always complete. `elapsed_time` is the host's time between two
     records, in ms."""
 
     wait = synchronize = nothing
@@ -71,8 +69,7 @@ class CpuEvent:
 
 
 class CpuStream:
-    """Stands for torch.cuda.Stream: work is done when it is issued, so nothing is ever waited
-    for."""
+    """Stands for torch.cuda.Stream: work is complete when it returns, so no wait blocks."""
 
     device = _CPU
     device_index = cuda_stream = 0
@@ -101,12 +98,12 @@ def current_stream(device: Any = None) -> CpuStream:
 
 @contextmanager
 def stream(stream: CpuStream | None) -> Iterator[None]:
-    """Run the block where it would run anyhow."""
+    """Run the block."""
     yield
 
 
 def current_device() -> int:
-    """Rank's device index; `DeviceLiterals` takes every index for the CPU."""
+    """The device index; `DeviceLiterals` takes every index for the CPU."""
     return 0
 
 
@@ -132,10 +129,10 @@ def manual_seed(seed: int) -> None:
 
 
 class DeviceLiterals(TorchFunctionMode):
-    """Reads "cuda" as "cpu" wherever torch is given a device: `device="cuda"`, `.to(0)`, `.cuda()`,
-    pinned memory.
+    """Reads "cuda" as "cpu" wherever torch is given a device (`device="cuda"`, `.to(0)`,
+    `.cuda()`), and pins no memory.
 
-    Modes hold for the thread that entered them, which on a CPU is also the one that runs backward.
+    A mode holds for the thread that entered it. On a CPU the same thread runs backward.
     """
 
     def __torch_function__(
@@ -157,14 +154,11 @@ class DeviceLiterals(TorchFunctionMode):
 
 
 def _on_cpu(device: Any) -> Any:
-    """The CPU for anything that names a CUDA device, and everything else as it is."""
-    if isinstance(device, str) and device.startswith("cuda"):
-        return "cpu"
-    if isinstance(device, torch.device) and device.type == "cuda":
-        return _CPU
-    if isinstance(device, int) and not isinstance(device, bool):
-        return _CPU
-    return device
+    """The CPU for anything that names a CUDA device; everything else as it is."""
+    if isinstance(device, str | torch.device):
+        return _CPU if str(device).startswith("cuda") else device
+    is_index = isinstance(device, int) and not isinstance(device, bool)
+    return _CPU if is_index else device
 
 
 def _tensor_to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -203,47 +197,41 @@ _SPECIAL: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any
 
 
 class _Switches:
-    """States of the process that are no attribute of anything, made into attributes, so that a
-    patch can set them."""
+    """Contexts that stay entered, as attributes that a patch can set to True and False."""
 
-    __slots__ = ("_eager", "_mode")
+    __slots__ = ("_entered",)
 
     def __init__(self) -> None:
-        self._mode: DeviceLiterals | None = None
-        self._eager: Any = None
+        self._entered: dict[str, Any] = {}
 
     @property
     def device_literals(self) -> bool:
         """Whether a `DeviceLiterals` mode is in force in the thread that switched it on."""
-        return self._mode is not None
+        return "mode" in self._entered
 
     @device_literals.setter
     def device_literals(self, on: bool) -> None:
-        if on and self._mode is None:
-            self._mode = DeviceLiterals()
-            self._mode.__enter__()
-        elif not on and self._mode is not None:
-            _leave(self._mode)
-            self._mode = None
+        if on and not self.device_literals:
+            self._entered["mode"] = DeviceLiterals().__enter__()
+        elif not on and self.device_literals:
+            _leave(self._entered.pop("mode"))
 
     @property
     def run_compiled_functions_eagerly(self) -> bool:
         """Whether torch.compile's functions run as written. Compiling Megatron's small fused
         functions for a CPU takes a C++ compiler and longer than a short run."""
-        return self._eager is not None
+        return "eager" in self._entered
 
     @run_compiled_functions_eagerly.setter
     def run_compiled_functions_eagerly(self, on: bool) -> None:
-        if on and self._eager is None:
-            self._eager = torch.compiler.set_stance("force_eager")
-        elif not on and self._eager is not None:
-            self._eager.__exit__(None, None, None)
-            self._eager = None
+        if on and not self.run_compiled_functions_eagerly:
+            self._entered["eager"] = torch.compiler.set_stance("force_eager")
+        elif not on and self.run_compiled_functions_eagerly:
+            self._entered.pop("eager").__exit__(None, None, None)
 
 
 def _leave(mode: TorchFunctionMode) -> None:
-    """Take a mode off the stack wherever it stands: others may have been entered since, and
-    stay."""
+    """Take a mode off the stack, below others that have been entered since and stay."""
     above: list[TorchFunctionMode] = []
     stack = torch.overrides._get_current_function_mode_stack()
     if not any(entered is mode for entered in stack):

@@ -1,7 +1,7 @@
-"""The core of latent attention without Transformer Engine, whose class Megatron's local one lacks:
-heads of queries and keys are wider than those of values.
+"""The core of multi-latent attention without Transformer Engine. Megatron's local core attention
+cannot have heads of queries and keys that are wider than those of values.
 
-Megatron is imported here, so this module is imported where a model is built.
+This module imports Megatron, so it is imported only when a model is built.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LatentDotProductAttention(DotProductAttention):
         **kwargs: Any,
     ) -> None:
         if k_channels is not None and v_channels is not None:
-            self.channels = k_channels, v_channels  # which context parallelism asks for inside
+            self.channels = k_channels, v_channels  # read by the context-parallel patch
         super().__init__(*args, **kwargs)
         if k_channels is not None and v_channels is not None:
             self.take_channels(k_channels, v_channels)  # Megatron drops the one without them

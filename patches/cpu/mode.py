@@ -30,9 +30,8 @@ GROUP = "CPU mode"
 
 @functools.cache
 def cpu_mode_active() -> bool:
-    """Whether CPU mode applies: the user asks for it, and this process has no GPU. Rank 0 says so,
-    but none of its helpers (those that write a checkpoint). Asked once: the answer must not change
-    under a run."""
+    """Whether CPU mode applies: the user asks for it, and this process has no GPU. Rank 0 says so.
+    Decided once, since the answer must not change during a run."""
     if not cpu_mode_asked():
         return False
     import torch
@@ -42,36 +41,36 @@ def cpu_mode_active() -> bool:
     keep_freed_memory()
     # Torch would warn that it sees no CUDA runtime.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
-        print(
-            "megatron_fluid: CPU mode, as --fluid-cpu or MEGATRON_FLUID_CPU asks: no GPU is found, "
-            "Megatron computes on CPU cores over gloo",
-            file=sys.stderr,
-            flush=True,
+    if multiprocessing.parent_process() is None:  # not in helpers, such as those that write files
+        _say(
+            "CPU mode, as --fluid-cpu or MEGATRON_FLUID_CPU asks: no GPU is found, Megatron "
+            "computes on CPU cores over gloo"
         )
     return True
 
 
 def hint_at_cpu_mode() -> None:
-    """Say on rank 0 how to train without a GPU, where none is found and CPU mode is not asked for:
+    """Say on rank 0 how to train without a GPU, if none is found and CPU mode is not asked for.
     Megatron's own error about CUDA follows."""
     import torch
 
-    first = os.environ.get("RANK", "0") == "0"
-    if first and not cpu_mode_active() and not torch.cuda.is_available():
-        print(
-            "megatron_fluid: no GPU is found. --fluid-cpu (or MEGATRON_FLUID_CPU=1) lets Megatron "
-            "train on the CPU",
-            file=sys.stderr,
-            flush=True,
+    if not cpu_mode_active() and not torch.cuda.is_available():
+        _say(
+            "no GPU is found. --fluid-cpu (or MEGATRON_FLUID_CPU=1) lets Megatron train on the CPU"
         )
+
+
+def _say(text: str) -> None:
+    """Print a line on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"megatron_fluid: {text}", file=sys.stderr, flush=True)
 
 
 _tests_want_cuda = False
 
 
 def claim_cuda_to_tests() -> None:
-    """Let `torch.cuda.is_available()` be true for test modules: called by the pytest plug-in before
+    """Make `torch.cuda.is_available()` true for test modules. The pytest plug-in calls it before
     Megatron is imported."""
     global _tests_want_cuda
     cpu_mode_active()  # asked before the answer changes
@@ -102,8 +101,9 @@ def cpu_patch(
 def replaces(
     table: list[Patch], name: str, target: str, reason: str, checked: bool = True, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Enter `function(original, ...)` into a table as the patch of a target, and return the factory
-    that the patch needs. If `checked`, the target must have the function's other parameters."""
+    """Decorate `function(original, ...)`: append a patch that puts it in the place of `target` to
+    `table`, and return the patch's factory. If `checked`, the target must have the function's other
+    parameters."""
 
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

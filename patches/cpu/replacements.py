@@ -1,5 +1,5 @@
-"""What CPU mode puts in the place of functions of torch and of Megatron, each below the row of the
-patch table that names its target and says why."""
+"""Functions of torch and of Megatron as CPU mode replaces them. The decorator of each is its row of
+the patch table: name, target and reason."""
 
 from __future__ import annotations
 
@@ -105,10 +105,8 @@ _retired_groups: list[Any] = []
     "forgets its process groups without closing them, and each gloo group keeps polling threads",
 )
 def destroy_model_parallel(original: Callable[[], None]) -> None:
-    """Close the groups before those that are destroyed now, from which peers may still be reading.
-
-    Nobody uses the ones before: since they were destroyed all ranks have built the groups of now.
-    """
+    """Close the groups of the previous call, not those destroyed now: peers may still be reading
+    from the latter. All ranks have left the previous ones, since they have built new groups."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -151,7 +149,7 @@ def fork_rng_state(original: Any, self: Any, name: str = "model-parallel-rng") -
     "it compiled",
 )
 def get_share_storage(original: Any) -> Callable[[Any, Any], None]:
-    """Of a function that gives the storage of its first tensor the bytes of its second one's."""
+    """Return a function that copies the bytes of its second tensor's storage into its first's."""
 
     def share_storage(destination: Any, source: Any) -> None:
         # Storages have no version: autograd must not see that a discarded output is filled again.
@@ -178,7 +176,7 @@ def wrapped_torch_norm(
     zero_centered_gamma: bool = False,
     normalization: str = "LayerNorm",
 ) -> Any:
-    """Mark the parameters in place of refusing, so that Megatron sums their gradients."""
+    """Mark the parameters instead of refusing, so that Megatron sums their gradients."""
     rest = hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization
     if not config.sequence_parallel:
         return original(cls, config, *rest)
@@ -210,8 +208,8 @@ def maybe_move_tensor_to_cpu(
     "loaded",
 )
 def distributed_optimizer_state_dict(original: Callable[..., Any], self: Any) -> Any:
-    """Give the parameters step 0 for the time of the call: Megatron reads the step from their
-    states, and before the first step there are none."""
+    """Give the parameters step 0 during the call: Megatron reads the step from their states, which
+    are empty before the first step."""
     if self.optimizer.state:
         return original(self)
     import torch
@@ -245,8 +243,8 @@ def distributed_optimizer_load(original: Callable[..., None], self: Any, state_d
     "require grad",
 )
 def set_main_param(original: Callable[..., Any], self: Any, model_param: Any, tensors: Any) -> None:
-    """Load without autograd and without the step counter, which is no shard: `load_state_dict` has
-    set it already."""
+    """Load without autograd, and without the step counter: it is no shard, and `load_state_dict`
+    has set it already."""
     import torch
 
     group, order = self.model_param_group_index_map[model_param]
@@ -288,7 +286,7 @@ def validate_yaml(original: Callable[..., Any], args: Any, defaults: Any = {}) -
     "routers would depend on it",
 )
 def no_warmup(original: Any, tp_size: Any = None) -> None:
-    """Nothing is compiled, so nothing needs to be called before."""
+    """Does nothing: nothing is compiled."""
 
 
 @_megatron(
@@ -297,7 +295,7 @@ def no_warmup(original: Any, tp_size: Any = None) -> None:
     "argument checks ask for the GPU's architecture",
 )
 def get_device_arch_version(original: Any) -> int:
-    return 9  # one for which Megatron asks for nothing of its own
+    return 9  # Hopper: Megatron requires no extra setting for it
 
 
 @_megatron(
@@ -333,7 +331,7 @@ MEGATRON_PATCHES.append(
     cpu_patch(
         "initialize_megatron",
         "megatron.training.initialize:initialize_megatron.__defaults__",
-        lambda original: (True, *original[1:]),  # of its first parameter, allow_no_cuda
+        lambda original: (True, *original[1:]),  # the first is allow_no_cuda
         "training asserts that CUDA is available",
     )
 )

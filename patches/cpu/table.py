@@ -1,11 +1,10 @@
-"""CPU mode: Megatron-Core trains on gloo ranks on a machine without a GPU, where the user asks for
-it (`--fluid-cpu`, MEGATRON_FLUID_CPU=1). READ THE TABLE `CPU_PATCHES` FIRST.
+"""CPU mode: Megatron-Core trains on gloo ranks on a machine without a GPU, if the user asks for it
+(`--fluid-cpu`, MEGATRON_FLUID_CPU=1). READ THE TABLE `CPU_PATCHES` FIRST.
 
-Every row is in force only where `cpu_mode_active()`, and only once Megatron is imported; nothing of
-it ever runs where there is a GPU. It changes where Megatron's numbers
-are computed, never which: no row touches a formula. What the rows put in place is in device.py
-(torch's side), replacements.py (functions of torch and Megatron, each below its row) and
-arguments.py (the command line).
+A row is applied only if `cpu_mode_active()`, once Megatron is imported; none of it runs where there
+is a GPU. The rows change where Megatron's numbers are computed and no formula. What they put in
+place is in device.py (torch.cuda), replacements.py (functions of torch and Megatron, each below its
+row) and arguments.py (the command line).
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ _DEVICE = "megatron_fluid.patches.cpu.device"
 
 
 def _put(name: str) -> Callable[[Any], Any]:
-    """A replacement by a class or function of device.py, which is imported only when it is
-    needed.
-
-    A function is wrapped anew for each target: reverting goes by identity.
+    """A factory that gives a class or function of device.py, imported when the patch is applied.
+    Each target gets a wrapper of its own, because reverting compares by identity.
     """
 
     def factory(original: Any) -> Any:

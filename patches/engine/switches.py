@@ -1,14 +1,15 @@
-"""The switches that must be known before Megatron parses its arguments: patches apply when its
-modules are imported.
+"""Switches that must be known before Megatron parses its arguments, because patches are applied
+when Megatron's modules are imported.
 
-Each is an environment variable. Four of them are flags of Megatron's command line as well: those
-are looked up in `sys.argv` here, and declared to Megatron's own parser in arguments.py.
+Each is an environment variable. Four are flags of Megatron's command line too: these are looked up
+in `sys.argv` here, and arguments.py declares them to Megatron's own parser.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from megatron_fluid.errors import ConfigError
 
@@ -22,18 +23,46 @@ __all__ = [
     "switched_off",
 ]
 
+_Environ = Mapping[str, str] | None  # None: this process's own
+_Argv = Sequence[str] | None
+
 _OFF = ("off", "0", "false", "no")
 _ON = ("on", "1", "true", "yes", "")
+_DISABLE = "MEGATRON_FLUID_DISABLE_PATCH"
+
+
+class _Switch(NamedTuple):
+    """A flag without a value, and the variable that means the same."""
+
+    flag: str
+    variable: str
+    help: str
+
+
+_UNSUPPORTED = _Switch(
+    "--fluid-allow-unsupported-megatron",
+    "MEGATRON_FLUID_ALLOW_UNSUPPORTED",
+    "Try a megatron-core version outside the supported range; signatures are checked all the same.",
+)
+_CPU = _Switch(
+    "--fluid-cpu",
+    "MEGATRON_FLUID_CPU",
+    "Train on the CPU where no GPU is found: Megatron's CUDA devices become CPU cores, NCCL "
+    "becomes gloo. No effect where there is a GPU.",
+)
+_FUSED_OPTIMIZER = _Switch(
+    "--fluid-fused-optimizer",
+    "MEGATRON_FLUID_FUSED_OPTIMIZER",
+    "Clip gradients, step Transformer Engine's Adam and copy into the model in one launch, under "
+    "the distributed optimizer.",
+)
 
 
 def add_switches(parser: argparse._ActionsContainer) -> None:
     """Declare the flags among the switches."""
-    parser.add_argument(
-        "--fluid-allow-unsupported-megatron",
-        action="store_true",
-        help="Try a megatron-core version outside the supported range; signatures are checked all "
-        "the same. Also MEGATRON_FLUID_ALLOW_UNSUPPORTED=1.",
-    )
+    for switch in (_UNSUPPORTED, _CPU, _FUSED_OPTIMIZER):
+        words = f"{switch.help} Also {switch.variable}=1."
+        parser.add_argument(switch.flag, action="store_true", help=words)
     parser.add_argument(
         "--fluid-disable-patch",
         nargs="+",
@@ -41,73 +70,41 @@ def add_switches(parser: argparse._ActionsContainer) -> None:
         default=[],
         metavar="NAME",
         help="Leave these patches out (`megatron-fluid patches` lists them). Also "
-        "MEGATRON_FLUID_DISABLE_PATCH=NAME,NAME.",
-    )
-    parser.add_argument(
-        "--fluid-cpu",
-        action="store_true",
-        help="Train on the CPU where no GPU is found: Megatron's CUDA devices become CPU cores, "
-        "NCCL becomes gloo. No effect where there is a GPU. Also MEGATRON_FLUID_CPU=1.",
-    )
-    parser.add_argument(
-        "--fluid-fused-optimizer",
-        action="store_true",
-        help="Clip gradients, step Transformer Engine's Adam and copy into the model in one "
-        "launch, under the distributed optimizer. Also MEGATRON_FLUID_FUSED_OPTIMIZER=1.",
+        f"{_DISABLE}=NAME,NAME.",
     )
 
 
-def switched_off(environ: Mapping[str, str] | None = None) -> str | None:
+def switched_off(environ: _Environ = None) -> str | None:
     """Why nothing is patched at all, or None.
 
     Raises:
         ConfigError: MEGATRON_FLUID is neither on nor off.
     """
-    return "MEGATRON_FLUID=off" if not _flag("MEGATRON_FLUID", environ, default=True) else None
+    return None if _is_on("MEGATRON_FLUID", environ, default=True) else "MEGATRON_FLUID=off"
 
 
-def allow_unsupported(
-    environ: Mapping[str, str] | None = None, argv: Sequence[str] | None = None
-) -> bool:
-    """Whether the user overrides the supported range of megatron-core versions."""
-    return (
-        _flag("MEGATRON_FLUID_ALLOW_UNSUPPORTED", environ, default=False)
-        or _early_flags(argv).fluid_allow_unsupported_megatron
-    )
+def allow_unsupported(environ: _Environ = None, argv: _Argv = None) -> bool:
+    """Whether the user overrides the supported range of megatron-core versions. Raises ConfigError
+    if the variable is neither on nor off, as the next two do."""
+    return _asked(_UNSUPPORTED, environ, argv)
 
 
-def cpu_mode_asked(
-    environ: Mapping[str, str] | None = None, argv: Sequence[str] | None = None
-) -> bool:
-    """Whether the user wants Megatron on the CPU where no GPU is found.
-
-    Raises:
-        ConfigError: MEGATRON_FLUID_CPU is neither on nor off.
-    """
-    return _flag("MEGATRON_FLUID_CPU", environ, default=False) or _early_flags(argv).fluid_cpu
+def cpu_mode_asked(environ: _Environ = None, argv: _Argv = None) -> bool:
+    """Whether the user wants Megatron to train on the CPU where no GPU is found."""
+    return _asked(_CPU, environ, argv)
 
 
-def fused_optimizer_asked(
-    environ: Mapping[str, str] | None = None, argv: Sequence[str] | None = None
-) -> bool:
-    """Whether the user wants clipping, Adam and the copy into the model in one launch.
-
-    Raises:
-        ConfigError: MEGATRON_FLUID_FUSED_OPTIMIZER is neither on nor off.
-    """
-    return (
-        _flag("MEGATRON_FLUID_FUSED_OPTIMIZER", environ, default=False)
-        or _early_flags(argv).fluid_fused_optimizer
-    )
+def fused_optimizer_asked(environ: _Environ = None, argv: _Argv = None) -> bool:
+    """Whether the user wants clipping, Adam and the copy into the model in one launch."""
+    return _asked(_FUSED_OPTIMIZER, environ, argv)
 
 
-def disabled(
-    environ: Mapping[str, str] | None = None, argv: Sequence[str] | None = None
-) -> list[str]:
+def disabled(environ: _Environ = None, argv: _Argv = None) -> list[str]:
     """Names of the patches that the user turned off.
 
     Raises:
-        ConfigError: the patch that declares the flags, by a flag: nothing would know that flag.
+        ConfigError: a flag turns off the patch that declares the flags; Megatron's parser would not
+            know that flag.
     """
     listed, flags = _listed(environ), list(_early_flags(argv).fluid_disable_patch)
     if "arguments" in flags and "arguments" not in listed:
@@ -115,25 +112,30 @@ def disabled(
             "--fluid-disable-patch",
             "arguments",
             "all others: this patch declares the --fluid-* flags; "
-            "MEGATRON_FLUID_DISABLE_PATCH=arguments leaves it out",
+            f"{_DISABLE}=arguments leaves it out",
         )
     return listed + flags
 
 
 def disabled_by(name: str) -> str:
-    """The variable or the flag by which the user named a patch to be left out; "patch" where it was
-    neither."""
+    """The variable or the flag by which the user turned a patch off; "patch" if neither names
+    it."""
     if name in _listed(None):
-        return "MEGATRON_FLUID_DISABLE_PATCH"
+        return _DISABLE
     return "--fluid-disable-patch" if name in _early_flags(None).fluid_disable_patch else "patch"
 
 
-def _listed(environ: Mapping[str, str] | None) -> list[str]:
-    listed = (os.environ if environ is None else environ).get("MEGATRON_FLUID_DISABLE_PATCH", "")
+def _asked(switch: _Switch, environ: _Environ, argv: _Argv) -> bool:
+    name = switch.flag.removeprefix("--").replace("-", "_")
+    return _is_on(switch.variable, environ) or bool(getattr(_early_flags(argv), name))
+
+
+def _listed(environ: _Environ) -> list[str]:
+    listed = (os.environ if environ is None else environ).get(_DISABLE, "")
     return [name.strip() for name in listed.split(",") if name.strip()]
 
 
-def _flag(variable: str, environ: Mapping[str, str] | None, default: bool) -> bool:
+def _is_on(variable: str, environ: _Environ, default: bool = False) -> bool:
     text = (os.environ if environ is None else environ).get(variable, "").strip().lower()
     if not text:
         return default
@@ -142,7 +144,7 @@ def _flag(variable: str, environ: Mapping[str, str] | None, default: bool) -> bo
     return text in _ON
 
 
-def _early_flags(argv: Sequence[str] | None) -> argparse.Namespace:
+def _early_flags(argv: _Argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_switches(parser)
     try:
