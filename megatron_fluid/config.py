@@ -58,7 +58,7 @@ MOE_RECOMPUTE = ("none", "rows", "hidden", "both")
 MOE_FP8 = ("megatron", "ours")
 MOE_FP8_WEIGHT_GRADS = ("fp8", "bf16")
 TP_OVERLAP = ("auto", "on", "off")
-MACHINE_WORDS = "auto, measure, reference or a file"
+MACHINE_WORDS = "auto, reference, h100, h200, cpu or a file"
 CP_BACKENDS = ("auto", "nvlink", "rounds", "collective", "megatron")
 _NAMED = {
     "moe_backend": MOE_BACKENDS,

@@ -121,9 +121,9 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
     (
         "machine",
         {"metavar": "FIGURES"},
-        "By which figures auto predicts what is faster: measure (those of this machine, taken once "
-        "and kept), reference (an H200's), a file of `megatron-fluid plan --write`, auto (measure; "
-        "on CPUs every form that can overlap is on).",
+        "Figures of the machine by which auto predicts what is faster: auto (reference figures of "
+        "this GPU; on CPUs every form that can overlap is on), reference, h100, h200, cpu, or a "
+        "file that `megatron-fluid plan --write` has written.",
     ),
     (
         "profile_steps",

@@ -18,10 +18,12 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.cases.moe import MoECase
+from benchmarks.cases.wire_times import hosts_reached, plain_s
 from benchmarks.harness.emulated_hosts import DEVICE
 from benchmarks.harness.results import Row
-from megatron_fluid.moe.hierarchical.choice import ExpertCost, forget_links, works
-from megatron_fluid.moe.hierarchical.model import Form, Link, hosts_reached, plain_s, two_level_s
+from megatron_fluid.moe.hierarchical.choice import ExpertCost, works
+from megatron_fluid.moe.hierarchical.model import Form, Wire, two_level_s
+from megatron_fluid.moe.hierarchical.wire import forget_wires
 
 __all__ = [
     "CASES",
@@ -95,7 +97,7 @@ class Parent:
         if self._connection is not None:
             self._connection.send(("rate", bits_per_s))
             assert self._connection.recv() is True
-        forget_links()
+        forget_wires()
         dist.barrier()
 
     def rows(self, rows: list[Row]) -> None:
@@ -153,11 +155,11 @@ def predicted_ms(
     passes = passes if train else passes[:1]
     computed = sum(work.out_bytes + work.back_bytes for work in passes)
     # As fast for the bytes that the model counts as the link is for those of all headers.
-    link = Link(computed * rate / 8 / wire_bytes, streams=(case.hosts - 1) * case.ranks)
+    wire = Wire(computed * rate / 8 / wire_bytes, streams=(case.hosts - 1) * case.ranks)
     if form is None:
         by_turns = 1 / (case.hosts * case.ranks - 1)
-        return 1e3 * sum(plain_s(work, link, by_turns) for work in passes)
-    return 1e3 * sum(two_level_s(work, link, form) for work in passes)
+        return 1e3 * sum(plain_s(work, wire, by_turns) for work in passes)
+    return 1e3 * sum(two_level_s(work, wire, form) for work in passes)
 
 
 def link_row(

@@ -47,6 +47,7 @@ from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.moe.hierarchical import transport
 from megatron_fluid.moe.hierarchical.choice import ExpertCost, ExpertShape, expert_cost
 from megatron_fluid.moe.hierarchical.model import Form
+from megatron_fluid.plan.machine import REFERENCE
 
 __all__ = ["main"]
 
@@ -259,9 +260,9 @@ def _builders(case: WireCase) -> dict[str, Callable[[], nn.Module]]:
 
 
 def _cost(layer: Any) -> ExpertCost:
-    """What the layer's choice of a form counts with. Collective."""
+    """What the layer's choice of a form counts with."""
     shape = ExpertShape.of(*layer.expert_weights())
-    return expert_cost(layer.rounds, shape, layer.num_local_experts)
+    return expert_cost(REFERENCE["cpu"], shape, layer.num_local_experts)
 
 
 def _bytes_of(call: Callable[[], object]) -> int:

@@ -11,14 +11,8 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_fluid.moe.hierarchical.model import (
-    Link,
-    Work,
-    best_form,
-    hosts_reached,
-    plain_s,
-    two_level_s,
-)
+from benchmarks.cases.wire_times import hosts_reached, plain_s
+from megatron_fluid.moe.hierarchical.model import Wire, Work, best_form, two_level_s
 
 __all__ = ["CHART", "SIZES", "Planned", "draw_wire_plan", "plan_for", "wire_plan"]
 
@@ -60,13 +54,13 @@ def plan_for(gpus: int) -> Planned:
     once, each = _TOKENS * reached * row, _TOKENS * _TOP_K * away * row
     routing = _TOKENS * _TOP_K * 2 * (gpus - GPUS_PER_HOST)
     compute_s = 6 * _TOKENS * _TOP_K * _HIDDEN * _FFN / _FLOPS
-    link = Link(GBIT_S * 1e9 / 8, _LATENCY_S, _NVLINK_BYTES_PER_S)
+    wire = Wire(GBIT_S * 1e9 / 8, _LATENCY_S, _NVLINK_BYTES_PER_S)
     own, crossing = compute_s * (1 - away), compute_s * away
-    before = routing / link.bytes_per_s
+    before = routing / wire.bytes_per_s
     work = Work(own, crossing, once, once, before_s=before, piece_s=_PIECE_S)
-    form = best_form([work], link)
-    plain = plain_s(Work(own, crossing, each, each), link)
-    ours = two_level_s(work, link, form)
+    form = best_form([work], wire)
+    plain = plain_s(Work(own, crossing, each, each), wire)
+    ours = two_level_s(work, wire, form)
     gigabytes = (once / 1e9, each / 1e9, routing / 1e9)
     return Planned(gpus, reached, *gigabytes, compute_s * 1e3, plain * 1e3, ours * 1e3, form.chunks)
 

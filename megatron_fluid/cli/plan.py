@@ -5,18 +5,16 @@ megatron-fluid plan mixtral-8x7b --context-parallel 4       a model by name, one
 megatron-fluid plan --from-args --num-layers 32 ...         the flags of a training, the last option
 
 Times are of one layer's call in a training step of one microbatch, on the slower of device and
-host; of latent attention, of what lies between its compressed rows and its heads. They start from
-figures of this machine, which are measured once and kept in the user's cache folder. Links between
-ranks are measured where this runs on ranks (under torchrun); else they are reference figures.
-`--machine h200` predicts for GPUs on a machine without one. --write keeps the figures in a file for
-`--fluid-machine FILE`.
+host; of latent attention, of what lies between its compressed rows and its heads. Nothing is
+measured: they follow from reference figures of this GPU, or of an H200 where there is no GPU.
+--machine names others. --write keeps the figures in a file, which can be edited and given to
+--machine and `--fluid-machine`.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,29 +22,26 @@ from pathlib import Path
 
 from megatron_fluid.cli.arguments import positive
 from megatron_fluid.cli.tables import paragraph, wrapped_table
-from megatron_fluid.errors import ConfigError, FluidError
-from megatron_fluid.plan import attention, experts
-from megatron_fluid.plan.linears import linear_forms
-from megatron_fluid.plan.machine import Link, Machine, reference_machine
-from megatron_fluid.plan.model import Forecast, fastest
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.plan import layers
+from megatron_fluid.plan.machine import REFERENCE, Link, Machine, machine_named
+from megatron_fluid.plan.model import Forecast, fastest, linear_forms
 
 __all__ = ["MODELS", "Model", "Part", "add_parser", "model_of_flags", "parts_of", "run"]
 
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a layer, and how it is spread.
+    """Sizes of a layer, and the ranks it is spread over.
 
     Attributes:
-        hidden, heads, kv_heads, head_dim: of attention. value_dim: width of a head of values, if
-            another.
-        ffn: of the dense layer; 0: none. expert_ffn, experts, top_k: of the MoE layer.
+        value_dim: width of a head of values, where it is not head_dim.
+        ffn: of a dense layer. expert_ffn, experts, top_k: of an MoE layer. 0: there is none.
         window: keys that a query sees; 0: all before it.
-        q_rank, kv_rank: widths of compressed rows of latent attention; 0: another attention (of
-            q_rank: queries are projected from the hidden size). rotated: columns of a head of keys
-            that all heads share.
+        q_rank, kv_rank: widths of the compressed rows of latent attention; 0: none. rotated:
+            columns of a head of keys that all heads share.
         sequence, batch: positions of a sequence, sequences of a microbatch.
-        context, tensor, expert: ranks.
+        context, tensor, expert: ranks of each kind of parallelism.
     """
 
     hidden: int
@@ -90,8 +85,8 @@ _SPREAD = ("sequence", "batch", "context", "tensor", "expert")
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a layer: its forms' predicted times by name, which of them is Megatron's, which
-    `auto` takes, and why, if not for the prediction."""
+    """A part of a layer: the predicted times of its forms, Megatron's form, the one that `auto`
+    takes, and why, where not by prediction."""
 
     name: str
     forms: Mapping[str, Forecast]
@@ -115,9 +110,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--micro-batch-size", dest="batch", type=positive, help=batch)
     for name in ("context", "tensor", "expert"):
         add(f"--{name}-parallel", dest=name, type=positive, help="ranks (1)")
-    figures = "figures: auto, measure, reference, h200 or a file (%(default)s)"
-    add("--machine", default="auto", help=figures)
-    add("--write", type=Path, metavar="FILE", help="keep the figures there")
+    names = ", ".join(REFERENCE)
+    add("--machine", default="auto", help=f"figures: auto (this GPU's), {names} or a file")
+    add("--write", type=Path, metavar="FILE", help="write the figures to a file")
     add("--from-args", nargs=argparse.REMAINDER, metavar="FLAGS", help="Megatron's flags")
     parser.set_defaults(run=run)
 
@@ -128,17 +123,15 @@ def run(args: argparse.Namespace) -> int:
         models = _wanted(args)
         for name, model in models.items():
             _check(name, model)
-        machine, rank = _machine(args.machine, models.values())
-        if rank:
-            return 0
+        machine = machine_named(args.machine, "cuda")
         if args.write is not None:
             args.write.write_text(machine.dumps())
-    except (ConfigError, FluidError, OSError) as error:
+    except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     print(_figures(machine))
     for name, model in models.items():
-        print("\n" + _report(name, model, machine, args.machine == "auto"))
+        print("\n" + _report(name, model, machine))
     return 0
 
 
@@ -228,45 +221,19 @@ def _check(name: str, model: Model) -> None:
 # ---- figures
 
 
-def _machine(setting: str, models: object) -> tuple[Machine, int]:
-    """The figures, and which rank this process is."""
-    import torch
-
-    from megatron_fluid.plan.agreed import agreed_machine, machine_of_device
-
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    asked = "measure" if setting == "auto" else setting
-    if asked == "h200":
-        return reference_machine("cuda", 2), int(os.environ.get("RANK", "0"))
-    if asked not in ("measure", "reference"):
-        return Machine.read(asked), int(os.environ.get("RANK", "0"))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and asked == "measure":
-        from megatron_fluid.cli.ranks import run_rank
-
-        found = run_rank(lambda group, _: agreed_machine(group, kind, asked))
-        return (found, 0) if found is not None else (reference_machine(kind, 1), 1)
-    reference = reference_machine(kind, 2)
-    if asked == "reference":
-        return reference, int(os.environ.get("RANK", "0"))
-    machine = machine_of_device(kind)
-    source = f"{machine.source}; links: reference"
-    links = {"copies": reference.copies, "collective": reference.collective}
-    return dataclasses.replace(machine, **links, source=source), 0  # type: ignore[arg-type]
-
-
 def _figures(machine: Machine) -> str:
-    def link(name: str, found: Link | None) -> str:
-        if found is None:
-            return ""
+    def link(name: str, found: Link) -> str:
         return (
             f"; {name}: {found.bytes_per_s / 1e9:.3g} GB/s after {found.latency_s * 1e6:.3g} us, "
             f"{found.hidden:.0%} of it behind a GEMM"
         )
 
+    copies = link("copies", machine.copies) if machine.copies else ""
+
     text = (
         f"machine: {machine.device}, {machine.flops_per_s / 1e9:.4g} GFLOP/s, memory "
         f"{machine.bytes_per_s / 1e9:.4g} GB/s, {machine.operation_s * 1e6:.3g} us of the host an "
-        f"operation{link('copies', machine.copies)}{link('all-to-all', machine.collective)} "
+        f"operation{copies}{link('all-to-all', machine.collective)} "
         f"({machine.source})"
     )
     return paragraph(text, "  ", "")
@@ -275,43 +242,26 @@ def _figures(machine: Machine) -> str:
 # ---- predictions
 
 
-def parts_of(model: Model, machine: Machine, auto: bool = False) -> Iterator[Part]:
-    """The parts of a layer that move data between ranks, with their forms.
-
-    Args:
-        auto: the setting `machine` is "auto", by which CPUs overlap whatever can be.
-    """
-    if model.context > 1:
-        links = _links(machine, model.context)
-        forms = (
-            attention.latent_forms(links, _latent(model))
-            if model.kv_rank
-            else attention.attention_forms(links, _attention(model))
-        )
-        name = "latent attention, up" if model.kv_rank else "attention"
-        plain, on_cpus = attention.EXCHANGED, auto and machine.device == "CPU"
+def parts_of(model: Model, machine: Machine) -> Iterator[Part]:
+    """Yield the parts of a layer that move data between ranks, with their forms."""
+    plain = layers.EXCHANGED
+    if model.context > 1 and model.kv_rank:
+        forms = layers.latent_forms(machine, _latent(model))
         chosen, why = fastest(forms, plain), ""
-        if model.kv_rank and model.tensor > 1:
+        if model.tensor > 1:
             chosen, why = plain, "(always beside tensor parallelism)"
-        elif on_cpus:
-            chosen, why = attention.OVERLAPPED, "(always on CPUs)"
-        yield Part(name, forms, plain, chosen, why)
+        yield Part("latent attention, up", forms, plain, chosen, why)
+    elif model.context > 1:
+        forms = layers.attention_forms(machine, attention_work(model))
+        yield Part("attention", forms, plain, fastest(forms, plain))
     if model.tensor > 1 and not model.kv_rank:
-        yield from _linears(model, _links(machine, model.tensor))
+        yield from _linears(model, machine)
     if model.expert > 1 and model.experts:
-        yield _experts(model, _links(machine, model.expert))
+        yield _experts(model, machine)
 
 
-def _links(machine: Machine, ranks: int) -> Machine:
-    def of(link: Link | None) -> Link | None:
-        return None if link is None else dataclasses.replace(link, ranks=ranks)
-
-    return dataclasses.replace(
-        machine, copies=of(machine.copies), collective=of(machine.collective)
-    )
-
-
-def _attention(model: Model) -> attention.AttentionWork:
+def attention_work(model: Model) -> layers.AttentionWork:
+    """Return what one call of a model's attention computes and sends on one rank."""
     from megatron_fluid.attention.exchange.symmetric import choose_groups, choose_transport
     from megatron_fluid.attention.layouts import HeadLayout
 
@@ -321,7 +271,7 @@ def _attention(model: Model) -> attention.AttentionWork:
     seen = min(model.sequence / 2, model.window or model.sequence)
     flops = 2.0 * model.batch * model.sequence * seen * (model.head_dim + values) * heads
     sent = model.rows * layout.qkv_rows * 2 * (model.context - 1) // model.context
-    return attention.AttentionWork(
+    return layers.AttentionWork(
         ranks=model.context,
         rows=model.rows,
         hidden=model.hidden,
@@ -334,7 +284,7 @@ def _attention(model: Model) -> attention.AttentionWork:
     )
 
 
-def _latent(model: Model) -> attention.LatentWork:
+def _latent(model: Model) -> layers.LatentWork:
     values = model.value_dim or model.head_dim
     plain = model.head_dim - model.rotated
     products = (
@@ -342,7 +292,7 @@ def _latent(model: Model) -> attention.LatentWork:
         (model.heads * (plain + values), model.kv_rank),
     )
     columns = model.heads * (2 * model.head_dim + values)
-    return attention.LatentWork(model.context, model.rows, products, columns)
+    return layers.LatentWork(model.context, model.rows, products, columns)
 
 
 def _linears(model: Model, machine: Machine) -> Iterator[Part]:
@@ -373,21 +323,21 @@ def _experts(model: Model, machine: Machine) -> Part:
 
     sizes = model.hidden, model.expert_ffn, model.top_k, model.experts
     tokens = model.rows // model.tensor
-    forms = experts.expert_forms(machine, experts.ExpertWork(tokens, *sizes, model.expert))
+    forms = layers.expert_forms(machine, layers.ExpertWork(tokens, *sizes, model.expert))
     why = "(always; in rounds)"
     if machine.copies is not None:
         schedule = choose_schedule(tokens, *sizes, model.expert, True, machine)
         said = [name for name, on in dataclasses.asdict(schedule).items() if on]
         why = f"(always; {' and '.join(said) or 'whole'})"
-    return Part("experts", forms, experts.MEGATRON, experts.OVERLAPPED, why)
+    return Part("experts", forms, layers.MEGATRON, layers.OVERLAPPED, why)
 
 
-def _report(name: str, model: Model, machine: Machine, auto: bool) -> str:
+def _report(name: str, model: Model, machine: Machine) -> str:
     ranks = (
         f"{name}: {model.sequence} positions, microbatch of {model.batch}, context parallel "
         f"{model.context}, tensor parallel {model.tensor}, expert parallel {model.expert}"
     )
-    parts = list(parts_of(model, machine, auto))
+    parts = list(parts_of(model, machine))
     if not parts:
         return f"{paragraph(ranks)}\nnothing moves between ranks: give --context-parallel, ..."
     rows = []
@@ -398,7 +348,10 @@ def _report(name: str, model: Model, machine: Machine, auto: bool) -> str:
             taken = f"yes {part.why}".rstrip() if form == part.chosen else ""
             rows.append((part.name if form == part.plain else "", form, *times, taken))
     head = ("part", "form", "ms", "of the host", "auto takes it")
-    return f"{paragraph(ranks)}\n\n{wrapped_table(head, rows)}"
+    plain = sum(part.forms[part.plain].seconds for part in parts)
+    auto = sum(part.forms.get(part.chosen, part.forms[part.plain]).seconds for part in parts)
+    total = f"in all {_ms(plain)} ms in Megatron's form, {_ms(auto)} ms as auto takes it"
+    return f"{paragraph(ranks)}\n\n{wrapped_table(head, rows)}\n\n{total}"
 
 
 def _ms(seconds: float) -> str:

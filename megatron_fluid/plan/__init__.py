@@ -1,2 +1,2 @@
-"""Which form of a layer is the fastest here: figures of the machine, measured once, and what they
-predict."""
+"""Cost model: reference figures of machines, and the time that they predict for each form of a
+layer."""

@@ -23,9 +23,8 @@ from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fused_gemm.launch import MOST_RANKS
-from megatron_fluid.plan.agreed import agreed_machine
-from megatron_fluid.plan.linears import fastest_linear
-from megatron_fluid.plan.machine import Machine
+from megatron_fluid.plan.machine import Machine, agreed_machine
+from megatron_fluid.plan.model import fastest_linear
 from megatron_fluid.tensor_parallel.backend import Backend
 from megatron_fluid.tensor_parallel.collective import CollectiveBackend
 from megatron_fluid.tensor_parallel.double_buffer import refuse_capture

@@ -40,9 +40,8 @@ from megatron_fluid.patches.linears.transformer_engine import norm_of_rows, quan
 from megatron_fluid.patches.overlap_decision import Decision, OverlapDecisions
 from megatron_fluid.patches.rank_findings import Finding
 from megatron_fluid.patches.weight_gradients import rows_gradient_of
-from megatron_fluid.plan.agreed import agreed_machine
-from megatron_fluid.plan.attention import EXCHANGED, OVERLAPPED, LatentWork, latent_forms
-from megatron_fluid.plan.machine import Machine
+from megatron_fluid.plan.layers import EXCHANGED, OVERLAPPED, LatentWork, latent_forms
+from megatron_fluid.plan.machine import Machine, agreed_machine
 from megatron_fluid.plan.model import fastest
 from megatron_fluid.tensor_parallel import all_gather_matmul
 

@@ -43,7 +43,7 @@ from megatron_fluid.patches.attention.transformer_engine import core_kernel
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.linears.transformer_engine import norm_of_rows, quantises
 from megatron_fluid.patches.weight_gradients import weight_gradient_of
-from megatron_fluid.plan.attention import EXCHANGED, OVERLAPPED, AttentionWork, attention_forms
+from megatron_fluid.plan.layers import EXCHANGED, OVERLAPPED, AttentionWork, attention_forms
 from megatron_fluid.plan.machine import Machine
 from megatron_fluid.plan.model import fastest
 

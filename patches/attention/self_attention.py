@@ -35,7 +35,7 @@ from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.overlap_decision import Decision, OverlapDecisions
 from megatron_fluid.patches.rank_findings import Finding
-from megatron_fluid.plan.agreed import agreed_machine
+from megatron_fluid.plan.machine import agreed_machine
 
 __all__ = ["DECISIONS", "attention_forward", "forward", "init", "leave", "overlapped"]
 

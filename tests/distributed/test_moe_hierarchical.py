@@ -15,9 +15,9 @@ import torch.utils.checkpoint
 from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.config import FluidConfig, set_config
-from megatron_fluid.moe.hierarchical import choice, transport
+from megatron_fluid.moe.hierarchical import choice, transport, wire
 from megatron_fluid.moe.hierarchical.choice import ExpertCost, ExpertShape
-from megatron_fluid.moe.hierarchical.model import FORMS, Form, Link
+from megatron_fluid.moe.hierarchical.model import FORMS, Form, Wire
 from megatron_fluid.moe.hierarchical.plan import rows_between_hosts
 from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
@@ -167,26 +167,26 @@ def test_auto_takes_it_between_hosts_and_the_layer_is_the_same() -> None:
 
 
 def measured_body(rank: int, world: int) -> list[Form]:
-    """The forms of a call by measured rates, of one after the link is forgotten, and of one by
+    """The forms of a call by a measured wire, of one after the wire is forgotten, and of one by
     bytes."""
     on_hosts((0, 1), rank)
     torch.manual_seed(rank)
     layer = MoELayer(MoEConfig(16, 24, 8, 2), dist.group.WORLD)
     seen = noted_forms()
     layer(torch.randn(11, 16))
-    link = choice.host_link(layer.rounds)
-    assert link.bytes_per_s > 0 and link.latency_s > 0
+    found = wire.host_wire(layer.rounds)
+    assert found.bytes_per_s > 0 and found.latency_s > 0
     layer(torch.randn(11, 16))
-    assert choice.host_link(layer.rounds) is link
-    choice.forget_links()
+    assert wire.host_wire(layer.rounds) is found
+    wire.forget_wires()
     layer(torch.randn(11, 16))
-    assert choice.host_link(layer.rounds) is not link
+    assert wire.host_wire(layer.rounds) is not found
     set_config(FluidConfig(deterministic=True))
     layer(torch.randn(11, 16))
     return seen
 
 
-def test_a_group_measures_its_link_once_and_all_ranks_take_the_same_form() -> None:
+def test_a_group_measures_its_wire_once_and_all_ranks_take_the_same_form() -> None:
     first, second = run_ranks(measured_body, 2)
     assert first == second and len(first) == 4
     assert all(form in FORMS for form in first[:3])
@@ -243,11 +243,11 @@ def noted_forms() -> list[Form]:
 
 
 def mixed_body(rank: int, world: int) -> dict[str, Form]:
-    """The form of a call by which ranks record gradients, where that makes a difference: the link
+    """The form of a call by which ranks record gradients, where that makes a difference: the wire
     and the experts take fixed times."""
     on_hosts((0, 1), rank)
     rounds = P2PRounds(dist.group.WORLD)
-    choice.host_link = lambda rounds: Link(1.49e6 / 17e-3)
+    choice.host_wire = lambda rounds: Wire(1.49e6 / 17e-3)
     choice.expert_cost = lambda *given: ExpertCost(row_s=32e-6, pass_s=1.3e-3)
     seen = noted_forms()
     shape = ExpertShape(512, 2048, 1024, torch.float32)
@@ -273,7 +273,7 @@ def deterministic_body(rank: int, world: int) -> Form:
     on_hosts((0, 1), rank)
     rounds = P2PRounds(dist.group.WORLD)
     set_config(FluidConfig(deterministic=rank == 1))
-    choice.host_link = lambda rounds: pytest.fail("the link was timed")
+    choice.host_wire = lambda rounds: pytest.fail("the wire was timed")
     seen = noted_forms()
     shape = ExpertShape(512, 2048, 1024, torch.float32)
     plan_hierarchical(torch.tensor([[0, 2]] * 8), 4, rounds, 2048, experts=shape)

@@ -49,7 +49,7 @@ def _leaves_what_is_predicted_slower(module: Any, dtype: torch.dtype) -> None:
     """By figures of a machine a call is overlapped where that is predicted to be faster; without
     figures always."""
     from megatron_fluid.patches.attention import self_attention
-    from megatron_fluid.plan.machine import reference_machine
+    from megatron_fluid.plan.machine import REFERENCE
 
     path = self_attention.DECISIONS.settle(module).path
     assert path is not None and path.machine is None
@@ -65,7 +65,7 @@ def _leaves_what_is_predicted_slower(module: Any, dtype: torch.dtype) -> None:
         work.output_columns if path.output_gate else 0
     )
     assert work.output_columns == module.linear_proj.weight.shape[1]
-    machine = reference_machine("cuda", path.heads.world)
+    machine = REFERENCE["h200"]
     assert machine.copies is not None
     # Where memory is slow the passes of the exchange alone are; where a peer costs the host much
     # the pieces are.

@@ -1,14 +1,13 @@
-"""How long an MoE layer over several hosts takes, computed: from bytes, a link's rate and latency,
-and the computation. What `best_form` finds fastest is what moves: in pieces, or all at once. The
-suite slow_wire compares it with what is measured.
+"""Cost model of a pass over two levels: its time from bytes, the wire's rate and latency, and the
+computation. `best_form` picks how tokens move. The suite slow_wire compares it with measured times.
 
-The time line of one pass is that of transport.py. The pieces of the dispatch are sent at once, each
-piece's results when they are computed. The rank computes some of its experts for the tokens of its
-own host, then each piece when it has come, then the other experts. To one peer messages go one
-after the other; of a link's streams to several peers one gets what the others leave, and a piece is
-there when that one has brought its part.
+The time line of a pass is that of transport.py: the pieces of the dispatch are sent at once, the
+results of each when they are computed. A rank computes some experts for the tokens of its own host,
+then each piece when it has arrived, then the other experts. Messages to one peer go one after the
+other. Of the streams of a wire to several peers one gets what the others leave, and a piece has
+arrived when that one has brought its part.
 
-Legend: T tokens of a rank, K top-k, E experts, M hosts; seconds and bytes are of one rank.
+Seconds and bytes are of one rank.
 """
 
 from __future__ import annotations
@@ -17,17 +16,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = [
-    "FORMS",
-    "Form",
-    "Link",
-    "Work",
-    "best_form",
-    "chunks_for",
-    "hosts_reached",
-    "plain_s",
-    "two_level_s",
-]
+__all__ = ["FORMS", "Form", "Wire", "Work", "best_form", "chunks_for", "two_level_s"]
 
 MOST_CHUNKS = 8
 # A piece below this costs more by its latency, launch and small GEMMs than it hides.
@@ -36,13 +25,13 @@ _LEAST_PIECE_BYTES = {"cuda": 4 * 2**20, "cpu": 2**20}
 
 @dataclass(frozen=True)
 class Form:
-    """How the tokens of a call move and when they are computed. Alike on all ranks.
+    """How the tokens of a call move and when they are computed. The same on all ranks.
 
     Attributes:
         chunks: pieces in which tokens cross to other hosts.
-        first: share of the experts of a rank that compute the tokens of its own host before the
-            first piece; the others do after the last one.
-        joined: every token of a rank is computed at once, when the last has come. In one piece.
+        first: share of a rank's experts that compute the tokens of its own host before the first
+            piece; the others do so after the last one.
+        joined: all tokens of a rank are computed together, once all have arrived; in one piece.
     """
 
     chunks: int = 1
@@ -50,7 +39,7 @@ class Form:
     joined: bool = False
 
     def experts_first(self, experts: int) -> int:
-        """`first` as a number of so many experts, at least 1."""
+        """Return how many of a rank's experts come first, at least 1."""
         return min(experts, max(1, round(self.first * experts)))
 
 
@@ -62,25 +51,25 @@ FORMS = (
         for first in (0.5, 0.75, 1.0, 0.25)
     ),
 )
-"""What `best_form` chooses among; of equal ones the first. Where the wire takes longer than the
-computation it matters little when own tokens are computed: half of the experts first then costs
-least if the wire is faster than it was measured to be."""
+"""The choices of `best_form`, which takes the first of equal ones. Where the wire takes longer than
+the computation it hardly matters when a rank's own tokens are computed: half of the experts first
+then loses least if the wire is faster than measured."""
 
 CUT_SAVES = 0.05
-"""Share of a pass's time that cutting has to save. The model leaves out what brings the rows of
-several pieces together for weight gradients, and its measured inputs move by as much. Measured:
-docs/tuning_notes.md#experts-over-several-hosts-on-cpus"""
+"""Least share of a pass's time that several pieces must save. The model leaves out the copies that
+bring the rows of several pieces together for weight gradients, and its inputs vary by as much.
+Measured: docs/tuning_notes.md#experts-over-several-hosts-on-cpus"""
 
 
 @dataclass(frozen=True)
-class Link:
-    """A rank's way to other hosts.
+class Wire:
+    """A rank's connection to other hosts.
 
     Attributes:
-        bytes_per_s: rate, of each direction. latency_s: of a message.
+        bytes_per_s: rate of each direction. latency_s: of a message.
         hand_on_bytes_per_s: rate inside a host.
-        streams: connections that share it, of TCP: gateways of other hosts, times the ranks of this
-            host where they send through one adapter. 1: all get equal parts.
+        streams: TCP connections that share the wire: gateways of other hosts, times the ranks of
+            this host where they send through one adapter. 1: all get equal parts.
     """
 
     bytes_per_s: float
@@ -95,12 +84,11 @@ class Work:
 
     Attributes:
         own_s: computation of tokens that stay on their host. crossing_s: of those that cross.
-        out_bytes, back_bytes: that cross in dispatch and in combine.
+        out_bytes, back_bytes: cross in dispatch and in combine.
         after_s: computation that follows and waits for nothing: weight gradients.
         before_s: routing and its exchange.
-        piece_s: what each piece costs, and what the tokens of the own host do.
-        pass_s: what it costs to read all experts' matrices for GEMMs of a few rows more: once for
-            each piece, and once for the tokens of the own host.
+        piece_s: overhead of each piece, and of the tokens of the rank's own host.
+        pass_s: time to read all experts' matrices once, paid as often as piece_s.
     """
 
     own_s: float
@@ -113,18 +101,18 @@ class Work:
     pass_s: float = 0.0
 
 
-def two_level_s(work: Work, link: Link, form: Form) -> float:
-    """Seconds of a pass in this form."""
+def two_level_s(work: Work, wire: Wire, form: Form) -> float:
+    """Return the seconds of a pass in this form."""
     chunks = form.chunks
     out, back = work.out_bytes / chunks, work.back_bytes / chunks
-    hand_on = (out + back) / link.hand_on_bytes_per_s
-    # The last of a link's streams: what the others carry goes before. Measured:
+    hand_on = (out + back) / wire.hand_on_bytes_per_s
+    # On the last of the streams: what the others carry goes before. Measured:
     # docs/tuning_notes.md#experts-over-several-hosts-on-cpus
-    others = 1 - 1 / link.streams
+    others = 1 - 1 / wire.streams
     arrivals = [
         work.before_s
-        + (k + 1) * link.latency_s
-        + (others * work.out_bytes + (k + 1) * out / link.streams) / link.bytes_per_s
+        + (k + 1) * wire.latency_s
+        + (others * work.out_bytes + (k + 1) * out / wire.streams) / wire.bytes_per_s
         for k in range(chunks)
     ]
     each_s, own_s = work.pass_s + work.piece_s, work.own_s + work.pass_s
@@ -134,31 +122,18 @@ def two_level_s(work: Work, link: Link, form: Form) -> float:
     free, computed = arrivals[-1], list[float]()
     for arrival in arrivals:
         for earlier in computed:  # results of the other streams that left before it came
-            arrival += others * back / link.bytes_per_s if earlier < arrival else 0.0
+            arrival += others * back / wire.bytes_per_s if earlier < arrival else 0.0
         now = max(now, arrival) + hand_on + work.crossing_s / chunks + each_s
         computed.append(now)
-        free = max(free, now) + link.latency_s + back / link.bytes_per_s
+        free = max(free, now) + wire.latency_s + back / wire.bytes_per_s
     return max(now + (1 - first) * own_s + work.after_s, free)
 
 
-def plain_s(work: Work, link: Link, by_turns: float = 0.0) -> float:
-    """Seconds of a pass that dispatches, computes and combines one after the other.
-
-    Args:
-        by_turns: share of the wire's time for which a rank sends while it does not receive, or the
-            other way round. Of gloo's all-to-all among W ranks one message of W - 1: what asks for
-            a peer's data queues behind the data that this peer is sent.
-    """
-    wire = (1 + by_turns) * (work.out_bytes + work.back_bytes) / link.bytes_per_s
-    computation = work.own_s + work.crossing_s + work.pass_s + work.after_s
-    return work.before_s + wire + 2 * link.latency_s + computation
-
-
-def best_form(passes: Iterable[Work], link: Link, allowed: Iterable[Form] = FORMS) -> Form:
-    """The form of least time over these passes, the first of equal ones. Where cutting saves less
-    than `CUT_SAVES` of a pass, nothing is cut."""
+def best_form(passes: Iterable[Work], wire: Wire, allowed: Iterable[Form] = FORMS) -> Form:
+    """Return the form of least time over these passes, the first of equal ones; one piece where
+    several save less than `CUT_SAVES`."""
     works = list(passes)
-    times = {form: sum(two_level_s(work, link, form) for work in works) for form in allowed}
+    times = {form: sum(two_level_s(work, wire, form) for work in works) for form in allowed}
     least = min(times.values()) * (1 + 1e-9)  # sums of other parts differ in their last bits
     best = next(form for form, seconds in times.items() if seconds <= least)
     whole = next((form for form in times if form.joined), best)
@@ -166,15 +141,7 @@ def best_form(passes: Iterable[Work], link: Link, allowed: Iterable[Form] = FORM
 
 
 def chunks_for(crossing_bytes: float, device_type: str) -> int:
-    """Pieces in which so many bytes of one rank cross where nothing is known of link and
-    computation: a power of two, alike where the bytes are alike."""
+    """Return the number of pieces for so many crossing bytes of a rank, without regard to the wire
+    and the computation: a power of two."""
     pieces = crossing_bytes / _LEAST_PIECE_BYTES[device_type]
     return min(MOST_CHUNKS, 2 ** int(math.log2(pieces))) if pieces >= 2 else 1
-
-
-def hosts_reached(hosts: int, experts: int, top_k: int) -> float:
-    """Hosts other than its own that a token has experts on, on average, where every expert is as
-    likely as another."""
-    here = experts // hosts
-    none = math.comb(experts - here, top_k) / math.comb(experts, top_k)
-    return (hosts - 1) * (1 - none)

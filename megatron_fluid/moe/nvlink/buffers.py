@@ -30,8 +30,7 @@ from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.grouped_gemm.launch import prepare, sends_rows
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule, choose_schedule
-from megatron_fluid.plan.agreed import agreed_machine
-from megatron_fluid.plan.machine import REFERENCE
+from megatron_fluid.plan.machine import REFERENCE, agreed_machine
 
 __all__ = ["NvlinkBuffers", "RoutingHandle", "SizedBuffers", "shared_buffers"]
 
@@ -337,7 +336,7 @@ def _choose(
         sends = torch.cuda.is_available() and sends_rows(
             torch.device("cuda", torch.cuda.current_device()), dtype
         )
-        figures = machine or REFERENCE["gpu"]
+        figures = machine or REFERENCE["h200"]
         found = choose_schedule(*shape, dist.get_world_size(group), sends, figures)
     chosen: Schedule = agreement(group).first("schedule of an MoE layer", found)
     return chosen

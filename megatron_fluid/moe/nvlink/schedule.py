@@ -1,14 +1,13 @@
-"""What the NVLink path overlaps, and where.
+"""Which overlaps the NVLink path uses.
 
-Dispatch can be streamed: a push over NVLink needs few SMs, so the others plan and move arrived
+stream: dispatch in chunks. A push over NVLink needs few SMs; the others plan and move arrived
 tokens into expert order meanwhile.
 
-Combine can be fused into the GEMM before it (fc2 in the forward, fc1's dgrad in the backward): its
-epilogue writes each tile straight into the memory of the ranks whose tokens the rows belong to. A
-row for each (token, expert) crosses the wire then, where the sums of a rank's experts would be
-fewer; but those are made by a pass of their own, after the last tile. The fused form takes no SM
-and no second stream. The combine buffer holds top_k rows for each token in place of one for each
-rank.
+sent_rows: the GEMM before a combine (fc2 in the forward, the dgrad of fc1 in the backward) writes
+each tile of its result straight into the memory of the ranks that own the tokens. It sends a row
+for each (token, expert), where the sums of a rank's experts are fewer; but those are made by a pass
+of their own after the last tile. It takes no SM and no second stream. The combine buffer then holds
+top_k rows for each token, and not one for each rank.
 
 Other overlaps hid no more than they cost. Measured: docs/tuning_notes.md#moe
 """
@@ -25,10 +24,7 @@ __all__ = ["CANDIDATES", "NO_OVERLAP", "Schedule", "choose_schedule"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What one layer shape overlaps. stream: dispatch in chunks, a few SMs pushing while the others
-    plan and move what has arrived into expert order. sent_rows: the GEMMs before a combine send
-    their rows as they make them.
-    """
+    """Which overlaps one layer shape uses, as in the module's docstring."""
 
     stream: bool = False
     sent_rows: bool = False
@@ -58,33 +54,31 @@ def choose_schedule(
     num_experts: int,
     ranks: int,
     sends: bool,
-    machine: Machine = REFERENCE["gpu"],
+    machine: Machine = REFERENCE["h200"],
 ) -> Schedule:
-    """The schedule of the shape of a layer with 16-bit rows and a gated activation.
+    """Return the schedule of a layer with 16-bit rows and a gated activation.
 
-    sends: whether the GPU's GEMMs can send (kernels/grouped_gemm: sends_rows).
-    machine: figures that the estimates start from.
+    Dispatch is streamed where a rank sends enough bytes and the wire is busy for twice the time of
+    moving tokens into expert order. GEMMs send their rows where forward and backward are predicted
+    to be faster so: the longer of GEMM and wire, then a sum over top_k rows; against the GEMM, then
+    sums that are read and sent, then a sum over ranks. Where matrices lie apart, a kernel after the
+    GEMMs sends the rows.
 
-    Dispatch is streamed where a rank sends enough for it and the wire is busy for twice as long as
-    moving tokens into expert order takes.
-
-    Rows are sent by the GEMMs, if those can, where the estimate of forward and backward is lower:
-    the longer of GEMM and wire, then a sum over top_k rows; against the GEMM, then sums that are
-    read and sent, then a sum over ranks. Matrices that lie apart are no stack: a kernel after the
-    GEMMs sends their rows.
+    Args:
+        sends: whether the GPU's grouped GEMMs can send (kernels/grouped_gemm: sends_rows).
+        machine: figures of the prediction.
     """
-    link = machine.copies or machine.collective or REFERENCE["gpu"].copies
-    assert link is not None
+    link = machine.copies or machine.collective
     wire_rate, flops_rate = _WIRE * link.bytes_per_s, _GROUPED * machine.flops_per_s
     memory_rate = machine.bytes_per_s
     local = num_experts // ranks
     chosen = min(top_k, num_experts)
-    # Of the tokens that any one rank gets.
+    # Share of the tokens that any one rank gets.
     share = 1.0 - math.comb(num_experts - local, chosen) / math.comb(num_experts, chosen)
     row = max_tokens * hidden * 2  # bytes of one row for each token
     rows = row * top_k
     sums = row * (ranks - 1) * share
-    moved = rows + row + sums  # written for the experts, read of what is here and what arrives
+    moved = rows + row + sums  # written in expert order; read here and on arrival
     stream = sums >= _STREAMED_BYTES and sums * memory_rate >= 2.0 * moved * wire_rate
     first = sent = 0.0
     for depth in (ffn, 2 * ffn):

@@ -9,7 +9,8 @@ import pytest
 
 from megatron_fluid.cli import main, plan
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.plan.machine import REFERENCE, Machine, reference_machine
+from megatron_fluid.plan.machine import REFERENCE, Machine
+from tests.support.machine import GPUS
 
 FLAGS = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention "
@@ -67,6 +68,15 @@ def test_a_wrong_command_line_is_named(
     assert said in capsys.readouterr().err
 
 
+def test_without_a_gpu_figures_are_an_h200s(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "mixtral-8x7b", "--expert-parallel", "4"]) == 0
+    text = capsys.readouterr().out
+    assert GPUS or "machine: NVIDIA H200" in text
+    total = next(line for line in text.splitlines() if line.startswith("in all"))
+    plain, taken = (float(word) for word in total.split() if word[0].isdigit())
+    assert 0 < taken < plain
+
+
 def test_without_ranks_there_is_nothing_to_choose(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "mixtral-8x7b", "--machine", "h200"]) == 0
     assert "nothing moves between ranks" in capsys.readouterr().out
@@ -79,22 +89,14 @@ def test_figures_are_written_and_read_again(
     words = ["plan", "mixtral-8x7b", "--context-parallel", "2"]
     assert main([*words, "--machine", "h200", "--write", str(path)]) == 0
     first = capsys.readouterr().out.replace("(reference)", "")
-    assert Machine.read(str(path)).flops_per_s == REFERENCE["gpu"].flops_per_s
+    assert Machine.read(str(path)).flops_per_s == REFERENCE["h200"].flops_per_s
     assert main([*words, "--machine", str(path)]) == 0
     assert capsys.readouterr().out.split()[-10:] == first.split()[-10:]
 
 
-def test_on_cpus_auto_overlaps_what_it_can() -> None:
-    model = dataclasses.replace(plan.MODELS["mixtral-8x7b"], context=2)
-    cpu = reference_machine("cpu", 2)
-    by_setting = {auto: next(iter(plan.parts_of(model, cpu, auto))) for auto in (True, False)}
-    assert by_setting[True].chosen == "overlapped" and "always on CPUs" in by_setting[True].why
-    assert by_setting[False].chosen == "exchanged", "by the reference figures of CPUs"
-
-
 def test_of_latent_attention_the_gather_of_compressed_rows_is_taken() -> None:
     model = dataclasses.replace(plan.MODELS["deepseek-v3"], context=4, sequence=16384)
-    machine = reference_machine("cuda", 4)
+    machine = REFERENCE["h200"]
     (part,) = plan.parts_of(model, machine)
     assert part.name.startswith("latent") and part.chosen == "overlapped"
     assert part.forms["overlapped"].seconds < 0.8 * part.forms["exchanged"].seconds

@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.cases.wire_times import hosts_reached, plain_s
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
-from megatron_fluid.moe.hierarchical import choice
-from megatron_fluid.moe.hierarchical.choice import ExpertCost, ExpertShape, works
+from megatron_fluid.moe.hierarchical import choice, wire
+from megatron_fluid.moe.hierarchical.choice import ExpertCost, ExpertShape, expert_cost, works
 from megatron_fluid.moe.hierarchical.model import (
     FORMS,
     Form,
-    Link,
+    Wire,
     Work,
     best_form,
     chunks_for,
-    hosts_reached,
-    plain_s,
     two_level_s,
 )
 from megatron_fluid.moe.hierarchical.plan import HierarchicalPlan, make_plan, rows_between_hosts
 from megatron_fluid.moe.hierarchical.rows import TokenRoom
 from megatron_fluid.moe.hierarchical.transport import _HierarchicalExchange
+from megatron_fluid.plan.machine import REFERENCE
 from megatron_fluid.topology import HostLayout
 
 LAYOUTS = [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 0, 1), (0, 1, 2, 2), (0, 0, 1, 1, 2, 2, 2, 3)]
@@ -113,7 +113,7 @@ WORK = Work(own_s=0.5, crossing_s=0.5, out_bytes=1e6, back_bytes=1e6)
 
 
 def test_a_wire_shorter_than_the_computation_is_hidden() -> None:
-    fast, slow, slower = Link(8e6), Link(2e6), Link(0.5e6)
+    fast, slow, slower = Wire(8e6), Wire(2e6), Wire(0.5e6)
     assert plain_s(WORK, fast) == pytest.approx(1.25)
     assert plain_s(WORK, fast, by_turns=1.0) == pytest.approx(1.5)
     # what comes first and last is own tokens
@@ -131,7 +131,7 @@ def test_a_wire_shorter_than_the_computation_is_hidden() -> None:
 def test_a_piece_is_there_when_the_last_stream_has_brought_its_part() -> None:
     # The wire takes 2 s each way. Of three streams the last one's half of the tokens comes when the
     # others have sent all of theirs, after 5/3 s and not 1; its other half after 2.
-    link = Link(0.5e6, streams=3)
+    link = Wire(0.5e6, streams=3)
     instant = replace(WORK, own_s=0.0, crossing_s=0.0)
     late = replace(instant, back_bytes=0.0)
     assert two_level_s(replace(late, crossing_s=1.0), link, Form(2)) == pytest.approx(5 / 3 + 1)
@@ -141,7 +141,7 @@ def test_a_piece_is_there_when_the_last_stream_has_brought_its_part() -> None:
     after = replace(instant, after_s=3.0)
     assert two_level_s(after, link, Form(2)) == pytest.approx(2 + 2 / 3 + 3)
     for form in (Form(1), Form(4, 0.75), Form(first=1.0, joined=True)):
-        times = [two_level_s(WORK, Link(2e6, streams=streams), form) for streams in (1, 2, 3, 9)]
+        times = [two_level_s(WORK, Wire(2e6, streams=streams), form) for streams in (1, 2, 3, 9)]
         assert times == sorted(times)
         if form.chunks == 1:  # nothing overtakes
             assert times[0] == pytest.approx(times[-1])
@@ -149,18 +149,18 @@ def test_a_piece_is_there_when_the_last_stream_has_brought_its_part() -> None:
 
 def test_the_form_is_the_one_that_pays() -> None:
     work = replace(WORK, pass_s=0.05)
-    assert best_form([work], Link(1e12)) == FORMS[0] == Form(first=1.0, joined=True)
-    assert best_form([work], Link(2e6, latency_s=0.5)).chunks == 1
-    assert best_form([work], Link(2e6)).chunks == 2
-    assert best_form([work], Link(0.5e6)) == Form(2, 0.5)  # the wire is never idle
-    assert best_form([replace(work, own_s=0.1, crossing_s=0.9)], Link(2e6)).chunks > 2
+    assert best_form([work], Wire(1e12)) == FORMS[0] == Form(first=1.0, joined=True)
+    assert best_form([work], Wire(2e6, latency_s=0.5)).chunks == 1
+    assert best_form([work], Wire(2e6)).chunks == 2
+    assert best_form([work], Wire(0.5e6)) == Form(2, 0.5)  # the wire is never idle
+    assert best_form([replace(work, own_s=0.1, crossing_s=0.9)], Wire(2e6)).chunks > 2
     kept_whole = 0
     for rate in (1e5, 1e6, 4e6, 1e7, 3e7, 1e8, 1e9):
         times = {
-            form: sum(two_level_s(each, Link(rate), form) for each in (work, WORK))
+            form: sum(two_level_s(each, Wire(rate), form) for each in (work, WORK))
             for form in FORMS
         }
-        best, least = best_form([work, WORK], Link(rate)), min(times.values())
+        best, least = best_form([work, WORK], Wire(rate)), min(times.values())
         whole = times[FORMS[0]]
         assert times[best] == pytest.approx(least) if least <= 0.95 * whole else best == FORMS[0]
         kept_whole += 0.95 * whole < least < whole
@@ -169,7 +169,7 @@ def test_the_form_is_the_one_that_pays() -> None:
 
 def test_without_a_backward_the_forward_alone_decides() -> None:
     cost = ExpertCost(row_s=32e-6, pass_s=1.3e-3)
-    link = Link(1.49e6 / 17e-3)
+    link = Wire(1.49e6 / 17e-3)
     given = 245.0, 779.0, 724.0, 2048, 2, cost
     forward, backward = works(*given)
     alone, both = (choice._form_for(*given, link, learning) for learning in (False, True))
@@ -178,49 +178,42 @@ def test_without_a_backward_the_forward_alone_decides() -> None:
     assert alone.chunks > both.chunks
 
 
-def test_a_link_is_taken_at_the_best_of_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    pending = SimpleNamespace(wait=lambda: None)
-    rounds: Any = SimpleNamespace(domains=[0, 1], rank=0, exchange=lambda *_: pending)
-    took = iter([*[0.003] * 6, 0.001, 0.002, 0.02, 0.05, 0.06, 0.07, 0.041, 0.06])
-    monkeypatch.setattr(choice, "_gathered", lambda *_: [[next(took)]])
-    link = choice._measure_link(rounds)
-    assert link.latency_s == 0.001
-    assert link.bytes_per_s == pytest.approx(2**18 / 0.04)
-
-
-def test_the_ranks_of_a_host_share_its_link_to_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    pending = SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr(choice, "_gathered", lambda *_: [[0.1]])
-    for domains, streams in (([0, 1], 1), ([0, 1, 2, 3], 3), ([0, 0, 1, 1], 2), ([0, 1, 1, 2], 4)):
-        rounds: Any = SimpleNamespace(domains=domains, rank=0, exchange=lambda *_: pending)
-        assert choice._measure_link(rounds).streams == streams
-
-
-def test_experts_of_ranks_that_share_a_core_cost_what_a_rank_waits_for_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A rank gets half of its core, in slices longer than a sample: single samples say nothing."""
-    own = 0.0
-    per_row, per_matrix, slice_s = 2e-6, 0.5e-3, 0.01
-
-    def mm(x: torch.Tensor, matrix: torch.Tensor) -> None:
-        nonlocal own
-        own += per_row * x.shape[0] + per_matrix
-
-    clocks = SimpleNamespace(
-        thread_time=lambda: own, perf_counter=lambda: own + slice_s * (own // slice_s)
+def _measured(
+    monkeypatch: pytest.MonkeyPatch, domains: list[int], times: list[float], slower: float = 0.0
+) -> Wire:
+    """The wire that rank 0 measures whose exchanges take such times; another rank's take `slower`
+    seconds more."""
+    clock = iter([at for took in times for at in (0.0, took)])
+    monkeypatch.setattr(wire, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    talk = SimpleNamespace(
+        gather=lambda _, value: [value, value + slower], first=lambda _, value: value
     )
-    monkeypatch.setattr(choice, "time", clocks)
-    monkeypatch.setattr(torch, "mm", mm)
-    cost = choice._measure_experts(ExpertShape(8, 16, 8, torch.float32), experts=16)
-    slower = cost.piece_s / ExpertCost(0.0, 0.0).piece_s
-    assert 1.8 < slower < 2.0
-    # fc1 and fc2; of 16 experts 8 were timed
-    assert cost.row_s == pytest.approx(slower * 2 * per_row)
-    assert cost.pass_s == pytest.approx(slower * 16 * 2 * per_matrix)
-    monkeypatch.setattr(clocks, "perf_counter", lambda: own)
-    alone = choice._measure_experts(ExpertShape(8, 16, 8, torch.float32), experts=16)
-    assert alone == pytest.approx(ExpertCost(2 * per_row, 16 * 2 * per_matrix))
+    monkeypatch.setattr(wire, "agreement", lambda group: talk)
+    pending = SimpleNamespace(wait=lambda: None)
+    rounds: Any = SimpleNamespace(domains=domains, rank=0, group=None, exchange=lambda *_: pending)
+    return wire._measure(rounds)
+
+
+def test_the_wire_is_that_of_the_slowest_rank_at_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [*[0.003] * 6, 0.001, 0.002, 0.02, 0.05, 0.06, 0.07, 0.041, 0.06, 0.06]
+    found = _measured(monkeypatch, [0, 1], times)
+    assert found.latency_s == 0.001
+    assert found.bytes_per_s == pytest.approx(2**18 / 0.04)
+    found = _measured(monkeypatch, [0, 1], times, slower=0.01)
+    assert found.latency_s == 0.011, "and so long that the first message is long enough"
+    assert found.bytes_per_s == pytest.approx(2**17 / (0.041 + 0.01 - 0.011))
+
+
+def test_the_ranks_of_a_host_share_its_wire_to_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for domains, streams in (([0, 1], 1), ([0, 1, 2, 3], 3), ([0, 0, 1, 1], 2), ([0, 1, 1, 2], 4)):
+        assert _measured(monkeypatch, domains, [0.1] * 20).streams == streams
+
+
+def test_experts_cost_their_flops_and_one_reading_of_their_matrices() -> None:
+    machine = replace(REFERENCE["cpu"], flops_per_s=1e9, bytes_per_s=1e6)
+    cost = expert_cost(machine, ExpertShape(10, 40, 20, torch.float32), experts=3)
+    assert cost.row_s == pytest.approx(2 * 10 * 60 / 1e9)
+    assert cost.pass_s == pytest.approx(3 * 10 * 60 * 4 / 1e6)
 
 
 def test_rows_of_one_source_are_where_the_next_ones_begin() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.fused_gemm.launch import MOST_ROWS
-from megatron_fluid.plan.machine import reference_machine
+from megatron_fluid.plan.machine import REFERENCE
 from megatron_fluid.tensor_parallel import choice
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
 from megatron_fluid.tensor_parallel.fused import FusedBackend
@@ -56,7 +56,7 @@ def _chosen(
         copy_engine=_CopyEngine(),
         fused=_Fused(full) if hopper else None,
         gpu="a GPU that nobody measured",
-        machine=reference_machine("cuda", 2),
+        machine=REFERENCE["h200"],
         unsupported_reason=None,
     )
     monkeypatch.setattr(choice, "backends_of", lambda group: backends)
