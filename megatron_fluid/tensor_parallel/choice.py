@@ -1,13 +1,12 @@
 """Which backend serves a shape: the one asked for by name, else the fastest of a near shape that
 was measured on such a GPU, else the one of least predicted time (megatron_fluid.plan).
 
-Table and predictions depend on sizes, dtypes, strides, the group, the GPU's name and figures that
-the ranks have agreed on, and on what is the same on every rank (A on a GPU, a CUDA-graph capture,
-operands that begin on 16-byte boundaries). So every rank decides alike without communication.
+Every rank chooses the same without communication: the choice depends on sizes, dtypes, strides, the
+group, figures of the machine that the ranks share, and on what holds on all ranks alike (A on a
+GPU, a CUDA-graph capture, operands that begin on 16-byte boundaries).
 
-A capture gets the collective. The overlapped forms keep the number of the call, or its half of the
-buffers, on the host: a replay would reuse the captured one and overwrite what a peer still reads.
-An overlapped form asked for by name refuses a capture.
+A capture gets the collective. The overlapped backends count their calls on the host: a replay would
+reuse the captured number, and overwrite what a peer still reads. They refuse a capture by name.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
     from megatron_fluid.tensor_parallel.fused import FusedBackend
 
-__all__ = ["BACKENDS", "Backend", "backend_for", "backends_of", "overlapped_backends"]
+__all__ = ["BACKENDS", "Backend", "backend_for", "backends_of"]
 
 BACKENDS = ("auto", "copy_engine", "fused", "collective")
 
@@ -76,37 +75,10 @@ def backends_of(group: dist.ProcessGroup) -> _GroupBackends:
     )
 
 
-def overlapped_backends(name: str, group: dist.ProcessGroup, a: Tensor) -> _GroupBackends | None:
-    """The backends of a group if an overlapped one may serve `a`, or None if the collective must.
-    Collective the first time.
-
-    Raises:
-        ConfigError: an overlapped one asked for by name is unavailable, with the reason.
-        FluidError: an overlapped one asked for by name in a CUDA-graph capture.
-    """
-    if name == "collective":
-        return None
-    if group.size() == 1:
-        reason: str | None = "the group has one rank"
-    elif not a.is_cuda:
-        reason = f"its operands are on a {a.device.type.upper()}"
-    elif torch.cuda.is_current_stream_capturing():
-        refuse_capture(name, name != "auto")
-        return None
-    else:
-        backends = backends_of(group)
-        reason = backends.unsupported_reason
-        if reason is None:
-            return backends
-    if name == "auto":
-        return None
-    raise ConfigError(f"backend: found {name!r}, allowed here: auto, collective, because {reason}")
-
-
 def backend_for(
     name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm, m: int, a: Tensor
 ) -> Backend:
-    """The backend for one shape.
+    """Return the backend for one shape. Collective the first time.
 
     Args:
         name: one of BACKENDS.
@@ -121,34 +93,46 @@ def backend_for(
         FluidError: an overlapped one asked for by name in a CUDA-graph capture.
     """
     if name not in BACKENDS:
-        raise ConfigError(f"backend: found {name!r}, allowed: {', '.join(BACKENDS)}")
-    backends = overlapped_backends(name, group, a)
-    if backends is None:
+        raise ConfigError.of("backend", name, ", ".join(BACKENDS))
+    backends, reason = None, None
+    if group.size() == 1:
+        reason = "the group has one rank"
+    elif not a.is_cuda:
+        reason = f"its operands are on a {a.device.type.upper()}"
+    elif name != "collective" and torch.cuda.is_current_stream_capturing():
+        refuse_capture(name, name != "auto")
+        name = "collective"
+    elif name != "collective":
+        backends = backends_of(group)
+        reason = backends.unsupported_reason
+    if name == "collective" or (name == "auto" and reason is not None):
         return CollectiveBackend(group)
+    if reason is not None:
+        allowed = f"allowed here: auto, collective, because {reason}"
+        raise ConfigError(f"backend: found {name!r}, {allowed}")
+    assert backends is not None and backends.copy_engine is not None
     copy_engine, fused = backends.copy_engine, backends.fused
-    assert copy_engine is not None
     if name == "fused" and fused is None:
         found = f"{group.size()} ranks, {backends.gpu}"
         reason = f"its kernels are for at most {MOST_RANKS} ranks on Hopper GPUs, not for {found}"
         allowed = "auto, copy_engine, collective"
         raise ConfigError(f"backend: found 'fused', allowed here: {allowed}, because {reason}")
     if name != "auto":
-        asked = getattr(backends, name)
+        asked = copy_engine if name == "copy_engine" else fused
+        assert asked is not None
         asked.check(a, gemm, m)
         return asked
     if copy_engine.unsupported_reason(a, gemm, m) is not None:
         return backends.collective
-    n, k = gemm.n, gemm.k
-    chosen = measured_backend(backends.gpu, group.size(), operation, m, n, k)
+    shape = m, gemm.n, gemm.k
+    chosen = measured_backend(backends.gpu, group.size(), operation, *shape)
     if fused is not None and fused.unsupported_reason(a, gemm, m) is not None:
         fused = None
     if chosen is None:
         assert backends.machine is not None, "agreed on with the symmetric memory"
         can_fuse = fused is not None and fused.fills_waves(a, gemm, m, operation)
-        shape = m, n, k
-        chosen = fastest_linear(
-            backends.machine, operation, group.size(), shape, a.element_size(), can_fuse
-        )
+        figures = backends.machine, operation, group.size()
+        chosen = fastest_linear(*figures, shape, a.element_size(), can_fuse)
     if chosen == "fused" and fused is not None:
         return fused
     return backends.collective if chosen == "collective" else copy_engine

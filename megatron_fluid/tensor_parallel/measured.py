@@ -35,8 +35,8 @@ def measured_backend(gpu: str, ranks: int, operation: str, m: int, n: int, k: in
 def nearest_backend(
     table: Iterable[Entry], gpu: str, ranks: int, operation: str, shape: tuple[int, int, int]
 ) -> str | None:
-    """The backend of the nearest measured shape (M, N, K), or None where none is near. The distance
-    is the largest ratio of M, N and K, then the product of all three.
+    """Return the backend of the nearest measured shape (M, N, K), or None where none is near. The
+    distance is the largest ratio of M, N and K, then the product of all three.
 
     >>> nearest_backend([("H200", 4, "gather", 1024, 512, 512, "fused")],
     ...                 "H200", 4, "gather", (2048, 512, 512))
