@@ -11,7 +11,7 @@ Shapes: as in `Backend`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.backward.functions import once_differentiable
+from megatron_fluid.comm.agreement import agreement
+from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.tensor_parallel.choice import Backend, backend_for
 from megatron_fluid.tensor_parallel.gemm import FP8_DTYPES, Gemm
@@ -83,12 +85,13 @@ def all_gather_matmul(
 
     Raises:
         ConfigError: shapes, dtypes, devices or scales that do not fit; no group; a backend that
-            this group cannot have.
+            this group cannot have; on every rank: A differs in shape or dtype between ranks.
     """
     if a_shard.dim() != 2:
         raise ConfigError(f"a_shard: found {a_shard.dim()} dimensions, allowed: 2, [m, K]")
     rows = _ranks_of(group) * a_shard.shape[0]
     gemm = _checked(Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype), a_shard, rows)
+    _compare("all_gather_matmul", group, "a_shard [m, K]", a_shard.shape, a_shard.dtype)
     chosen = backend_for(backend, group, "gather", gemm, rows, a_shard)
     if _differentiable(a_shard, b, bias):
         call = _Call(gemm, backend, group, chosen, weight_grad, return_gathered)
@@ -129,10 +132,12 @@ def matmul_reduce_scatter(
         C ``[M / W, N]``: rows ``[rank M / W, (rank + 1) M / W)`` of the sum.
 
     Raises:
-        ConfigError: as `all_gather_matmul`, and M not divisible by the number of ranks.
+        ConfigError: as `all_gather_matmul`, and M not divisible by the number of ranks; on every
+            rank: C differs in shape or dtype between ranks.
     """
     rows, ranks = a.shape[0], _ranks_of(group)
     gemm = _checked(Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype), a, rows)
+    _compare("matmul_reduce_scatter", group, "C [M, N]", (rows, gemm.n), gemm.dtype_for(a))
     if rows % ranks:
         allowed = f"multiples of the {ranks} ranks of the group"
         raise ConfigError(f"M (rows of a): found {rows}, allowed: {allowed}")
@@ -147,6 +152,27 @@ def _ranks_of(group: dist.ProcessGroup | None) -> int:
     if group is None:
         raise ConfigError.of("group", None, "the process group of the tensor-parallel ranks")
     return group.size()
+
+
+def _compare(
+    operation: str, group: dist.ProcessGroup, what: str, shape: Sequence[int], dtype: torch.dtype
+) -> None:
+    """Raise ConfigError on every rank where what is sent is not of one shape and dtype: a backend
+    would read rows that nobody wrote. Ranks compare once for each shape of this rank; a later call
+    costs a look into a set. Collective for a new shape."""
+    if group.size() == 1:
+        return
+    seen: set[object] = group_resource(group, "tensor parallel shapes", set)
+    mine = operation, tuple(shape), dtype
+    if mine in seen:
+        return
+    talk = agreement(group)
+    found = talk.gather(f"compare the shapes of {operation}", (tuple(shape), dtype))
+    if len(set(found)) > 1:
+        each = (f"{s} {d} on rank {rank}" for rank, (s, d) in zip(talk.ranks, found, strict=True))
+        allowed = "one shape and dtype on all ranks of the group"
+        raise ConfigError(f"{what}: found {', '.join(each)}, allowed: {allowed}")
+    seen.add(mine)
 
 
 def _checked(gemm: Gemm, a: Tensor, rows: int) -> Gemm:

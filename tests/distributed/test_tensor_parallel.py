@@ -6,10 +6,14 @@ gradient, errors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter, ops
 from megatron_fluid.tensor_parallel.choice import Backend, backend_for
@@ -322,3 +326,46 @@ def _no_rows(rank: int, ranks: int) -> None:
 
 def test_no_rows_give_no_rows() -> None:
     run_ranks(_no_rows, 2)
+
+
+def _unequal(rank: int, ranks: int) -> list[str]:
+    """What each rank is told of shapes and dtypes that differ between ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    told = []
+
+    def refused(call: Callable[[], object]) -> None:
+        with pytest.raises(ConfigError) as caught:
+            call()
+        told.append(str(caught.value))
+
+    b = torch.randn(6, 8)
+    refused(lambda: all_gather_matmul(torch.ones(3 + rank, 6), b, group))
+    refused(lambda: all_gather_matmul(torch.ones(3, 6 + rank), torch.ones(6 + rank, 8), group))
+    kind = torch.float64 if rank else torch.float32
+    refused(lambda: all_gather_matmul(torch.ones(3, 6, dtype=kind), b.to(kind), group))
+    # One is a multiple of the ranks, the other is not.
+    refused(lambda: matmul_reduce_scatter(torch.ones(4 + rank, 6), b, group))
+    refused(lambda: matmul_reduce_scatter(torch.ones(4 * (1 + rank), 6), b, group))
+    # Nothing was sent: the next calls are served, and ask nobody about shapes that they know.
+    compared: list[str] = []
+    gather = Agreement.gather
+    with mock.patch.object(
+        Agreement, "gather", lambda *given: (compared.append(given[1]), gather(*given))[1]
+    ):
+        for _ in range(3):
+            a = torch.ones(3, 6)
+            c = all_gather_matmul(a, b, group)
+            torch.testing.assert_close(c, torch.ones(3 * ranks, 6) @ b)
+            total = matmul_reduce_scatter(torch.ones(4, 6), b, group)
+            torch.testing.assert_close(total, ranks * torch.ones(4 // ranks, 6) @ b)
+    assert sum(name.startswith("compare the shapes") for name in compared) == 2, compared
+    return told
+
+
+def test_shapes_that_differ_between_ranks_are_refused_on_every_rank() -> None:
+    one, other = run_ranks(_unequal, 2)
+    assert one == other and len(one) == 5
+    assert "a_shard [m, K]: found (3, 6) torch.float32 on rank 0, (4, 6)" in one[0]
+    assert "(3, 6) torch.float64 on rank 1" in one[2]
+    assert "C [M, N]: found (4, 8) torch.float32 on rank 0, (5, 8)" in one[3]
