@@ -120,8 +120,8 @@ def test_a_callable_that_bears_the_name_of_a_kernel_is_not_taken_for_it() -> Non
 def test_the_first_forward_sizes_the_buffers_by_the_rank_with_most_tokens() -> None:
     others = 9
 
-    def gather(sizes: list[int], mine: int, group: object) -> None:
-        sizes[:] = [mine, others]
+    def gather(operation: str, mine: int) -> list[int]:
+        return [mine, others]
 
     made: list[tuple[object, ...]] = []
 
@@ -131,7 +131,7 @@ def test_the_first_forward_sizes_the_buffers_by_the_rank_with_most_tokens() -> N
 
     sized = SizedBuffers(mock.Mock(size=lambda: 2), ffn=32, top_k=2, experts=8)
     with (
-        mock.patch.object(dist, "all_gather_object", gather),
+        mock.patch.object(nvlink_buffers, "agreement", return_value=SimpleNamespace(gather=gather)),
         mock.patch.object(nvlink_buffers, "shared_buffers", make),
     ):
         first = sized.of(4, 64, torch.bfloat16)
@@ -158,9 +158,9 @@ def test_rows_are_sent_by_gemms_of_the_types_that_can(monkeypatch: pytest.Monkey
     monkeypatch.setattr(nvlink_buffers, "sends_rows", lambda device, dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda found, **_: told.append(found[0]))
+    talk = SimpleNamespace(first=lambda _, schedule: (told.append(schedule), schedule)[1])
+    monkeypatch.setattr(nvlink_buffers, "agreement", lambda group: talk)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     shape = (4096, 4096, 14336, 2, 8)
     for _ in range(2):

@@ -79,6 +79,8 @@ def nothing_symmetric(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("symmetric memory would be made for nothing")
 
     monkeypatch.setattr(choice, "backends_of", refuse)
+    served = SimpleNamespace(name="collective")
+    monkeypatch.setattr(choice, "CollectiveBackend", lambda group: served)
 
 
 def test_one_kernel_is_taken_where_it_is_worth_it_and_its_waves_are_full(
