@@ -37,6 +37,7 @@ lint: style
 style: $(READY)
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
+	$(PYTHON) -c 'import clang_format; clang_format.clang_format()' --dry-run --Werror $(wildcard megatron_fluid/kernels/*/*.cu*)
 
 bench: $(READY)
 	PYTHON=$$(command -v $(PYTHON)) $(PYTHON) -m benchmarks.harness.run_all $(ARGS)

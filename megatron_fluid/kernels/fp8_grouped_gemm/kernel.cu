@@ -1,22 +1,22 @@
-// Grouped GEMM of fp8 expert rows for Hopper (sm_90a), with the scales of both operands: TMA, wgmma e4m3, clusters of two blocks.
-// Compiled at first use by megatron_fluid/kernels/sm90, which also writes wgmma.h: the wgmma instructions.
+// Grouped GEMM of fp8 expert rows for Hopper (sm_90a), with the scales of both operands: TMA, wgmma e4m3, clusters of two
+// blocks. Compiled at first use by megatron_fluid/kernels/sm90, which also writes wgmma.h: the wgmma instructions.
 //
 //   out[n, j] = sum_b a_scales[b, n] w_scales[e, j / 128, b] sum_(k in block b) x[n, k] w[e, j, k]     w [El, J, K]
 //
-// for the rows n of expert e: ends[e - 1] to ends[e]. A tensor core keeps some 14 bits of a sum of e4m3 products, so it adds up one
-// block of 128; the sum is scaled and added in fp32 registers, by one warpgroup while others multiply.
+// for the rows n of expert e: ends[e - 1] to ends[e]. A tensor core keeps some 14 bits of a sum of e4m3 products, so it adds up
+// one block of 128; the sum is scaled and added in fp32 registers, by one warpgroup while others multiply.
 //
-// Unlike in grouped_gemm/kernel.cu the tokens are the M side: a thread then has two rows of a sum, and needs two scales, not 32. An
-// expert's rows are cut into as few tiles as hold them, of up to three slabs of 64 rows, one for each warpgroup that multiplies: with
-// the sums of 128 and those of all depth that fills its registers. Blocks of a cluster take neighbouring 128 features of the same
-// rows, and each fetches half of the rows for both.
+// Unlike in grouped_gemm/kernel.cu the tokens are the M side: a thread then has two rows of a sum, and needs two scales,
+// not 32. An expert's rows are cut into as few tiles as hold them, of up to three slabs of 64 rows, one for each warpgroup that
+// multiplies: with the sums of 128 and those of all depth that fills its registers. Blocks of a cluster take neighbouring 128
+// features of the same rows, and each fetches half of the rows for both.
 constexpr int MOST_UNITS = 8, RING = 2;
 constexpr unsigned int MOST_TRIES = 1u << 24;  // a step takes a microsecond: seconds are a fault
 #include "sm90.cuh"
 
-constexpr int CONSUMERS = 3;      // warpgroups that multiply; also the slabs of a tile, at most
-constexpr int SLAB = 64;          // rows of an instruction
-constexpr int BLOCK = 128;        // of a scale along features and depth; also of a block's features, and a step's depth: 128 bytes
+constexpr int CONSUMERS = 3;  // warpgroups that multiply; also the slabs of a tile, at most
+constexpr int SLAB = 64;      // rows of an instruction
+constexpr int BLOCK = 128;    // of a scale along features and depth; also of a block's features, and a step's depth: 128 bytes
 constexpr int MOST_STAGED = 256;  // experts whose ends have room in shared memory
 constexpr int STAGES = Shape<FORWARD>::STAGES, STAGING = Shape<FORWARD>::STAGING;
 constexpr int STEP = OWN + CONSUMERS * (SLAB / UNIT) * PIECE;
@@ -106,8 +106,10 @@ __device__ __forceinline__ void send_rows(const Job& job, u32 chunk, int row, in
     const int token = i / 8, piece = i % 8;
     const u32 origin = job.origins[row + token], slot = origin & (1u << job.shift) - 1;
     u32 a, b, c, d;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
-                 : "r"(chunk + token * 128 + (piece ^ token % 8) * 16) : "memory");
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+                 : "r"(chunk + token * 128 + (piece ^ token % 8) * 16)
+                 : "memory");
     char* const to = job.buffers[origin >> job.shift] + ((u64)slot * job.width + feature + piece * 8) * 2;
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
   }

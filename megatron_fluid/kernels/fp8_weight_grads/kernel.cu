@@ -1,27 +1,29 @@
-// Weight gradients of fp8 expert rows for Hopper (sm_90a), with the scales of both operands: TMA, wgmma e4m3, clusters of two blocks.
-// Compiled at first use by megatron_fluid/kernels/sm90, which also writes wgmma.h: the wgmma instructions.
+// Weight gradients of fp8 expert rows for Hopper (sm_90a), with the scales of both operands: TMA, wgmma e4m3, clusters of two
+// blocks. Compiled at first use by megatron_fluid/kernels/sm90, which also writes wgmma.h: the wgmma instructions.
 //
-//   out[e, a, b] = sum_t left_scales[t, a] right_scales[t, b] sum_(p in block t) left[a, p] right[b, p]     left [A, P], right [B, P]
+//   out[e, a, b] = sum_t left_scales[t, a] right_scales[t, b] sum_(p in block t) left[a, p] right[b, p]     left [A, P], right
+//   [B, P]
 //
 // for the blocks t of 128 places that the rows of expert e fill (kernels/fp8_weight_grads). ADDS: added to fp32 matrices, or
 // written to them.
 //
-// As in fp8_grouped_gemm/kernel.cu the sum of a block is scaled and added in fp32 registers, by one warpgroup while others multiply. The
-// features of left are the M side, cut into as few tiles as hold them, of up to three slabs of 64, one for each warpgroup. Blocks of a
-// cluster take neighbouring 128 features of right, and each fetches half of a tile's features of left for both. A thread has two rows
-// of a sum, whose scales it reads itself, and 32 columns, whose scales come with each step into shared memory.
+// As in fp8_grouped_gemm/kernel.cu the sum of a block is scaled and added in fp32 registers, by one warpgroup while others
+// multiply. The features of left are the M side, cut into as few tiles as hold them, of up to three slabs of 64, one for each
+// warpgroup. Blocks of a cluster take neighbouring 128 features of right, and each fetches half of a tile's features of left
+// for both. A thread has two rows of a sum, whose scales it reads itself, and 32 columns, whose scales come with each step into
+// shared memory.
 //
-// A tile has few steps, one for 128 rows of an expert, so what happens to its results decides: they leave, and the old sums that they
-// are added to come, while other tiles are multiplied.
+// A tile has few steps, one for 128 rows of an expert, so what happens to its results decides: they leave, and the old sums
+// that they are added to come, while other tiles are multiplied.
 constexpr int MOST_UNITS = 8, RING = 2;
 constexpr unsigned int MOST_TRIES = 1u << 24;  // a step takes a microsecond: seconds are a fault
 #include "sm90.cuh"
 
-constexpr int CONSUMERS = 3;         // warpgroups that multiply; also the slabs of a tile, at most
-constexpr int SLAB = 64;             // features of left of an instruction
-constexpr int BLOCK = 128;           // places of a scale, which are a step's depth: 128 bytes; also a block's features of right
-constexpr int MOST_STAGED = 256;     // experts whose ends have room in shared memory
-constexpr int SCALES = BLOCK * 4;    // bytes of a step's scales of right
+constexpr int CONSUMERS = 3;       // warpgroups that multiply; also the slabs of a tile, at most
+constexpr int SLAB = 64;           // features of left of an instruction
+constexpr int BLOCK = 128;         // places of a scale, which are a step's depth: 128 bytes; also a block's features of right
+constexpr int MOST_STAGED = 256;   // experts whose ends have room in shared memory
+constexpr int SCALES = BLOCK * 4;  // bytes of a step's scales of right
 constexpr int PITCH = BLOCK * 4 + 32;  // bytes between rows of old sums, by 8 banks, so that none collide
 constexpr int STEP = OWN + CONSUMERS * (SLAB / UNIT) * PIECE;
 
@@ -39,8 +41,8 @@ struct Tile {
   int row, slabs, feature;    // row: the first feature of left; feature: of right, of the cluster's first block
 };
 
-// From the number of a tile to the tile; numbers grow from call to call. ADDS: an expert without rows has none, but if the matrices are
-// fresh: then it is written zeros.
+// From the number of a tile to the tile; numbers grow from call to call. ADDS: an expert without rows has none, but if the
+// matrices are fresh: then it is written zeros.
 template <bool ADDS>
 struct Walk {
   const int* ends;
@@ -79,8 +81,8 @@ struct Walk {
   }
 };
 
-// What a block's warps share besides sm90.cuh's. told: who loads a tile finds it and tells the others, who have no registers left for
-// the walk. fetched, added: between a warpgroup and the warp that moves the sums that its results are added to.
+// What a block's warps share besides sm90.cuh's. told: who loads a tile finds it and tells the others, who have no registers
+// left for the walk. fetched, added: between a warpgroup and the warp that moves the sums that its results are added to.
 struct Mine {
   u64 told[SLOTS], fetched[CONSUMERS], added[CONSUMERS];
   Tile tiles[SLOTS];
@@ -108,8 +110,8 @@ struct Tiles {
   }
 };
 
-// What all of a block's threads know. high, wide: A, B. ADDS: sums, the address of each expert's matrix; fresh, whether these have no
-// sums yet.
+// What all of a block's threads know. high, wide: A, B. ADDS: sums, the address of each expert's matrix; fresh, whether these
+// have no sums yet.
 struct Job {
   const TensorMap* result;
   const u64* sums;
@@ -120,7 +122,8 @@ struct Job {
 
 __device__ __forceinline__ void load_bytes(u32 to, const void* from, int bytes, u64* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-               "r"(bytes), "r"(address(barrier)) : "memory");
+               "r"(bytes), "r"(address(barrier))
+               : "memory");
 }
 
 __device__ __forceinline__ void store_bytes(void* to, u32 from, int bytes) {
@@ -154,7 +157,8 @@ __device__ __forceinline__ void produce(
         load_own(at, own, full, t * BLOCK, feature, 0);
         load_tokens(at + OWN, both->maps, full, t * BLOCK, tile.row, pieces, block);
         // The second block may have no features: then it needs some scales, and no certain ones.
-        load_bytes(scales + stage * SCALES, job.right_scales + (u64)t * job.wide + min(feature, job.wide - BLOCK), SCALES, full);
+        load_bytes(
+            scales + stage * SCALES, job.right_scales + (u64)t * job.wide + min(feature, job.wide - BLOCK), SCALES, full);
       }
       if (++stage == Room<ADDS>::STAGES) stage = 0, parity ^= 1;
     }
@@ -254,13 +258,16 @@ __device__ __forceinline__ void add_slab(const float (&total)[64], bool fresh, u
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       if (fresh) break;
-      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(old[2 * i]), "=f"(old[2 * i + 1])
-                   : "r"(at + i % 2 * 8 * PITCH + (j + i / 2) * 32) : "memory");
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                   : "=f"(old[2 * i]), "=f"(old[2 * i + 1])
+                   : "r"(at + i % 2 * 8 * PITCH + (j + i / 2) * 32)
+                   : "memory");
     }
 #pragma unroll
     for (int i = 0; i < 8; i++)
       asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at + i % 2 * 8 * PITCH + (j + i / 2) * 32),
-                   "f"(old[2 * i] + total[4 * j + 2 * i]), "f"(old[2 * i + 1] + total[4 * j + 2 * i + 1]) : "memory");
+                   "f"(old[2 * i] + total[4 * j + 2 * i]), "f"(old[2 * i + 1] + total[4 * j + 2 * i + 1])
+                   : "memory");
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -295,15 +302,15 @@ __device__ __forceinline__ void consume(
       add_slab(total, job.fresh, staging, thread);
       arrive(&mine->added[warpgroup]);
     } else {
-      store_slab(job, total, tile.expert, tile.row + warpgroup * SLAB, tile.feature + block * BLOCK, staging, warpgroup, thread);
+      store_slab(
+          job, total, tile.expert, tile.row + warpgroup * SLAB, tile.feature + block * BLOCK, staging, warpgroup, thread);
     }
   }
 }
 
-// One warp for each warpgroup that multiplies: brings a slab's old sums into the staging area during the multiplication, and writes
-// the new ones back; of fresh matrices it only says that the staging area is free. No other block has the slab.
-__device__ __forceinline__ void carry_sums(
-    const Job& job, u32 staging, Mine* mine, int block, int warpgroup, int lane) {
+// One warp for each warpgroup that multiplies: brings a slab's old sums into the staging area during the multiplication, and
+// writes the new ones back; of fresh matrices it only says that the staging area is free. No other block has the slab.
+__device__ __forceinline__ void carry_sums(const Job& job, u32 staging, Mine* mine, int block, int warpgroup, int lane) {
   u64 *const fetched = &mine->fetched[warpgroup], *const added = &mine->added[warpgroup];
   Tile tile;
   Tiles tiles = {mine, 0};
@@ -313,7 +320,7 @@ __device__ __forceinline__ void carry_sums(
     const bool some = warpgroup < tile.slabs && feature < job.wide;
     float* const matrix = (float*)job.sums[tile.expert] + (u64)row * job.wide + feature;
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // a lane fills the rows that it emptied
-    __syncwarp();  // nobody still waits for the tile before
+    __syncwarp();                                                   // nobody still waits for the tile before
     if (lane == 0) expect(fetched, some && !job.fresh ? SLAB * BLOCK * 4 : 0);
     __syncwarp();
     if (some && !job.fresh) {
@@ -352,7 +359,15 @@ __device__ __forceinline__ void run(
   __syncthreads();
   sync_cluster();
   const Walk<ADDS> walk = {
-      experts <= MOST_STAGED ? row_ends : ends, places, experts, job.high / SLAB, (job.wide + 2 * BLOCK - 1) / (2 * BLOCK), 0, 0, 0, 0,
+      experts <= MOST_STAGED ? row_ends : ends,
+      places,
+      experts,
+      job.high / SLAB,
+      (job.wide + 2 * BLOCK - 1) / (2 * BLOCK),
+      0,
+      0,
+      0,
+      0,
       job.fresh};
   const Numbers numbers = {shared, (int)blockIdx.x / 2, 0};
   if (warpgroup == 0) {
@@ -372,8 +387,8 @@ __device__ __forceinline__ void run(
   sync_cluster();
 }
 
-// high, wide, places: A, B, P, multiples of 128. left_scales [P / 128, A], right_scales [P / 128, B]. result: of [El, A, B], not of ADDS.
-// sums, fresh: of ADDS alone.
+// high, wide, places: A, B, P, multiples of 128. left_scales [P / 128, A], right_scales [P / 128, B]. result: of [El, A, B],
+// not of ADDS. sums, fresh: of ADDS alone.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (1 + CONSUMERS), 1) ENTRY(
     const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ TensorMap result,
     const int* ends, const u64* sums, const float* left_scales, const float* right_scales, int experts, int high, int wide,

@@ -8,18 +8,18 @@
 // (BACKWARD). C[i, n] = sum_k A[i, k] w[n, k] (+ bias[n]). Tiles are taken block after block, so that what waits comes last.
 //
 // Gather: the own block first, from where the caller has it, then those of r + 1, r + 2, ..., which their ranks push into this
-// rank's receive buffer, whole or in chunks of K with a flag behind each. The thread that loads waits for a chunk before its first step.
-// Where tiles are few and K is long, a tile is cut along K, so that whole waves of pieces keep all SMs busy; who finishes the last
-// piece adds them up.
+// rank's receive buffer, whole or in chunks of K with a flag behind each. The thread that loads waits for a chunk before its
+// first step. Where tiles are few and K is long, a tile is cut along K, so that whole waves of pieces keep all SMs busy; who
+// finishes the last piece adds them up.
 //
-// Scatter: the blocks of r + 1, r + 2, ... first, the own last, each to an address of its own, on this GPU. Tiles are counted by
-// chunks of columns once they are stored, for copy engines that bring a chunk to its owner. (Stores over NVLink come in bursts
-// that hold up the tiles behind them, and to add other ranks' results in the epilogue, where no warp multiplies, takes longer
-// than a kernel that does nothing else.)
+// Scatter: the blocks of r + 1, r + 2, ... first, the own last, each to an address of its own, on this GPU. Tiles are counted
+// by chunks of columns once they are stored, for copy engines that bring a chunk to its owner. (Stores over NVLink come in
+// bursts that hold up the tiles behind them, and to add other ranks' results in the epilogue, where no warp multiplies, takes
+// longer than a kernel that does nothing else.)
 //
 // Nobody waits for a rank that waits: what is pushed depends on no flag. A wait that ends by its time limit
-// leaves a record (megatron_fluid/kernels/flags.py) and goes on, and so do all after it. The rows that it waited for become NaN:
-// one value a row is enough, which a product of rows does not lose.
+// leaves a record (megatron_fluid/kernels/flags.py) and goes on, and so do all after it. The rows that it waited for become
+// NaN: one value a row is enough, which a product of rows does not lose.
 constexpr int MOST_UNITS = 8, RING = 2;
 constexpr unsigned long long MOST_TRIES = 1ull << 40;  // whoever waits here may wait for a rank, whose wait is bounded by time
 #include "sm90.cuh"
@@ -28,34 +28,34 @@ constexpr int MOST_RANKS = 8, MOST_CHUNKS = 64;
 
 // What one launch works on. What a kind does not use may be left from another launch.
 struct Call {
-  char* out[MOST_RANKS];     // gather: [0] C [W m, N]. scatter: each owner's block [m, N]
-  int* counters;             // scatter: [W, MOST_CHUNKS] by owner, of parts of tiles that are stored; they only grow
-  const int* flags;          // gather: [W] by source
-  unsigned short* landed;    // gather: [W m, K], where the others' rows arrive
-  const char* bias;          // gather: [N] or null
-  float4* partials;          // gather: [tiles, 2 blocks, 2 warpgroups, splits, 32, 128 threads]
-  int* arrivals;             // gather: [tiles, 2, 2] of splits; zero between launches
-  u64* errors;               // [W, 2]
+  char* out[MOST_RANKS];   // gather: [0] C [W m, N]. scatter: each owner's block [m, N]
+  int* counters;           // scatter: [W, MOST_CHUNKS] by owner, of parts of tiles that are stored; they only grow
+  const int* flags;        // gather: [W] by source
+  unsigned short* landed;  // gather: [W m, K], where the others' rows arrive
+  const char* bias;        // gather: [N] or null
+  float4* partials;        // gather: [tiles, 2 blocks, 2 warpgroups, splits, 32, 128 threads]
+  int* arrivals;           // gather: [tiles, 2, 2] of splits; zero between launches
+  u64* errors;             // [W, 2]
   int* abort;
   u64 timeout_ns;
-  int value;                 // gather: what flags reach with the first chunk; at least one more with each after it
+  int value;  // gather: what flags reach with the first chunk; at least one more with each after it
   int ranks, rank, operation;
-  int rows, width, depth;    // m, N, K
-  int high;                  // tiles of tokens of a block
-  int chunks;                // scatter: of the columns of each strip of a block
-  int part;                  // gather: how much of K, a multiple of DEPTH, a chunk of a block has
-  int splits, span;          // gather: of K, and how much of it, a multiple of DEPTH, each has
+  int rows, width, depth;  // m, N, K
+  int high;                // tiles of tokens of a block
+  int chunks;              // scatter: of the columns of each strip of a block
+  int part;                // gather: how much of K, a multiple of DEPTH, a chunk of a block has
+  int splits, span;        // gather: of K, and how much of it, a multiple of DEPTH, each has
 };
 
 struct Maps {
   TensorMap weights;
-  Boxes rows, landed;          // rows: gather: the own block; scatter: all of A
-  TensorMap out[MOST_RANKS];   // as Call::out
+  Boxes rows, landed;         // rows: gather: the own block; scatter: all of A
+  TensorMap out[MOST_RANKS];  // as Call::out
 };
 
 struct Tile {
-  int step, block;    // the step-th block to be worked on, and whose it is
-  int row, rows;      // in the block
+  int step, block;  // the step-th block to be worked on, and whose it is
+  int row, rows;    // in the block
   int units, feature;
   int chunk;          // of the block, which is sent as one; less than MOST_CHUNKS
   int split, number;  // which part of K, and the number of the tile without it
@@ -212,8 +212,8 @@ __device__ __forceinline__ void tell_stored(Shared* shared, int turn, int warpgr
   arrive(&shared->added[warpgroup]);
 }
 
-// Gather: leaves the sums over a part of K where the warpgroup that comes last to this tile finds them. For that one, true, and the
-// sums over all of K, taken in the order of the parts.
+// Gather: leaves the sums over a part of K where the warpgroup that comes last to this tile finds them. For that one, true, and
+// the sums over all of K, taken in the order of the parts.
 template <int WIDTH>
 __device__ __forceinline__ bool last_to_come(
     float (&total)[WIDTH / 2], const Tile& tile, const Call& call, int* last, int block, int warpgroup, int thread) {
@@ -296,19 +296,27 @@ __device__ __forceinline__ void consume(
   u32 parity = 0;
   numbers.receive();
   for (; walk.find(numbers.number, tile); numbers.receive()) {
-#define TOKENS(n)                                                                                                          \
-  finish_tile<MODE, SCATTER, n * UNIT>(tile, maps, call, steps, staging, shared, last, stage, parity, ring, turn, block,   \
-                                       warpgroup, thread);                                                                 \
+#define TOKENS(n)                                                                                           \
+  finish_tile<MODE, SCATTER, n * UNIT>(                                                                     \
+      tile, maps, call, steps, staging, shared, last, stage, parity, ring, turn, block, warpgroup, thread); \
   break;
     switch (tile.units) {
-      case 1: TOKENS(1)
-      case 2: TOKENS(2)
-      case 3: TOKENS(3)
-      case 4: TOKENS(4)
-      case 5: TOKENS(5)
-      case 6: TOKENS(6)
-      case 7: TOKENS(7)
-      default: TOKENS(MOST_UNITS)
+      case 1:
+        TOKENS(1)
+      case 2:
+        TOKENS(2)
+      case 3:
+        TOKENS(3)
+      case 4:
+        TOKENS(4)
+      case 5:
+        TOKENS(5)
+      case 6:
+        TOKENS(6)
+      case 7:
+        TOKENS(7)
+      default:
+        TOKENS(MOST_UNITS)
     }
   }
   if (SCATTER) tell_stored(shared, turn, warpgroup, thread);
@@ -336,8 +344,9 @@ __device__ __forceinline__ void run(const Maps& maps, const Call& call, Counter*
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int consumer = warpgroup - 1;
-    consume<MODE, SCATTER>(walk, numbers, maps, call, base, staging + consumer * Shape<MODE>::STAGING, &shared, last + consumer,
-                           block, consumer, threadIdx.x % 128);
+    consume<MODE, SCATTER>(
+        walk, numbers, maps, call, base, staging + consumer * Shape<MODE>::STAGING, &shared, last + consumer, block, consumer,
+        threadIdx.x % 128);
   }
   // The other block may still signal here, and multicast into here.
   sync_cluster();

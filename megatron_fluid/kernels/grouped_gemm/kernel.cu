@@ -14,22 +14,22 @@ constexpr int MOST_UNITS = 9, RING = 1;
 constexpr unsigned int MOST_TRIES = 1u << 24;  // a step takes a microsecond: seconds are a fault
 #include "sm90.cuh"
 
-constexpr int LONG_UNITS = 48;     // of an expert whose rows fill many tiles
-constexpr int MOST_STAGED = 256;   // experts whose ends fit in shared memory
+constexpr int LONG_UNITS = 48;    // of an expert whose rows fill many tiles
+constexpr int MOST_STAGED = 256;  // experts whose ends fit in shared memory
 
 // The tiles of one cluster, in the same order for every warp.
 struct Tile {
   // GRADS: row and rows are the whole expert's, feature is one of left. GATES: twice a feature.
   int expert, row, rows, feature;
-  int units;                       // of tokens
-  int column;                      // GRADS: of right
+  int units;   // of tokens
+  int column;  // GRADS: of right
 };
 
 // From the number of a tile to the tile; numbers grow from call to call.
 template <int MODE>
 struct Walk {
   const int* ends;
-  int rows;  // of all experts, at most: ends that are larger or that decrease lead nowhere else
+  int rows;                   // of all experts, at most: ends that are larger or that decrease lead nowhere else
   int experts, across, down;  // across: pairs of 128 features; down: tiles of COLUMNS (GRADS)
   int expert, first, start;
   bool reversed;  // the matrices of the experts lie in descending order
@@ -77,8 +77,8 @@ struct Walk {
 
 template <int MODE>
 __device__ __forceinline__ void produce(
-    Walk<MODE> walk, Numbers numbers, Counter* counter, const TensorMap* own, const Boxes* both, u32 steps,
-    Shared* shared, int depth, int block) {
+    Walk<MODE> walk, Numbers numbers, Counter* counter, const TensorMap* own, const Boxes* both, u32 steps, Shared* shared,
+    int depth, int block) {
   Tile tile;
   int stage = 0;
   u32 parity = 1;  // a barrier that nobody arrived at counts as past its earlier phase
@@ -166,15 +166,16 @@ struct Staged {
       : gates(at), ups(gates + HALVES * SMALL), acts(ups + HALVES * SMALL), probs(acts + HALVES * SMALL) {}
 };
 
-// `out` [N, 2F] is written only where `keep` says so. Rounded first, as by a kernel that would read it. Returns as token_tile, of chunks
-// of Staged::ONCE tokens.
+// `out` [N, 2F] is written only where `keep` says so. Rounded first, as by a kernel that would read it. Returns as token_tile,
+// of chunks of Staged::ONCE tokens.
 template <int MODE, int WIDTH>
 __device__ __forceinline__ int gated_tile(
     const Tile& tile, const TensorMap* map, const TensorMap* act_map, const float* prob, int keep, int width, u32 steps,
     u32 staging, Shared* shared, int depth, int& stage, u32& parity, int block, int warpgroup, int thread) {
   float mine[(WIDTH + 127) / 128];  // on their way while the tile is multiplied
 #pragma unroll
-  for (int i = 0; i < (WIDTH + 127) / 128; i++) mine[i] = thread + 128 * i < tile.rows ? prob[tile.row + thread + 128 * i] : 0.0f;
+  for (int i = 0; i < (WIDTH + 127) / 128; i++)
+    mine[i] = thread + 128 * i < tile.rows ? prob[tile.row + thread + 128 * i] : 0.0f;
   float total[WIDTH / 2];
   multiply<MODE, WIDTH>(total, steps, shared, depth, stage, parity, warpgroup, thread);
   constexpr int HALVES = Shape<MODE>::HALVES, ONCE = Staged<MODE>::ONCE;
@@ -199,7 +200,9 @@ __device__ __forceinline__ int gated_tile(
         gate[j] = pack(total[4 * at], total[4 * at + 1]);
         up[j] = pack(total[4 * at + 2], total[4 * at + 3]);
         float p0, p1, g0, g1, u0, u1;
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(p0), "=f"(p1) : "r"(staged.probs + (8 * at + thread % 4 * 2) * 4)
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(p0), "=f"(p1)
+                     : "r"(staged.probs + (8 * at + thread % 4 * 2) * 4)
                      : "memory");
         unpack(gate[j], g0, g1);
         unpack(up[j], u0, u1);
@@ -268,13 +271,13 @@ __device__ __forceinline__ void weight_tile(
   }
 }
 
-// ADDS, one warp for each warpgroup that multiplies: brings a tile's old sums, or in the first of two passes half of them, into the
-// staging area during the multiplication, and writes the new ones back; of a `fresh` walk it only says that the staging area is free.
-// No other block has the tile. `sums`: each expert's fp32 matrix.
+// ADDS, one warp for each warpgroup that multiplies: brings a tile's old sums, or in the first of two passes half of them, into
+// the staging area during the multiplication, and writes the new ones back; of a `fresh` walk it only says that the staging
+// area is free. No other block has the tile. `sums`: each expert's fp32 matrix.
 template <int MODE>
 __device__ __forceinline__ void carry_sums(
-    Walk<MODE> walk, Numbers numbers, const u64* sums, int high, int wide, u32 staging, Shared* shared, int block, int warpgroup,
-    int lane) {
+    Walk<MODE> walk, Numbers numbers, const u64* sums, int high, int wide, u32 staging, Shared* shared, int block,
+    int warpgroup, int lane) {
   constexpr int COLUMNS = Shape<MODE>::COLUMNS, PITCH = Shape<MODE>::PITCH, PASSES = Shape<MODE>::PASSES, STAGED = 64 / PASSES;
   u64 *const fetched = &shared->fetched[warpgroup], *const added = &shared->added[warpgroup];
   Tile tile;
@@ -286,7 +289,7 @@ __device__ __forceinline__ void carry_sums(
       // A pass has eight of every 8 * PASSES rows, so that each warp that multiplies has as many.
       const auto row_of = [&](int line) { return line / 8 * 8 * PASSES + pass * 8 + line % 8; };
       asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // a lane fills the rows that it emptied
-      __syncwarp();  // nobody still waits for the pass before
+      __syncwarp();                                                   // nobody still waits for the pass before
       if (lane == 0) expect(fetched, walk.fresh ? 0 : (rows / 8 + PASSES - 1 - pass) / PASSES * 8 * bytes);
       __syncwarp();
 #pragma unroll
@@ -294,13 +297,16 @@ __device__ __forceinline__ void carry_sums(
         if (!walk.fresh && row_of(line) < rows)
           asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                            staging + line * PITCH),
-                       "l"(matrix + (u64)row_of(line) * wide * 4), "r"(bytes), "r"(address(fetched)) : "memory");
+                       "l"(matrix + (u64)row_of(line) * wide * 4), "r"(bytes), "r"(address(fetched))
+                       : "memory");
       wait(added, turn & 1);
 #pragma unroll
       for (int line = lane; line < STAGED; line += 32)
         if (row_of(line) < rows)
-          asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(matrix + (u64)row_of(line) * wide * 4),
-                       "r"(staging + line * PITCH), "r"(bytes) : "memory");
+          asm volatile(
+              "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(matrix + (u64)row_of(line) * wide * 4),
+              "r"(staging + line * PITCH), "r"(bytes)
+              : "memory");
       asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
   }
@@ -337,23 +343,28 @@ __device__ __forceinline__ void consume(
   u32 parity = 0;
   for (; walk.find(numbers.number, tile); numbers.receive()) {
     if constexpr (Shape<MODE>::GRADS) {
-      weight_tile<MODE>(tile, map, walk.fresh, high, width, steps, staging, shared, stage, parity, turn, block, warpgroup, thread);
+      weight_tile<MODE>(
+          tile, map, walk.fresh, high, width, steps, staging, shared, stage, parity, turn, block, warpgroup, thread);
     } else {
-#define TOKENS(n)                                                                                                        \
-  case n / 16:                                                                                                           \
-    if constexpr (!Shape<MODE>::GATES)                                                                                   \
-      left = token_tile<MODE, SENDS, n>(tile, map, {(const u32*)extra, (char* const*)act, keep}, width, steps, staging, shared, \
-                                        depth, stage, parity, block, warpgroup, thread);                                \
-    else if constexpr (n % UNIT == 0 && n <= Shape<MODE>::UNITS * UNIT)                                                  \
-      left = gated_tile<MODE, n>(tile, map, act_map, (const float*)extra, keep, width, steps, staging, shared, depth, stage, \
-                                 parity, block, warpgroup, thread);                                                     \
+#define TOKENS(n)                                                                                                              \
+  case n / 16:                                                                                                                 \
+    if constexpr (!Shape<MODE>::GATES)                                                                                         \
+      left = token_tile<MODE, SENDS, n>(                                                                                       \
+          tile, map, {(const u32*)extra, (char* const*)act, keep}, width, steps, staging, shared, depth, stage, parity, block, \
+          warpgroup, thread);                                                                                                  \
+    else if constexpr (n % UNIT == 0 && n <= Shape<MODE>::UNITS * UNIT)                                                        \
+      left = gated_tile<MODE, n>(                                                                                              \
+          tile, map, act_map, (const float*)extra, keep, width, steps, staging, shared, depth, stage, parity, block,           \
+          warpgroup, thread);                                                                                                  \
     break;
       // Of a tile's last unit only the half with rows is multiplied. Not of small or gated tiles: twice their code is slower.
       const bool units = Shape<MODE>::GATES || tile.rows <= 128;
       int left = -1;
       switch (units ? 2 * tile.units : (tile.rows + 15) / 16) {
+        // clang-format off
         TOKENS(32) TOKENS(64) TOKENS(96) TOKENS(128) TOKENS(144) TOKENS(160) TOKENS(176) TOKENS(192) TOKENS(208) TOKENS(224)
         TOKENS(240) TOKENS(256) TOKENS(272) TOKENS(288)
+        // clang-format on
       }
       if (left >= 0) store_left<MODE>(tile, left, out, act, keep, width, staging, block, warpgroup, thread);
     }
@@ -390,14 +401,16 @@ __device__ __forceinline__ void run(
     if (threadIdx.x == 0) produce<MODE>(walk, numbers, counter, own, both, base, shared, depth, block);
     if constexpr (Shape<MODE>::ADDS) {
       if (warp == 1 || warp == 2)
-        carry_sums(walk, numbers, (const u64*)extra, high, width, staging + (warp - 1) * Shape<MODE>::STAGING, shared, block,
-                   warp - 1, threadIdx.x % 32);
+        carry_sums(
+            walk, numbers, (const u64*)extra, high, width, staging + (warp - 1) * Shape<MODE>::STAGING, shared, block, warp - 1,
+            threadIdx.x % 32);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int consumer = warpgroup - 1;
-    consume<MODE, SENDS>(walk, numbers, results, results + 1, out, act, extra, keep, high, width, base,
-                  staging + consumer * Shape<MODE>::STAGING, shared, depth, block, consumer, threadIdx.x % 128);
+    consume<MODE, SENDS>(
+        walk, numbers, results, results + 1, out, act, extra, keep, high, width, base,
+        staging + consumer * Shape<MODE>::STAGING, shared, depth, block, consumer, threadIdx.x % 128);
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
   // The other block may still signal here, and multicast into here.
@@ -407,15 +420,16 @@ __device__ __forceinline__ void run(
 // experts: of the token kernels negative where matrices lie in descending order of experts.
 // high, width, depth: of the token kernels N, J (GATED 2F), K; of the others A, B, N. extra: GATED prob, ADDS the addresses of
 // the matrices, SENDS the origins of the rows; then act has the buffers and keep the shift (Owners).
-// both: of the tokens; of right its first map alone, in boxes of 64. Else act is GATED's alone. keep: of ADDS whether the matrices are
-// written instead of added to.
-// A compilation makes one kernel, ENTRY of ENTRY_MODE (mode, SENDS), so that all are compiled side by side.
+// both: of the tokens; of right its first map alone, in boxes of 64. Else act is GATED's alone. keep: of ADDS whether the
+// matrices are written instead of added to. A compilation makes one kernel, ENTRY of ENTRY_MODE (mode, SENDS), so that all are
+// compiled side by side.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) ENTRY(
     const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ Results results,
     char* out, char* act, const int* ends, const void* extra, int experts, int high, int width, int depth, int keep,
     int counter) {
   __shared__ Shared shared;
   __shared__ int row_ends[MOST_STAGED];
-  run<ENTRY_MODE>(&own, &both, results.maps, out, act, ends, extra, counters + counter, experts, high, width, depth, keep,
-                  &shared, row_ends);
+  run<ENTRY_MODE>(
+      &own, &both, results.maps, out, act, ends, extra, counters + counter, experts, high, width, depth, keep, &shared,
+      row_ends);
 }

@@ -6,27 +6,27 @@
 // A block: one warpgroup that loads (one thread of it), two that multiply, 64 features each, 3 or 4 stages of 64 deep
 // between them. Blocks are persistent; a cluster takes its next tile from a counter, since tiles differ in cost.
 //
-// A source defines before it includes this, for FORWARD, BACKWARD and WIDE: MOST_UNITS, the tokens of the largest tile in units of
-// 32, and RING, the chunks of 64 x 64 results on their way out of a warpgroup; and for all MOST_TRIES, how often a wait inside
-// a block looks before it fails the launch. 225 KiB of shared memory hold all stages and all results on their way.
+// A source defines before it includes this, for FORWARD, BACKWARD and WIDE: MOST_UNITS, the tokens of the largest tile in units
+// of 32, and RING, the chunks of 64 x 64 results on their way out of a warpgroup; and for all MOST_TRIES, how often a wait
+// inside a block looks before it fails the launch. 225 KiB of shared memory hold all stages and all results on their way.
 #include "wgmma.h"
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int FORWARD = 0, BACKWARD = 1, WEIGHTS = 2, SUMS = 3, LONG_SUMS = 4, GATED = 5, WIDE = 6;
-constexpr int DEPTH = 64;                        // of one step: 128 bytes, the width of the swizzle
-constexpr int OWN = 128 * DEPTH * 2;             // bytes of a step of this block's 128 features
-constexpr int PIECE = 32 * DEPTH * 2;            // bytes of a step of 32 tokens, or of 32 columns of right
-constexpr int UNIT = 32;                         // tokens of a tile come in multiples
-constexpr int CHUNK = 64 * 128;                  // bytes of 64 rows of 64 results
-constexpr int SMALL = 32 * 64;                   // bytes of 32 rows of 32 results
-constexpr int SLOTS = 8;                         // numbers of tiles on their way to the warps: more than stages + 2
+constexpr int DEPTH = 64;              // of one step: 128 bytes, the width of the swizzle
+constexpr int OWN = 128 * DEPTH * 2;   // bytes of a step of this block's 128 features
+constexpr int PIECE = 32 * DEPTH * 2;  // bytes of a step of 32 tokens, or of 32 columns of right
+constexpr int UNIT = 32;               // tokens of a tile come in multiples
+constexpr int CHUNK = 64 * 128;        // bytes of 64 rows of 64 results
+constexpr int SMALL = 32 * 64;         // bytes of 32 rows of 32 results
+constexpr int SLOTS = 8;               // numbers of tiles on their way to the warps: more than stages + 2
 constexpr int COUNTERS = 1 << 16;
-constexpr int STRIP = 16;                        // token tiles that take turns along one strip of weights, for the L2
+constexpr int STRIP = 16;  // token tiles that take turns along one strip of weights, for the L2
 
-// What differs between the modes. GRADS: whether the sums run over an expert's rows. ADDS: whether they are added to old ones. GATES: whether features are those of gate and
-// up; of WIDE with larger tiles, whose results have a smaller staging buffer.
+// What differs between the modes. GRADS: whether the sums run over an expert's rows. ADDS: whether they are added to old ones.
+// GATES: whether features are those of gate and up; of WIDE with larger tiles, whose results have a smaller staging buffer.
 template <int MODE>
 struct Shape {
   static constexpr bool ADDS = MODE == SUMS || MODE == LONG_SUMS;
@@ -36,16 +36,19 @@ struct Shape {
   // Columns of right that a tile has: of SUMS fewer, so that all its fp32 sums are staged at once, and the old ones arrive
   // while it is multiplied. Of LONG_SUMS, where that takes long, the wait for the second half of them is the lesser evil.
   static constexpr int COLUMNS = MODE == SUMS ? 192 : 256;
-  static constexpr int PASSES = MODE == LONG_SUMS ? 2 : 1;  // in which a warpgroup's sums are staged
+  static constexpr int PASSES = MODE == LONG_SUMS ? 2 : 1;      // in which a warpgroup's sums are staged
   static constexpr int UNITS = MODE == GATED ? 8 : MOST_UNITS;  // of tokens, at most
   static constexpr int PIECES = GRADS ? COLUMNS / 32 : UNITS;
   static constexpr int STAGES = GRADS ? 3 : 4;
-  static constexpr int STEP = OWN + PIECES * PIECE;  // bytes
-  static constexpr int PITCH = COLUMNS * 4 + 32;     // bytes between rows of sums, by 8 banks, so that none collide
+  static constexpr int STEP = OWN + PIECES * PIECE;    // bytes
+  static constexpr int PITCH = COLUMNS * 4 + 32;       // bytes between rows of sums, by 8 banks, so that none collide
   static constexpr int HALVES = MODE == WIDE ? 1 : 2;  // GATES: 32 tokens each, that leave at a time
-  // Bytes of a warpgroup's results. WEIGHTS: all of a tile's. GATES: HALVES small chunks of each of gate, up and act, and the tile's
-  // probabilities.
-  static constexpr int STAGING = ADDS ? 64 / PASSES * PITCH : MODE == WEIGHTS ? 4 * CHUNK : GATES ? HALVES * CHUNK : RING * CHUNK;
+  // Bytes of a warpgroup's results. WEIGHTS: all of a tile's. GATES: HALVES small chunks of each of gate, up and act, and the
+  // tile's probabilities.
+  static constexpr int STAGING = ADDS              ? 64 / PASSES * PITCH
+                                 : MODE == WEIGHTS ? 4 * CHUNK
+                                 : GATES           ? HALVES * CHUNK
+                                                   : RING * CHUNK;
 };
 
 struct alignas(64) TensorMap {
@@ -57,8 +60,8 @@ struct Boxes {
   TensorMap maps[3];
 };
 
-// What is written by TMA: by the gated kernel its own result (if that is kept) and act, in boxes of 64 rows, or of 32 if WIDE; else one
-// map, of ADDS and where rows are sent none.
+// What is written by TMA: by the gated kernel its own result (if that is kept) and act, in boxes of 64 rows, or of 32 if WIDE;
+// else one map, of ADDS and where rows are sent none.
 struct Results {
   TensorMap maps[2];
 };
@@ -100,7 +103,10 @@ __device__ __forceinline__ void wait(u64* barrier, u32 parity) {
     asm volatile(
         "{\n.reg .pred p;\n"
         "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(address(barrier)), "r"(parity) : "memory");
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(address(barrier)), "r"(parity)
+        : "memory");
     if (done) return;
   }
   asm volatile("trap;");
@@ -111,7 +117,9 @@ __device__ __forceinline__ void release(u64* barrier, u32 block) {
   asm volatile(
       "{\n.reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(address(barrier)), "r"(block) : "memory");
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(address(barrier)),
+      "r"(block)
+      : "memory");
 }
 
 // A word for either block of the cluster, with its barrier, which the word itself completes.
@@ -122,28 +130,32 @@ __device__ __forceinline__ void give(int* to, u64* barrier, int value, u32 block
       "mapa.shared::cluster.u32 bar, %1, %3;\n"
       "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [bar], 4;\n"
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %2, [bar];\n}" ::"r"(address(to)),
-      "r"(address(barrier)), "r"(value), "r"(block) : "memory");
+      "r"(address(barrier)), "r"(value), "r"(block)
+      : "memory");
 }
 
 __device__ __forceinline__ void load_own(u32 to, const TensorMap* map, u64* barrier, int x, int y, int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
-      "l"(map), "r"(address(barrier)), "r"(x), "r"(y), "r"(z) : "memory");
+      "l"(map), "r"(address(barrier)), "r"(x), "r"(y), "r"(z)
+      : "memory");
 }
 
 // GATES: 64 features of gate and of up in turns of 8, so that a thread that multiplies has both of a feature.
 __device__ __forceinline__ void load_gated(u32 to, const TensorMap* map, u64* barrier, int x, int feature, int expert) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5, %6}], [%2];" ::"r"(
-          to),
-      "l"(map), "r"(address(barrier)), "r"(x), "r"(0), "r"(feature / 8), "r"(expert) : "memory");
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5, %6}], [%2];" ::
+          "r"(to),
+      "l"(map), "r"(address(barrier)), "r"(x), "r"(0), "r"(feature / 8), "r"(expert)
+      : "memory");
 }
 
 __device__ __forceinline__ void load_for_both(u32 to, const TensorMap* map, u64* barrier, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
       "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
-      "l"(map), "r"(address(barrier)), "r"(x), "r"(y), "r"(0), "h"((unsigned short)3) : "memory");
+      "l"(map), "r"(address(barrier)), "r"(x), "r"(y), "r"(0), "h"((unsigned short)3)
+      : "memory");
 }
 
 // This block's share of `units` of 32 tokens, for both blocks, by `boxes` of 32, 64 and 128: each of them
@@ -161,8 +173,9 @@ __device__ __forceinline__ void load_tokens(
 }
 
 __device__ __forceinline__ void store(const TensorMap* map, u32 from, int x, int y, int z) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
-               "r"(x), "r"(y), "r"(z) : "memory");
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from), "r"(x),
+               "r"(y), "r"(z)
+               : "memory");
 }
 
 __device__ __forceinline__ void sync_warpgroup(int warpgroup) {
@@ -202,9 +215,9 @@ struct Counter {
 // Launches that may run at the same time have different ones.
 __device__ Counter counters[COUNTERS];
 
-// Numbers of the cluster's tiles, one after the other. The loading thread of block 0 takes them, or all but the first, and gives
-// them to all warps. It cannot run away from them over the end of the slots: a tile has at least one step
-// (also where an expert has no rows, see produce), and a stage is filled again only when all have left it.
+// Numbers of the cluster's tiles, one after the other. The loading thread of block 0 takes them, or all but the first, and
+// gives them to all warps. It cannot run away from them over the end of the slots: a tile has at least one step (also where an
+// expert has no rows, see produce), and a stage is filled again only when all have left it.
 struct Numbers {
   Shared* shared;
   int number, turn;
@@ -247,8 +260,7 @@ __device__ __forceinline__ void product(float (&total)[WIDTH / 2], u64 left, u64
 
 // One step of 64 deep, once it has arrived. FIRST: the sums begin with it.
 template <int MODE, int WIDTH, bool FIRST>
-__device__ __forceinline__ void step(
-    float (&total)[WIDTH / 2], u32 own, int left_over, int warpgroup, int thread) {
+__device__ __forceinline__ void step(float (&total)[WIDTH / 2], u32 own, int left_over, int warpgroup, int thread) {
   constexpr bool deep = Shape<MODE>::DEEP;  // steps of 16 lie side by side in a row of 128 bytes, else 16 rows apart
   const u32 tokens = own + OWN;
   if (Shape<MODE>::GRADS && left_over < DEPTH) clear_rows<WIDTH>(own, tokens, left_over, warpgroup, thread);
@@ -263,9 +275,9 @@ __device__ __forceinline__ void step(
       product<WIDTH, !deep, Shape<MODE>::GRADS, FIRST>(total, left + i * along, right + i * beside, i);
     } else {  // by two instructions
       constexpr int N = WIDTH / 2;
-      product<N, !deep, false, FIRST>((float(&)[N / 2])total[0], left + i * along, right + i * beside, i);
+      product<N, !deep, false, FIRST>((float (&)[N / 2]) total[0], left + i * along, right + i * beside, i);
       product<N, !deep, false, FIRST>(
-          (float(&)[N / 2])total[N / 2], left + i * along, right + i * beside + (N * 128 >> 4), i);
+          (float (&)[N / 2]) total[N / 2], left + i * along, right + i * beside + (N * 128 >> 4), i);
     }
   }
   wgmma_commit();
@@ -307,10 +319,12 @@ __device__ __forceinline__ void stage_packed(const u32* pairs, int columns, u32 
     const u32 a = pairs[2 * j], b = pairs[2 * j + 1], c = pairs[2 * j + 2], d = pairs[2 * j + 3];
     if (TURNED)
       asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b),
-                   "r"(c), "r"(d) : "memory");
+                   "r"(c), "r"(d)
+                   : "memory");
     else
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
-                   "r"(d) : "memory");
+                   "r"(d)
+                   : "memory");
   }
 }
 
@@ -335,7 +349,8 @@ __device__ __forceinline__ void stage_small(const u32 (&values)[4], int token, u
   const int line = token + thread % 32;
   const u32 at = chunk + line * 64 + (thread / 32 ^ (line / 2 & 3)) * 16;
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(values[0]),
-               "r"(values[1]), "r"(values[2]), "r"(values[3]) : "memory");
+               "r"(values[1]), "r"(values[2]), "r"(values[3])
+               : "memory");
 }
 
 constexpr int SENT_ONCE = 48;  // tokens of 64 features that a warpgroup sends at a time: all origins of a tile fit behind them
@@ -377,8 +392,10 @@ __device__ __forceinline__ void send_tile(
     for (int j = 0; j < SENT_ONCE / 16; j++) {
       const int line = 16 * j + thread / 8;
       u32 a, b, d, e;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(d), "=r"(e)
-                   : "r"(staging + line * 128 + (piece ^ line % 8) * 16) : "memory");
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(a), "=r"(b), "=r"(d), "=r"(e)
+                   : "r"(staging + line * 128 + (piece ^ line % 8) * 16)
+                   : "memory");
       if (SENT_ONCE * c + line < rows && inside)
         asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to[j]), "r"(a), "r"(b), "r"(d), "r"(e) : "memory");
     }
@@ -406,15 +423,18 @@ __device__ __forceinline__ void store_rows(char* to, u32 chunk, int rows, int fe
     const int token = i / PIECES, piece = i % PIECES;
     if (piece * 8 >= features) continue;
     u32 a, b, c, d;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
-                 : "r"(chunk + token * FEATURES * 2 + (piece ^ token * PIECES / 8 % PIECES) * 16) : "memory");
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+                 : "r"(chunk + token * FEATURES * 2 + (piece ^ token * PIECES / 8 % PIECES) * 16)
+                 : "memory");
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + ((u64)token * width + piece * 8) * 2), "r"(a), "r"(b),
-                 "r"(c), "r"(d) : "memory");
+                 "r"(c), "r"(d)
+                 : "memory");
   }
 }
 
-// By one thread of a block, before any other uses them. `adders`: threads of a warpgroup that arrive at `added`. `users`: warpgroups of
-// both blocks that multiply.
+// By one thread of a block, before any other uses them. `adders`: threads of a warpgroup that arrive at `added`. `users`:
+// warpgroups of both blocks that multiply.
 __device__ __forceinline__ void start_barriers(Shared* shared, int adders, int users = 4) {
   for (int s = 0; s < 4; s++) {
     start_barrier(&shared->full[s], 1);
