@@ -1,0 +1,215 @@
+"""What people do between and within training steps, in drawn order: after each step the numbers are
+those of Megatron's own path, to fp32 rounding.
+
+A rule-based machine of Hypothesis asks long-lived ranks (tests/support/training_world.py), so that
+a sequence that fails is shrunk. Ten sequences always; `MEGATRON_FLUID_TEST_DRAWS=200` draws as
+many, and FIRST:LAST takes the seeds FIRST to LAST, each of ten sequences.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+pytest.importorskip("megatron.core")
+
+from tests.support.training_world import PARTS, Setup, TrainingWorld, difference
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode"),
+]
+
+PER_SEED, STEPS = 10, 8
+CLOSE = 1e-5  # of losses, norms and parameters; what is found without a defect is below 1e-6
+_DRAWS = os.environ.get("MEGATRON_FLUID_TEST_DRAWS", "")
+if ":" in _DRAWS:
+    SEEDS = range(*map(int, _DRAWS.split(":")))
+else:
+    SEEDS = range(max(1, int(_DRAWS or 0) // PER_SEED))
+
+# Known: with overlapped reductions an expert's parameter that gets gradients from our kernels and
+# from autograd, or from two calls, is reported as ready before all of them are there.
+READY_ONCE = os.environ.get("READY_ONCE") == "1"
+
+shapes = st.lists(st.tuples(st.integers(1, 3), st.sampled_from([4, 8, 16])), min_size=1, max_size=3)
+parts = st.sampled_from(sorted(PARTS))
+setups = st.builds(
+    Setup,
+    expert_ranks=st.sampled_from([1, 2]),
+    optimizer=st.sampled_from(["plain", "distributed"]),
+    overlap=st.sampled_from(["none", "reduce", "reduce and gather"]),
+    backend=st.sampled_from(["own", "own", "experts", "auto"]),
+    recompute=st.sampled_from([(), (), ("moe",)]),
+    tied=st.booleans(),
+    mtp=st.booleans(),
+    fused=st.booleans(),
+    fluid=st.fixed_dictionaries(
+        {
+            "defer_weight_grads": st.booleans(),
+            "dx_chunks": st.integers(1, 2),
+            "moe_recompute": st.sampled_from(["none", "rows", "hidden", "both"]),
+        }
+    ).map(lambda found: tuple(found.items())),
+).filter(
+    lambda setup: (
+        (setup.distributed or setup.overlap != "reduce and gather")
+        and (READY_ONCE or setup.overlap == "none" or not (setup.tied or setup.mtp))
+    )
+)
+
+
+class Training(RuleBasedStateMachine):
+    """Every rule changes something and trains one iteration, but for those that train none."""
+
+    world: ClassVar[TrainingWorld | None] = None
+    setup: Setup
+    regularised: bool
+    recomputing: bool
+
+    @initialize(setup=setups)
+    def begin(self, setup: Setup) -> None:
+        if Training.world is None:
+            Training.world = TrainingWorld(2)
+        self.setup, self.regularised, self.recomputing = setup, False, bool(setup.recompute)
+        self._check(("begin", {"setup": setup}))
+
+    @rule(shapes=shapes, uneven=st.booleans())
+    def train(self, shapes: Any, uneven: bool) -> None:
+        self._train(shapes, uneven=uneven)
+
+    @rule(shapes=shapes)
+    def skip_a_step(self, shapes: Any) -> None:
+        self._check(("train", {"shapes": shapes, "spoiled": True}))
+
+    @rule(first=shapes, shapes=shapes)
+    def accumulate(self, first: Any, shapes: Any) -> None:
+        self._train(shapes, ("accumulate", {"shapes": first}))
+
+    @rule(shape=shapes.map(lambda found: found[0]), inference=st.booleans(), shapes=shapes)
+    def evaluate(self, shape: Any, inference: bool, shapes: Any) -> None:
+        self._check(("evaluate", {"shape": shape, "inference": inference}))
+        self._train(shapes)
+
+    @rule(
+        part=parts, scale=st.sampled_from([0.1, 3.0]),
+        when=st.sampled_from(["always", "first", "last"]), shapes=shapes,
+    )  # fmt: skip
+    def add_a_regulariser(self, part: str, scale: float, when: str, shapes: Any) -> None:
+        if self.recomputing and self.setup.overlap != "none":
+            return  # a backward within the backward: Megatron itself counts the parameter twice
+        if self.setup.fused and part not in ("embedding", "router"):
+            part = "router"  # the gradient of such a term is lost in Megatron's fused accumulation
+        if not READY_ONCE and self.setup.overlap != "none" and "expert" in part:
+            part = "attention"
+        self.regularised = True
+        self._train(shapes, ("regularise", {"part": part, "scale": scale, "when": when}))
+
+    @rule(shapes=shapes)
+    def drop_the_regulariser(self, shapes: Any) -> None:
+        self.regularised = False
+        self._train(shapes, ("regularise", {"part": None}))
+
+    @rule(part=parts, shapes=shapes)
+    def freeze(self, part: str, shapes: Any) -> None:
+        self._train(shapes, ("freeze", {"part": part}))
+
+    @rule(shapes=shapes)
+    def thaw(self, shapes: Any) -> None:
+        self._train(shapes, ("thaw", {}))
+
+    @rule(norm=st.sampled_from([0.0, 0.1, 1.0]), shapes=shapes)
+    def clip(self, norm: float, shapes: Any) -> None:
+        self._train(shapes, ("clip", {"norm": norm}))
+
+    @precondition(
+        lambda self: (
+            not self.setup.recompute
+            and (
+                self.setup.overlap == "none"
+                or not (self.regularised or self.setup.tied or self.setup.mtp)
+            )
+        )
+    )
+    @rule(on=st.booleans(), shapes=shapes)
+    def recompute(self, on: bool, shapes: Any) -> None:
+        self.recomputing = on
+        self._train(shapes, ("recompute", {"on": on}))
+
+    @rule(layer=st.integers(0, 1), how=st.sampled_from(["once", "twice", "skip"]), shapes=shapes)
+    def use_a_layer(self, layer: int, how: str, shapes: Any) -> None:
+        if how == "skip" and self.setup.overlap != "none":
+            how = "twice" if READY_ONCE else "once"  # Megatron waits for every parameter
+        self._train(shapes, ("use", {"layer": layer, "how": how}))
+
+    @rule(shapes=shapes)
+    def save(self, shapes: Any) -> None:
+        self._train(shapes, ("save", {}))
+
+    @rule(shapes=shapes)
+    def load(self, shapes: Any) -> None:
+        self._train(shapes, ("load", {}))
+
+    @rule(kind=st.sampled_from(["resources", "model parallel", "all"]), shapes=shapes)
+    def make_groups_again(self, kind: str, shapes: Any) -> None:
+        self._train(shapes, ("restart", {"kind": kind}))
+
+    def teardown(self) -> None:
+        if Training.world is not None:
+            self._check(("parameters", {}))
+
+    def _train(
+        self, shapes: Any, *before: tuple[str, dict[str, Any]], uneven: bool = False
+    ) -> None:
+        self._check(*before, ("train", {"shapes": shapes, "uneven": uneven}))
+
+    def _check(self, *actions: tuple[str, dict[str, Any]]) -> None:
+        world = Training.world
+        assert world is not None
+        try:
+            for rank, (ours, megatrons) in enumerate(zip(*world.ask(*actions), strict=True)):
+                assert not megatrons.error, megatrons.error
+                assert not ours.error, ours.error
+                found = difference(ours, megatrons)
+                assert max(found.loss, found.norm, found.params) <= CLOSE, f"rank {rank}: {found}"
+        except BaseException:  # the next sequence begins with new ranks
+            Training.world = None
+            world.close()
+            raise
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks() -> Iterator[None]:
+    yield
+    if Training.world is not None:
+        Training.world.close()
+        Training.world = None
+
+
+@pytest.mark.parametrize("drawn", SEEDS)
+def test_every_step_is_megatrons(drawn: int) -> None:
+    run_state_machine_as_test(
+        seed(drawn)(Training),
+        settings=settings(
+            max_examples=PER_SEED,
+            stateful_step_count=STEPS,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.generate, Phase.shrink),
+        ),
+    )
