@@ -126,7 +126,8 @@ class _Trainer:
         self._drop()
         self.__init__(self._fluid, self._groups)  # type: ignore[misc]
         self._setup = setup
-        self._groups.make(setup.expert_ranks, whole=True)
+        if self._groups.expert_ranks != setup.expert_ranks:
+            self._groups.make(setup.expert_ranks, whole=True)
         self._build()
         return self._done()
 
@@ -155,7 +156,9 @@ class _Trainer:
             with torch.inference_mode() if inference else torch.no_grad():
                 losses = [float(self._loss(shape, 17))]
             self._ddp.train()
-        if inference:  # Megatron keeps the table that it made there, and could not recompute with it
+        if (
+            inference
+        ):  # Megatron keeps the table that it made there, and could not recompute with it
             self._model.rotary_pos_emb.forward.cache_clear()
         return self._done(losses)
 
@@ -451,12 +454,16 @@ class _Groups:
     Args:
         port: of the half's store.
         rank, ranks: of this half.
+
+    Attributes:
+        expert_ranks: of the groups that there are.
     """
 
     def __init__(self, port: int, rank: int, ranks: int) -> None:
         self._bound = timedelta(seconds=_ACTION_S)
         self._store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=self._bound)
-        self.rank, self._ranks, self._life = rank, ranks, 0
+        self.rank, self.expert_ranks = rank, 0
+        self._ranks, self._life = ranks, 0
 
     def make(self, expert_ranks: int, whole: bool) -> None:
         """Make Megatron's groups, and first destroy those that there are, all of them (`whole`) or
@@ -475,9 +482,12 @@ class _Groups:
         assert not parallel_state.model_parallel_is_initialized()
         few: Any = {"create_gloo_process_groups": False}
         tiny_gpt.parallel(expert_model_parallel_size=expert_ranks, **few)
+        self.expert_ranks = expert_ranks
 
     def _leave(self, whole: bool) -> None:
         from megatron.core import parallel_state
+
+        from megatron_fluid.patches.cpu import replacements
 
         dist.barrier()
         self._life += 1  # nobody closes a connection that another still reads from
@@ -490,6 +500,7 @@ class _Groups:
             for group in list(dist.distributed_c10d._world.pg_map):
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
+        replacements._retired_groups.clear()
         gc.collect()
 
 
