@@ -1,13 +1,13 @@
 """The engine that applies and reverts a table of patches (patch.py).
 
-How it works, in short. Arming registers a hook for every module that a patch waits for; nothing is
-imported. When the first such module has been imported (or already was), every patch of the table is
-checked: Megatron's version, and the signature of the target, live or, where its module is not
-imported yet, in its source file. Only then are the patches that wait for this module applied, and
-those of the other modules as these are imported. If one does not fit, everything the engine ever
-changed is put back and a `PatchError` names the patch, the target, both signatures, the version
-found and the switch that turns it off. Reverting puts the very objects back. `apply()` imports all
-the modules by itself, and treats them as one lot.
+Arming registers an import hook for every module that a patch waits for, and imports nothing. When
+the first of these modules is imported (or already was), the whole table is checked: Megatron's
+version, and each target's signature (in its source file, if its module is not imported yet). Then
+the patches that wait for this module are applied, and others when their modules are imported. If
+one does not fit, every change is undone and a `PatchError` names the patch, the target, both
+signatures, the version found and the switch that turns the patch off. Reverting restores the
+original objects.
+`apply()` imports all modules, checks all patches, then applies them.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from megatron_fluid.patches.engine.patch import (
 
 __all__ = ["Engine"]
 
-_ABSENT = object()  # the attribute was not in its owner's own dict: inherited, or not there
+_ABSENT = object()  # the attribute was not in its owner's own dict: inherited, or missing
 
 
 @dataclass(eq=False)
@@ -58,16 +58,16 @@ class Engine:
 
     Args:
         patches: the table; names and targets are unique.
-        version: returns the megatron-core version found; called once something is to be applied.
+        version: returns the megatron-core version found; called when something is to be applied.
         supported: the versions this package supports, e.g. "0.19.*".
-        allow_unsupported: whether the user overrides that range; then signatures alone decide.
+        allow_unsupported: whether the user overrides that range; then only signatures decide.
         disabled: names of patches that the user turned off.
-        disabled_by: where the user named one, for the message.
-        switched_off: a reason for leaving everything alone, or None.
+        disabled_by: the variable or flag that named a patch, for the message.
+        switched_off: the reason for patching nothing, or None.
         help_version: how to override the supported range, for the message.
-        help_disable: how to turn one patch off, for the message; holds "{name}".
-        prefixes: top-level packages whose modules may hold a replaced function by value, and get
-            the new one too.
+        help_disable: how to turn one patch off, for the message; contains "{name}".
+        prefixes: top-level packages whose modules may hold a replaced function by value (`from
+            module import function`); it is replaced there too.
 
     Raises:
         ValueError: two patches share a name or a target.
@@ -102,8 +102,7 @@ class Engine:
     # --- what users call ---
 
     def arm(self) -> None:
-        """Apply what waits for a module that is already imported, and hook the modules that are
-        not. Idempotent.
+        """Apply patches whose modules are imported, and hook the other modules. Idempotent.
 
         Raises:
             PatchError: a patch does not fit; nothing stays changed.
@@ -125,8 +124,8 @@ class Engine:
                 wrapt.register_post_import_hook(self._on_import, name)
 
     def apply(self, *names: str) -> None:
-        """Import every module that the patches (all, or those named) wait for, check all, then
-        change all. Idempotent.
+        """Import every module that the patches (all, or those named) wait for, check all patches,
+        then apply all. Idempotent.
 
         Raises:
             PatchError: a patch does not fit, or its module cannot be imported; nothing stays
@@ -150,11 +149,11 @@ class Engine:
         self._apply_lot(lot)
 
     def revert(self, *names: str) -> None:
-        """Put the very objects back that the patches (all, or those named) replaced. Idempotent.
+        """Restore the objects that the patches (all, or those named) replaced. Idempotent.
 
         Raises:
-            PatchError: somebody else has since replaced a target; that one is left as it is, all
-                others are put back.
+            PatchError: other code has replaced a target since; that one is left as it is, all
+                others are restored.
             ConfigError: no patch of that name.
         """
         chosen = self._known(names) if names else set(self._rows)
@@ -166,13 +165,12 @@ class Engine:
                 self._set(patch, REVERTED, "reverted")
         if foreign:
             raise PatchError(
-                "replaced by somebody else after megatron_fluid, left alone: " + "; ".join(foreign)
+                "replaced by other code after megatron_fluid, left alone: " + "; ".join(foreign)
             )
 
     @contextmanager
     def patched(self, *names: str) -> Iterator[None]:
-        """The patches (all, or those named) hold inside the block; those that it applied are
-        reverted after it."""
+        """Apply the patches (all, or those named) for the block; revert those that it applied."""
         before = {change.patch.name for change in self._changes}
         self.apply(*names)
         try:
@@ -182,27 +180,27 @@ class Engine:
                 self.revert(*applied)
 
     def disable(self, *names: str) -> None:
-        """Turn patches off, reverting those that hold. Unlike `revert`, `apply` will not bring them
-        back."""
+        """Turn patches off and revert them. Unlike after `revert`, `apply` does not apply them
+        again."""
         self._turn_off(names)
 
     def count(self, name: str) -> None:
-        """Count one object that runs patched code, for the report; replacements call it."""
+        """Count an object that runs patched code, for the report. Replacements call it."""
         row = self._row(name)
         self._rows[name] = dataclasses.replace(row, instances=(row.instances or 0) + 1)
 
     def is_applied(self, name: str) -> bool:
-        """Whether the patch holds now."""
+        """Whether the patch is applied now."""
         return self._row(name).state == APPLIED
 
     def off_reason(self, name: str) -> str | None:
-        """Why the patch is left out, or None; one that is not armed, or not needed here, is not."""
+        """Why the patch is turned off, or None (also if it is not armed, or not needed here)."""
         row = self._row(name)
         return row.reason if row.state == OFF else None
 
     def version_problem(self) -> str | None:
-        """What is wrong with the version found, and how to override it; None if it may be
-        patched."""
+        """What is wrong with the version found, and how to override it; None if it is
+        supported."""
         found = self.version()
         if _matches(found, self.supported) or self.allow_unsupported():
             return None
@@ -219,8 +217,8 @@ class Engine:
             self._apply_lot([p for p in self._open() if p.waits_for == module.__name__])
 
     def _apply_lot(self, lot: Sequence[Patch], late: bool = False) -> None:
-        """Check every patch of the lot, then change every target; on any error put back all that
-        was ever changed."""
+        """Check every patch of the lot, then apply it; on any error undo all changes of this
+        engine."""
         try:
             if lot and not self._sources_checked:
                 self._check_sources([patch for patch in self._open() if patch not in lot])
@@ -255,8 +253,8 @@ class Engine:
         return True
 
     def _check_sources(self, later: Sequence[Patch]) -> None:
-        """Hold the signatures of targets that are not imported yet against their source, so that no
-        error comes late."""
+        """Check signatures of targets that are not imported yet in their source, so that no error
+        comes late."""
         for patch in later:
             if patch.signature is None or patch.module in sys.modules or not self._needed(patch):
                 continue
@@ -266,7 +264,7 @@ class Engine:
         self._sources_checked = True
 
     def _resolve(self, patch: Patch) -> _Change:
-        """Find the target and hold its signature against the expected one. Changes nothing."""
+        """Find the target and check its signature. Changes nothing."""
         module_name, _, path = patch.target.partition(":")
         owner: Any = importlib.import_module(module_name)
         *parents, attribute = path.split(".")
@@ -316,8 +314,7 @@ class Engine:
             self._rebind(change.original, change.new)
 
     def _undo(self, changes: Sequence[_Change]) -> list[str]:
-        """Put back, last change first; returns the targets that no longer hold what this engine put
-        there."""
+        """Restore, last change first. Returns the targets that other code has replaced since."""
         foreign = []
         for change in reversed(list(changes)):
             self._changes.remove(change)
@@ -333,10 +330,10 @@ class Engine:
         return foreign
 
     def _rebind(self, old: Any, new: Any) -> None:
-        """`from module import function` copies the reference: give the new object to every module
-        that holds the old one."""
+        """Replace the old object in every module that holds it, since `from module import function`
+        copies the reference."""
         if not callable(old) or not callable(new):
-            return  # a flag or a number is equal to many others
+            return  # a flag or a number may be the same object elsewhere
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] in self.prefixes and isinstance(module, ModuleType):
                 for key in [key for key, value in list(vars(module).items()) if value is old]:
@@ -378,15 +375,14 @@ class Engine:
 
 
 def _own(owner: Any, attribute: str) -> Any:
-    """The object that stands in the owner itself, unbound and not inherited; _ABSENT if there is
-    none."""
+    """The owner's own attribute, unbound and not inherited; _ABSENT if it has none."""
     if inspect.isdatadescriptor(getattr(type(owner), attribute, None)):
         return getattr(owner, attribute)  # in a slot, such as a function's __defaults__
     return vars(owner).get(attribute, _ABSENT)
 
 
 def _imported(name: str) -> bool:
-    """Whether the module is imported to its end."""
+    """Whether the module's import is complete."""
     module = sys.modules.get(name)
     return module is not None and not getattr(
         getattr(module, "__spec__", None), "_initializing", False
@@ -403,10 +399,8 @@ def _matches(version: str, versions: str) -> bool:
 
 
 def _built_before(changes: Sequence[_Change]) -> dict[str, str]:
-    """By patch, a warning where objects of a class whose `__init__` it replaces exist already.
-
-    One walk over the process's objects serves all patches: it takes long.
-    """
+    """Warnings by patch, if objects exist of a class whose `__init__` it replaces. Walks over the
+    process's objects once for all patches, because that is slow."""
     inits = [c for c in changes if c.attribute == "__init__" and isinstance(c.owner, type)]
     found: Counter[str] = Counter()
     if inits:

@@ -1,5 +1,5 @@
-"""What calling a module would do besides its arithmetic: its hooks, and a class, a forward or
-children that somebody put in place of Megatron's, for overlapped paths that bypass it."""
+"""Hooks on modules that overlapped paths bypass, and whether their class, forward or children are
+still Megatron's. Calling the modules would have run these."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.nn.modules import module as every
 
 __all__ = ["ModuleHooks", "is_foreign", "replaced_forward"]
 
-# Whose hooks Megatron's train_step puts on for single iterations, on all ranks alike
-# (--save-activations-interval and its like).
+# Modules whose hooks Megatron's train_step registers for single iterations, on all ranks alike
+# (such as --save-activations-interval).
 _LOGGERS = ("megatron.training.activation_logging", "megatron.training.dgrad_logging")
-# Whose forward hooks note, while a layer is captured, which of Transformer Engine's modules are
-# called, for their fp8 state and delayed weight gradients. Modules that are not called have none.
+# Modules whose forward hooks note, while a layer is captured, which of Transformer Engine's modules
+# are called, for their fp8 state and delayed weight gradients. A bypassed module has neither.
 _OBSERVERS = ("transformer_engine.pytorch.graph",)
 
-# Registration fills these in place, too.
+# Registration fills these in place.
 _GLOBAL = (
     every._global_forward_pre_hooks,
     every._global_forward_hooks,
@@ -33,13 +33,13 @@ _OWN = ("megatron.core", "megatron_fluid", "torch", "transformer_engine", "conte
 
 
 class ModuleHooks:
-    """The hooks that calling modules would have run, and what these modules are.
+    """The hooks, classes, forwards and children of modules.
 
-    Megatron's DDP puts a forward pre-hook on every module when it gathers parameters during the
-    forward: that one only waits for the module's parameters, and is run here. Any other hook sees
-    inputs and outputs that the overlapped path never makes. Those with which Megatron saves what
-    passes a module come and go with an iteration: such a call is Megatron's own. Those with which
-    Transformer Engine captures a layer look at no value, and change nothing.
+    If Megatron's DDP gathers parameters during the forward, it registers a forward pre-hook on
+    every module that waits for its parameters: `run_parameter_gather` runs it. Any other hook would
+    see inputs and outputs that the overlapped path never makes (`foreign`). Hooks with which
+    Megatron saves activations exist during single iterations, which are Megatron's own (`logged`).
+    Hooks with which Transformer Engine captures a layer read no values and change nothing.
 
     Args:
         roots: modules by name, with all that they hold.
@@ -49,8 +49,7 @@ class ModuleHooks:
         self._modules = [
             named for name, root in roots.items() for named in root.named_modules(prefix=name)
         ]
-        # Registration fills these dictionaries in place, so looking at them is all a call has to
-        # do.
+        # Registration fills these dictionaries in place, so a call only has to look at them.
         self._pre = [(name, module, module._forward_pre_hooks) for name, module in self._modules]
         self._other = [
             (name, hooks)
@@ -65,14 +64,14 @@ class ModuleHooks:
         self._all = [hooks for *_, hooks in (*self._pre, *self._other)]
         self._bare = [module for _, module in self._modules]
         self._attributes = [module.__dict__ for module in self._bare]
-        # A module that has no children and gets some calls them in no forward of its own class.
+        # A class whose modules have no children calls none, even if a child is added later.
         self._children = [module._modules for module in self._bare if module._modules]
         self._classes: list[Any] = [*dict.fromkeys(map(type, self._bare))]
         self._known = self._identity()
 
     def _identity(self) -> tuple[Any, ...]:
-        """Classes, children and the classes' forwards. None of them compares by value. Of some
-        hundred modules in every call: map, whose loop is in C."""
+        """Classes, children and the classes' forwards, compared by identity. Runs over some hundred
+        modules in every call: map, since its loop is in C."""
         return (
             [*map(type, self._bare)],
             [*itertools.chain.from_iterable(map(dict.values, self._children))],
@@ -84,8 +83,8 @@ class ModuleHooks:
         return any(self._all)
 
     def foreign(self) -> str | None:
-        """Name the first module with a hook that cannot be honoured, or None; those that ``logged``
-        reports do not count."""
+        """Name the first module with a hook that cannot be honoured, or None. Ignores hooks that
+        `logged` reports."""
         if not self.registered():
             return None
         for name, hooks in self._other:
@@ -97,8 +96,8 @@ class ModuleHooks:
         return None
 
     def logged(self) -> str | None:
-        """Say what Megatron saves in this iteration, on all ranks alike, and name the first module;
-        or None."""
+        """Say that Megatron saves activations or gradients in this iteration, and name the first
+        module; or None. All ranks agree."""
         if not self.registered():
             return None
         for name, hooks in self._other:
@@ -107,8 +106,8 @@ class ModuleHooks:
         return None
 
     def replaced(self) -> str | None:
-        """Name the first module that has another forward on the instance, or since this object was
-        made another class, other children or another forward on its class; or None."""
+        """Name the first module with a forward on the instance, or whose class, children or class's
+        forward changed since this object was made; or None."""
         instance = any(map(operator.contains, self._attributes, itertools.repeat("forward")))
         if not instance and self._identity() == self._known:
             return None
@@ -124,11 +123,11 @@ class ModuleHooks:
         return f"{kind.__name__}.forward was replaced on the class"
 
     def overridden(self) -> str | None:
-        """Name the first class whose forward is not the one that it was written with, or None."""
+        """Name the first class whose forward is not its own, or None."""
         return next(filter(None, map(replaced_forward, self._classes)), None)
 
     def run_parameter_gather(self) -> None:
-        """Wait until the modules' parameters are gathered (DDP with overlap_param_gather)."""
+        """Wait for the modules' parameters to be gathered (DDP with overlap_param_gather)."""
         if self.registered():
             for _, module, hooks in self._pre:
                 for hook in list(hooks.values()):
@@ -136,15 +135,15 @@ class ModuleHooks:
 
 
 def replaced_forward(kind: type[torch.nn.Module]) -> str | None:
-    """Say that a class of Megatron's or torch's has a forward from elsewhere, or None."""
+    """Say that a class of Megatron or torch has a forward from elsewhere, or None."""
     if not _is_own_name(kind.__module__) or not is_foreign(kind.forward):
         return None
     return f"{kind.__name__}.forward was replaced on the class"
 
 
 def is_foreign(function: Any) -> bool:
-    """Whether a function, or one that it wraps, is written outside Megatron-Core, torch,
-    Transformer Engine and this package. functools.wraps does not hide it."""
+    """Whether a function, or one that it wraps (functools.wraps), is written outside Megatron-Core,
+    torch, Transformer Engine and this package."""
     while function is not None:
         written_in = getattr(function, "__globals__", None)
         if written_in is not None and not _is_own_name(written_in.get("__name__", "")):

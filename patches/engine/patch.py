@@ -8,7 +8,7 @@ __all__ = ["APPLIED", "ARMED", "MEGATRON", "NOT_NEEDED", "OFF", "REVERTED", "Pat
 
 ARMED, APPLIED, OFF, NOT_NEEDED, REVERTED = "armed", "applied", "off", "not needed", "reverted"
 
-MEGATRON = "Megatron"  # the group of patches that are not of a mode of their own
+MEGATRON = "Megatron"  # group of the patches outside CPU mode
 
 
 @dataclass(frozen=True)
@@ -19,21 +19,19 @@ class Patch:
         name: what users call it, in reports and in `--fluid-disable-patch`.
         target: "package.module:attribute" or "package.module:Class.method".
         replacement: "package.module:factory", or the factory itself; `factory(original)` returns
-            the new object. The module is imported only when the patch is applied. A staticmethod or
-            classmethod is unwrapped for the factory and wrapped again after it.
-        reason: why this must be a patch and cannot be a layer spec or a setting; one sentence, it
-            is shown to users.
-        signature: the signature it was written for, as one writes it after `def name`: "(self, x,
-            *, group=None)". Names, kinds and the presence of defaults must agree. None: not
-            checked.
-        versions: megatron-core versions it fits, "0.19.*" or a specifier such as ">=0.19.1,<0.20";
-            None: every supported version. Outside them it is not needed.
-        trigger: the module after whose import it is applied; by default the module of its target.
-        when: decides at that moment whether it is needed.
-        condition: what `when` asks, in words, for the report.
+            the new object. The module is imported when the patch is applied. A staticmethod or
+            classmethod is unwrapped for the factory and wrapped again.
+        reason: why this is a patch and no layer spec or setting; one sentence, shown to users.
+        signature: the signature it was written for, as after `def name`: "(self, x, *,
+            group=None)". Names, kinds and the presence of defaults must agree. None: not checked.
+        versions: megatron-core versions that need it, "0.19.*" or a specifier such as
+            ">=0.19.1,<0.20". None: every supported version.
+        trigger: the module after whose import it is applied. Default: the module of its target.
+        when: called at that moment; returns whether the patch is needed.
+        condition: what `when` checks, in words, for the report.
         group: heading in the report.
-        adds: the target may be missing; its factory is then given None, and reverting takes the
-            attribute away again.
+        adds: the target may be missing: the factory then gets None, and reverting deletes the
+            attribute.
     """
 
     name: str

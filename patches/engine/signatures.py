@@ -1,7 +1,6 @@
 """Compare a function's signature with the one a patch was written for: names, kinds and which
-parameters have a default.
-
-Annotations and the values of defaults are left out: they change without changing who can call what.
+parameters have a default. Annotations and values of defaults are ignored, since calls do not depend
+on them.
 
     >>> describe(parse("(self, hidden: 'Tensor', *, group=None)"))
     '(self, hidden, *, group=...)'
@@ -43,8 +42,8 @@ def parse(text: str) -> Parameters:
 
 
 def _of_arguments(arguments: ast.arguments) -> Parameters:
-    """The parameters of a function definition in a syntax tree, which loses its annotations and the
-    values of its defaults."""
+    """The parameters of a function definition in a syntax tree. Removes the tree's annotations and
+    values of defaults."""
     arguments.defaults = [ast.Constant(0) for _ in arguments.defaults]
     arguments.kw_defaults = [value and ast.Constant(0) for value in arguments.kw_defaults]
     for node in ast.walk(arguments):
@@ -55,7 +54,7 @@ def _of_arguments(arguments: ast.arguments) -> Parameters:
 
 
 def of(function: Callable[..., Any]) -> Parameters | None:
-    """The parameters of a callable; None where Python does not know them (some builtins)."""
+    """The parameters of a callable; None if Python does not know them (some builtins)."""
     try:
         found = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -74,13 +73,11 @@ def describe(parameters: Parameters | None) -> str:
 
 
 def in_source(target: str) -> Parameters | None:
-    """The parameters of "package.module:function" or "package.module:Class.method" as its file
-    defines it.
+    """The parameters of "package.module:function" or "package.module:Class.method" as its source
+    file defines it. Imports nothing.
 
-    All patches are checked when the first of them is applied, but most of their modules are
-    imported later, so nothing is imported here. None where the file does not show it plainly
-    (inherited, made at run time, defined under a condition, no such file): the engine then checks
-    it when the module is imported.
+    None if the source does not show them (inherited, made at run time, defined under a condition,
+    no such file): the engine checks them when the module is imported.
     """
     module, _, path = target.partition(":")
     file = _source_file(module)
@@ -100,8 +97,8 @@ def in_source(target: str) -> Parameters | None:
 
 
 def _source_file(module: str) -> Path | None:
-    """Where the import system would find the module's source. Imports nothing, not even the
-    packages around it."""
+    """Where the import system would find the module's source. Does not import parent packages
+    either."""
     search: Sequence[str] | None = sys.path
     origin: str | None = None
     parts = module.split(".")
