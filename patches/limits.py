@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_fluid.config import FluidConfig
+
 __all__ = ["Limit", "first_reason", "is_given", "offloads"]
 
 
@@ -18,23 +20,25 @@ class Limit[T]:
     Attributes:
         setting: its name.
         reason: why, in one clause.
-        hit: whether T, a configuration or a request, has it in a way that is not honoured. None:
-            whenever it is true.
+        hit: whether T (a configuration or a request) has it in a way that is not honoured, under
+            the settings that the layer keeps. None: whenever it is true.
     """
 
     setting: str
     reason: str
-    hit: Callable[[T], bool] | None = None
+    hit: Callable[[T, FluidConfig], bool] | None = None
 
-    def applies(self, subject: T) -> bool:
+    def applies(self, subject: T, fluid: FluidConfig) -> bool:
         """Whether the setting rules out the overlapped path for this subject."""
-        return bool(getattr(subject, self.setting)) if self.hit is None else self.hit(subject)
+        if self.hit is None:
+            return bool(getattr(subject, self.setting))
+        return self.hit(subject, fluid)
 
 
-def first_reason(limits: Iterable[Limit[Any]], config: Any) -> str | None:
+def first_reason(limits: Iterable[Limit[Any]], config: Any, fluid: FluidConfig) -> str | None:
     """The first limit that applies to a configuration, as `setting=value: reason`; or None."""
     for limit in limits:
-        if limit.applies(config):
+        if limit.applies(config, fluid):
             value = getattr(config, limit.setting)
             return (
                 f"{limit.setting}={getattr(value, '__name__', None) or repr(value)}: {limit.reason}"
@@ -42,16 +46,12 @@ def first_reason(limits: Iterable[Limit[Any]], config: Any) -> str | None:
     return None
 
 
-def is_given(setting: str) -> Callable[[Any], bool]:
+def is_given(setting: str) -> Callable[[Any, FluidConfig], bool]:
     """Whether a setting has any value but None."""
-    return lambda config: getattr(config, setting) is not None
+    return lambda config, _: getattr(config, setting) is not None
 
 
-def offloads(*modules: str) -> Callable[[Any], bool]:
+def offloads(config: Any, *modules: str) -> bool:
     """Whether fine-grained activation offloading hooks into one of these modules."""
-
-    def hit(config: Any) -> bool:
-        chosen = set(config.offload_modules or ())
-        return bool(config.fine_grained_activation_offloading and chosen.intersection(modules))
-
-    return hit
+    chosen = set(config.offload_modules or ())
+    return bool(config.fine_grained_activation_offloading and chosen.intersection(modules))

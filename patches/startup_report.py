@@ -132,10 +132,11 @@ def _limits_met(built: Any) -> list[str]:
     config = next((m.config for m in modules if isinstance(m, moe.MoELayer)), None)  # type: ignore[union-attr]
     if config is None:
         return []
+    from megatron_fluid.config import current_config
     from megatron_fluid.patches.moe.limits import EXCHANGE_LIMITS, LAYER_LIMITS
 
     limits = LAYER_LIMITS + EXCHANGE_LIMITS
-    return [limit.setting for limit in limits if limit.applies(config)]
+    return [limit.setting for limit in limits if limit.applies(config, current_config())]
 
 
 def _nothing_overlapped(rows: Iterable[Feature], met: Iterable[str]) -> str:

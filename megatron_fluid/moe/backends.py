@@ -8,6 +8,8 @@ Shapes: T tokens of this rank, K top-k, H hidden.
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,24 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fluid.comm.p2p_rounds import P2PRounds
-from megatron_fluid.config import MOE_BACKENDS, current_config, moe_recompute
+from megatron_fluid.config import current_config, moe_recompute
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation
+from megatron_fluid.moe.choose import ExchangeCase, choose_transport, nvlink_layer_reason
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.hierarchical.choice import ExpertShape
-from megatron_fluid.moe.hierarchical.transport import (
-    hierarchical_unsupported_reason,
-    plan_hierarchical,
-    start_hierarchical_moe,
-)
-from megatron_fluid.moe.local.transport import local_moe, local_unsupported_reason
+from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
+from megatron_fluid.moe.local.transport import local_moe
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.moe.rounds.transport import start_overlapped_moe
 from megatron_fluid.moe.router import Routing
 
-__all__ = ["BACKENDS", "LayerBackend", "choose_backend", "nvlink_layer_reason"]
+__all__ = ["BACKENDS", "LayerBackend", "choose_backend"]
 
+<<<<<<< HEAD
 
 # Of 32 bits the experts' products are torch's, one for each expert.
 NVLINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -52,6 +52,9 @@ def nvlink_layer_reason(
     if activation is not None and activation not in ACTIVATIONS:
         return f"activation {activation}: the NVLink path has {', '.join(ACTIVATIONS)}"
     return f"hidden_size {hidden} is no multiple of 8" if hidden % 8 else None
+=======
+_LOGGER = logging.getLogger("megatron_fluid")
+>>>>>>> c8f5f9a ([moe] Choose transports by one table and one policy for both front ends)
 
 
 class ServedLayer(Protocol):
@@ -86,11 +89,6 @@ class LayerBackend:
     def __init__(self, layer: ServedLayer) -> None:
         """Raises ConfigError where a setting of the layer cannot be met."""
 
-    @staticmethod
-    def unsupported_reason(layer: ServedLayer) -> str | None:
-        """Return why this cannot serve the layer, or None if it can. Collective."""
-        raise NotImplementedError
-
     def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
         """The experts' results [T, H] for x [T, H], and those of the shared expert."""
         raise NotImplementedError
@@ -101,10 +99,6 @@ class LayerBackend:
 
 class _Local(LayerBackend):
     name = "local"
-
-    @staticmethod
-    def unsupported_reason(layer: ServedLayer) -> str | None:
-        return local_unsupported_reason(layer.rounds.group)
 
     def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
         ids, probs = routing.ids, routing.probs
@@ -133,19 +127,6 @@ class _Nvlink(LayerBackend):
         copied.sized = copy.copy(self.sized)
         return copied
 
-    @staticmethod
-    def unsupported_reason(layer: ServedLayer) -> str | None:
-        activation = layer.activation
-        # A callable may bear the name of a kernel that computes something else.
-        name = activation.name if activation.built_in else f"{activation.name}, the caller's own"
-        weight = layer.weight1
-        reason = nvlink_layer_reason(layer.config.hidden_size, name, weight.dtype, weight.device)
-        if reason is not None:
-            return reason
-        from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
-
-        return symmetric_unsupported_reason(layer.rounds.group)
-
     def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
         from megatron_fluid.moe.nvlink.transport import nvlink_moe
 
@@ -171,10 +152,6 @@ class _Hierarchical(LayerBackend):
             raise ConfigError.of("capacity_factor", factor, "None over several hosts")
         if (recipe := layer.config.fp8_recipe) is not None:
             raise ConfigError.of("fp8_recipe", recipe, "None over several hosts")
-
-    @staticmethod
-    def unsupported_reason(layer: ServedLayer) -> str | None:
-        return hierarchical_unsupported_reason(layer.rounds)
 
     def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
         experts, rounds = layer.config.num_experts, layer.rounds
@@ -205,10 +182,6 @@ class _Rounds(LayerBackend):
         if (recipe := layer.config.fp8_recipe) is not None:
             raise ConfigError.of("fp8_recipe", recipe, "None over rounds")
 
-    @staticmethod
-    def unsupported_reason(layer: ServedLayer) -> str | None:
-        return None
-
     def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
         c = layer.config
         counts = c.num_experts, layer.rounds, f"{layer.name} row counts"
@@ -225,7 +198,6 @@ class _Rounds(LayerBackend):
         return unpermute(started.finish(), plan), shared
 
 
-# In the order in which "auto" takes them.
 BACKENDS: dict[str, type[LayerBackend]] = {
     backend.name: backend for backend in (_Local, _Nvlink, _Hierarchical, _Rounds)
 }
@@ -252,17 +224,32 @@ def choose_backend(layer: ServedLayer, wanted: str) -> type[LayerBackend]:
     """What moves the tokens of a layer. Collective over its group the first time.
 
     Args:
-        wanted: a name of config.MOE_BACKENDS; "experts" and "megatron" have no path of their own
-            here, and are "rounds".
+        wanted: as for moe.choose.choose_transport.
 
     Raises:
-        ConfigError: an unknown name, or one that cannot be had.
+        ConfigError: an unknown name, or one that is unavailable; "experts" and "megatron" are for
+            Megatron's layers.
     """
-    if wanted not in MOE_BACKENDS:
-        raise ConfigError.of("moe_backend", wanted, ", ".join(MOE_BACKENDS))
-    if wanted == "auto":
-        return next(b for b in BACKENDS.values() if b.unsupported_reason(layer) is None)
-    backend = BACKENDS["rounds" if wanted in ("experts", "megatron") else wanted]
-    if (reason := backend.unsupported_reason(layer)) is not None:
-        raise ConfigError.of("moe_backend", wanted, f"auto or rounds: {reason}")
-    return backend
+    weight, activation = layer.weight1, layer.activation
+    # A callable may bear the name of a kernel that computes something else.
+    name = activation.name if activation.built_in else f"{activation.name}, the caller's own"
+    case = ExchangeCase(
+        group=layer.rounds.group,
+        domains=lambda: layer.rounds.domains,
+        on_gpu=weight.device.type == "cuda",
+        nvlink_reason=nvlink_layer_reason(
+            layer.config.hidden_size, name, weight.dtype, weight.device
+        ),
+    )
+    transport, reason = choose_transport(wanted, case)
+    assert transport is not None
+    if transport == "rounds" and case.on_gpu and reason is not None:
+        _warn_of_rounds(reason)
+    return BACKENDS[transport]
+
+
+@functools.cache
+def _warn_of_rounds(reason: str) -> None:
+    _LOGGER.warning(
+        "moe_backend=auto takes round-robin P2P exchanges: no symmetric memory (%s)", reason
+    )

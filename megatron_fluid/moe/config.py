@@ -32,7 +32,7 @@ class MoEConfig(FieldsConfig):
         dx_chunks: pieces in which each peer's dX is computed and sent back, over rounds; None takes
             FluidConfig's.
         backend: who moves MoELayer's tokens, "local", "nvlink", "hierarchical", "rounds" or "auto";
-            None takes FluidConfig's ("megatron" there is "rounds" here).
+            None takes FluidConfig's; "experts" and "megatron" there are for Megatron's layers.
         capacity_factor: bounded mode of MoELayer: a rank has room for that many times the rows of a
             balanced routing, the most tokens of a rank * top_k. None for exact mode: room for all.
         recompute: what MoELayer's backward computes again in place of keeping it: "rows", the

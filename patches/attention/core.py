@@ -100,7 +100,7 @@ class Exchanges:
         reason = self.nvlink_unsupported_reason = nvlink_reason(self.group, self.heads.unit)
         if current_config().cp_backend == "nvlink" and reason is not None:
             # Without overlapped projections there are no rounds.
-            others = self.other_backends(rounds=setting_reason(config) is None)
+            others = self.other_backends(rounds=setting_reason(config, current_config()) is None)
             raise ConfigError.of("cp_backend", "nvlink", f"{', '.join(others)}: {reason}")
         self._of_length = functools.lru_cache(maxsize=8)(self._make)
 

@@ -283,7 +283,7 @@ class _LatentDecisions(OverlapDecisions[OverlappedLatentAttention]):
     def setting_reason(self, config: FluidConfig, layer: Any) -> str | None:
         if config.cp_backend in ("collective", "megatron"):
             return f"cp_backend={config.cp_backend} was asked for"
-        reason = latent_setting_reason(layer.config) or self._core_reason(layer)
+        reason = latent_setting_reason(layer.config, config) or self._core_reason(layer)
         if reason is not None:
             return reason
         exchanges = exchanges_of(layer.core_attention)

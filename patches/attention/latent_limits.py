@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches.attention.limits import (
     OVERLAP_LIMITS,
     linear_reason,
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["LATENT_LIMITS", "latent_module_reason", "latent_setting_reason", "projected_up"]
 
 
-def _recomputes(config: Any) -> bool:
+def _recomputes(config: Any, _: FluidConfig) -> bool:
     chosen = {"core_attn", "mla_up_proj"}.intersection(config.recompute_modules or ())
     return config.recompute_granularity == "selective" and bool(chosen)
 
@@ -29,17 +30,17 @@ LATENT_LIMITS: tuple[Limit[MLATransformerConfig], ...] = (
     Limit(
         "tensor_model_parallel_size",
         "its projections up gather the sequence themselves",
-        lambda c: c.tensor_model_parallel_size > 1,
+        lambda c, _: c.tensor_model_parallel_size > 1,
     ),
     Limit("recompute_modules", "core_attn and mla_up_proj recompute from all heads", _recomputes),
     Limit("cache_mla_latents", "of inference"),
 )
 
 
-def latent_setting_reason(config: Any) -> str | None:
+def latent_setting_reason(config: Any, fluid: FluidConfig) -> str | None:
     """The first setting under which projections up are not overlapped, with its value and why; or
     None."""
-    return first_reason((*OVERLAP_LIMITS, *LATENT_LIMITS), config)
+    return first_reason((*OVERLAP_LIMITS, *LATENT_LIMITS), config, fluid)
 
 
 def projected_up(attention: Any) -> dict[str, Any]:

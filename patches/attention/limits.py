@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from megatron_fluid.config import current_config
+from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches.attention.head_norms import norm_reason
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.limits import Limit, first_reason, is_given, offloads
@@ -37,7 +37,7 @@ EXCHANGED_COMM_TYPE = "a2a"  # the cp_comm_type that is served
 _PRECISION = "projections run in the parameters' precision"
 
 
-def _captures_attention(config: TransformerConfig) -> bool:
+def _captures_attention(config: TransformerConfig, _: FluidConfig) -> bool:
     """Whether a CUDA graph holds attention."""
     if config.cuda_graph_impl in ("none", "full_iteration"):
         return bool(config.cuda_graph_impl == "full_iteration")
@@ -49,7 +49,7 @@ OVERLAP_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "num_query_groups",
         "with fewer key/value heads than tensor-parallel ranks the projection's output is gathered",
-        lambda c: c.num_query_groups < c.tensor_model_parallel_size,
+        lambda c, _: c.num_query_groups < c.tensor_model_parallel_size,
     ),
     Limit("tp_comm_overlap", "Transformer Engine overlaps its linears with their own gathers"),
     Limit("fused_single_qkv_rope", "Transformer Engine rotates the projection's output in place"),
@@ -70,7 +70,7 @@ OVERLAP_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "offload_modules",
         "offloading qkv_linear, core_attn or attn_proj hooks into the attention",
-        offloads("qkv_linear", "core_attn", "attn_proj"),
+        lambda c, _: offloads(c, "qkv_linear", "core_attn", "attn_proj"),
     ),
     Limit(
         "cuda_graph_impl",
@@ -80,7 +80,7 @@ OVERLAP_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "transformer_impl",
         "the inference-optimised layer has its own linears",
-        lambda c: c.transformer_impl == "inference_optimized",
+        lambda c, _: c.transformer_impl == "inference_optimized",
     ),
 )
 
@@ -99,44 +99,46 @@ TE_LIMITS: tuple[Limit[TERequest], ...] = (
     Limit(
         "cp_backend",
         "Megatron's own path was asked for",
-        lambda r: current_config().cp_backend == "megatron",
+        lambda _, fluid: fluid.cp_backend == "megatron",
     ),
     Limit(
         "cp_comm_type",
         "p2p, all_gather and a2a+p2p are other algorithms than a2a, which is served",
-        lambda r: r.cp_comm_type != EXCHANGED_COMM_TYPE,
+        lambda r, _: r.cp_comm_type != EXCHANGED_COMM_TYPE,
     ),
     Limit(
-        "attention_type", "cross-attention has two sequences", lambda r: r.attention_type != "self"
+        "attention_type",
+        "cross-attention has two sequences",
+        lambda r, _: r.attention_type != "self",
     ),
     Limit(
         "attn_mask_type",
         "a mask of padding or of one's own is not exchanged",
-        lambda r: r.attn_mask_type.name not in ("causal", "no_mask"),
+        lambda r, _: r.attn_mask_type.name not in ("causal", "no_mask"),
     ),
     Limit(
         "fp8_dot_product_attention",
         "heads are exchanged in the activations' precision",
-        lambda r: bool(r.config.fp8_dot_product_attention or r.config.fp8_multi_head_attention),
+        lambda r, _: bool(r.config.fp8_dot_product_attention or r.config.fp8_multi_head_attention),
     ),
     Limit(
         "qk_clip",
         "logits are recorded by Megatron's own module",
-        lambda r: bool(r.config.qk_clip or r.config.log_max_attention_logit),
+        lambda r, _: bool(r.config.qk_clip or r.config.log_max_attention_logit),
     ),
 )
 
 
-def te_reason(request: TERequest) -> str | None:
+def te_reason(request: TERequest, fluid: FluidConfig) -> str | None:
     """The first setting under which Transformer Engine keeps its own exchange, and why; or None."""
-    hits = (f"{limit.setting}: {limit.reason}" for limit in TE_LIMITS if limit.applies(request))
-    return next(hits, None)
+    hits = (limit for limit in TE_LIMITS if limit.applies(request, fluid))
+    return next((f"{limit.setting}: {limit.reason}" for limit in hits), None)
 
 
-def setting_reason(config: Any) -> str | None:
+def setting_reason(config: Any, fluid: FluidConfig) -> str | None:
     """The first setting of a TransformerConfig under which projections are not overlapped, with its
     value and why; or None."""
-    return first_reason(OVERLAP_LIMITS, config)
+    return first_reason(OVERLAP_LIMITS, config, fluid)
 
 
 def module_reason(attention: Any) -> str | None:
@@ -151,7 +153,7 @@ def module_reason(attention: Any) -> str | None:
     modules = bypassed(attention)
     hooks = ModuleHooks(**modules)
     reason = hooks.replaced() or hooks.overridden() or parameter_reason(modules)
-    for name, known in (("linear_qkv", _qkv_types()), ("linear_proj", _projection_types())):
+    for name, known in (("linear_qkv", qkv_types()), ("linear_proj", _projection_types())):
         reason = reason or linear_reason(name, getattr(attention, name), known)
     if reason is not None:
         return reason
@@ -194,11 +196,6 @@ def bypassed(attention: Any) -> dict[str, Any]:
     return {name: module for name, module in attention.named_children() if module is not None}
 
 
-def qkv_types() -> tuple[type, ...]:
-    """Megatron's column-parallel linears."""
-    return _qkv_types()
-
-
 def _te(*names: str) -> tuple[type, ...]:
     """Megatron's wrappers of Transformer Engine's modules, where it is installed."""
     from megatron.core.extensions import transformer_engine as extension
@@ -206,7 +203,8 @@ def _te(*names: str) -> tuple[type, ...]:
     return tuple(getattr(extension, name) for name in names) if extension.HAVE_TE else ()
 
 
-def _qkv_types() -> tuple[type, ...]:
+def qkv_types() -> tuple[type, ...]:
+    """Megatron's column-parallel linears."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     return (ColumnParallelLinear, *_te("TEColumnParallelLinear", "TELayerNormColumnParallelLinear"))

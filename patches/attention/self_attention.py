@@ -139,7 +139,7 @@ class _AttentionDecisions(OverlapDecisions[OverlappedAttention]):
     def setting_reason(self, config: FluidConfig, layer: Any) -> str | None:
         if config.cp_backend in ("collective", "megatron"):
             return f"cp_backend={config.cp_backend} was asked for"
-        reason = setting_reason(layer.config) or _own_exchange_reason(layer)
+        reason = setting_reason(layer.config, config) or _own_exchange_reason(layer)
         if reason is None:
             reason = self._backend(config, layer)[1]
         return reason or _groups_reason(layer)

@@ -104,7 +104,7 @@ def _exchanges(core: Any, config: Any, given: dict[str, Any]) -> Exchanges | Non
     asked = current_config().cp_backend
     channels = given["k_channels"], given["v_channels"]
     mask, kind, comm = (given[n] for n in ("attn_mask_type", "attention_type", "cp_comm_type"))
-    reason = te_reason(TERequest(config, mask, kind, comm))
+    reason = te_reason(TERequest(config, mask, kind, comm), current_config())
     if reason is not None and asked in ("nvlink", "rounds", "collective"):
         raise ConfigError.of("cp_backend", asked, f"auto, megatron: {reason}")
     if reason is None:

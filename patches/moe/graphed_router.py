@@ -1,15 +1,17 @@
-"""The router inside Megatron's partial CUDA graphs (`--cuda-graph-impl transformer_engine` with the
-modules moe_router and moe_preprocess), the experts outside of them.
+"""What Megatron's CUDA graphs hold of an MoE layer, and the router inside its partial graphs
+(`--cuda-graph-impl transformer_engine` with the modules moe_router and moe_preprocess), the experts
+outside of them.
 
-Megatron captures a layer up to the router, or up to the preprocessing of its dispatcher. In a
-replay it leaves what was captured in the layer's `cudagraph_tensor_store` and calls the layer,
-whose `route` and `shared_experts_compute` then return it. What our path needs of the graph is the
-routing map: with moe_preprocess, too, the graph ends after the router, and the map leaves it as an
-attribute of the dispatcher.
+With these modules Megatron captures a layer up to the router, or up to the preprocessing of its
+dispatcher. In a replay it leaves what was captured in the layer's `cudagraph_tensor_store` and
+calls the layer, whose `route` and `shared_experts_compute` then return it. What our path needs of
+the graph is the routing map: with moe_preprocess, too, the graph ends after the router, and the map
+leaves it as an attribute of the dispatcher.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,20 +21,55 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["capture_of", "routing_map_of"]
+__all__ = ["Held", "capture_of", "held_by_graphs", "routing_map_of"]
 
 _ATTRIBUTE = "fluid_routing_map"  # of the token dispatcher
+_ROUTER = {"moe_router", "moe_preprocess"}
 Capture = Callable[["MoELayer", Callable[..., Any], Tensor, Tensor | None], Any]
+
+
+class Held(enum.Enum):
+    """What CUDA graphs hold of an MoE layer: nothing; the router, and perhaps the preprocessing of
+    the token dispatcher; the whole layer; a whole iteration; or phases that only Megatron's own
+    forward runs one by one."""
+
+    NOTHING = enum.auto()
+    ROUTER = enum.auto()
+    LAYER = enum.auto()
+    ITERATION = enum.auto()
+    PHASES = enum.auto()
+
+    @property
+    def experts(self) -> bool:
+        """Whether experts are in a graph, as part of a layer or of an iteration."""
+        return self in (Held.LAYER, Held.ITERATION)
+
+
+def held_by_graphs(config: TransformerConfig) -> Held:
+    """What CUDA graphs hold of the MoE layers of this configuration."""
+    impl = config.cuda_graph_impl
+    if impl in ("none", "full_iteration"):
+        return Held.NOTHING if impl == "none" else Held.ITERATION
+    modules = {module.name for module in config.cuda_graph_modules or ()}
+    router = modules & _ROUTER
+    if impl == "local" and router:
+        return Held.PHASES
+    # With impl local the graph of attn is the whole layer's.
+    if not modules or "moe" in modules or (impl == "local" and "attn" in modules):
+        return Held.LAYER
+    if not modules <= {"attn", "mlp", "mamba"} | _ROUTER:
+        return Held.PHASES
+    return Held.ROUTER if router else Held.NOTHING
 
 
 def capture_of(config: TransformerConfig) -> Capture | None:
     """What a layer does while its graph is captured: None where no graph reaches into it."""
-    if config.cuda_graph_impl != "transformer_engine":
+    if held_by_graphs(config) is not Held.ROUTER:
         return None
     modules = {module.name for module in config.cuda_graph_modules}
     if "moe_preprocess" in modules:
         return _capture_without_preprocess
-    return _megatrons if "moe_router" in modules else None
+    return _megatrons
 
 
 def routing_map_of(layer: MoELayer, found: Tensor | None) -> Tensor:

@@ -44,7 +44,8 @@ def check(recipe: str, nodes: int) -> dict[str, Any]:
     from megatron.training import arguments
     from megatron.training.argument_utils import gpt_config_from_args
 
-    from megatron_fluid.patches.moe.limits import unsupported_reason
+    from megatron_fluid.config import current_config
+    from megatron_fluid.patches.moe.parts import part_reasons
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(8 * nodes))
     sys.argv = ["pretrain_gpt.py", *printed(recipe, nodes)]
@@ -60,7 +61,7 @@ def check(recipe: str, nodes: int) -> dict[str, Any]:
     return {
         "arguments": given,
         "replicas": args.data_parallel_size,
-        "unsupported": unsupported_reason(config),
+        "unsupported": part_reasons(config, current_config()).fused,
     }
 
 

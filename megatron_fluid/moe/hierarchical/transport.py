@@ -53,22 +53,10 @@ from megatron_fluid.moe.rounds.transport import Arrive, StartedMoE
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 from megatron_fluid.topology import HostLayout
 
-__all__ = [
-    "HierarchicalTransport",
-    "hierarchical_unsupported_reason",
-    "plan_hierarchical",
-    "start_hierarchical_moe",
-]
+__all__ = ["HierarchicalTransport", "plan_hierarchical", "start_hierarchical_moe"]
 
 # On a GPU exchanges run one after the other: so many pieces cross before the first is handed on.
 _AHEAD = 2
-
-
-def hierarchical_unsupported_reason(rounds: P2PRounds) -> str | None:
-    """Return why two levels cannot serve a group, or None if they can. Alike on all ranks."""
-    if len(set(rounds.domains)) > 1:
-        return None
-    return "it is for ranks on several hosts, and the group's are on one"
 
 
 def plan_hierarchical(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,8 +15,9 @@ import torch.distributed as dist
 
 from megatron_fluid.comm import group_resources, symmetric
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe import backends, layer
-from megatron_fluid.moe.backends import choose_backend, nvlink_layer_reason
+from megatron_fluid.moe import backends, choose, layer
+from megatron_fluid.moe.backends import choose_backend
+from megatron_fluid.moe.choose import choose_transport, nvlink_layer_reason
 from megatron_fluid.moe.nvlink import buffers as nvlink_buffers
 from megatron_fluid.moe.nvlink.buffers import SizedBuffers
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP
@@ -22,50 +26,120 @@ from tests.support.launch import run_ranks
 GPU = torch.device("cuda")
 
 
-def layer_on(ranks: int) -> mock.Mock:
-    rounds = mock.Mock(group=mock.Mock(size=lambda: ranks), domains=["a host"] * ranks)
-    return mock.Mock(rounds=rounds)
+def layer_on(ranks: int, domains: int = 1) -> mock.Mock:
+    names = [str(rank % domains) for rank in range(ranks)]
+    rounds = mock.Mock(group=mock.Mock(size=lambda: ranks), domains=names)
+    return mock.Mock(rounds=rounds, weight1=mock.Mock(device=GPU))
+
+
+def on_gpus(layer: str | None, machine: str | None) -> contextlib.ExitStack:
+    """Where symmetric memory is ruled out by the layer, or by the machine."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(backends, "nvlink_layer_reason", return_value=layer))
+    stack.enter_context(
+        mock.patch.object(symmetric, "symmetric_unsupported_reason", return_value=machine)
+    )
+    return stack
+
+
+FP32, APART = "it is in float32", "no peer access"
+BY_PHASE = "moe_latent_size=8: projections"
 
 
 @pytest.mark.parametrize(
-    ("wanted", "ranks", "layer", "machine", "expected"),
+    ("wanted", "ranks", "domains", "layer", "machine", "plain", "megatrons"),
     [
-        ("auto", 1, None, None, "local"),
-        ("auto", 2, None, None, "nvlink"),
-        ("auto", 2, None, "no peer access", "rounds"),
-        ("auto", 2, "it is in float32", None, "rounds"),
-        ("local", 1, "it is in float32", "no peer access", "local"),
-        ("nvlink", 2, None, None, "nvlink"),
-        ("rounds", 1, None, None, "rounds"),
-        ("megatron", 2, None, None, "rounds"),
+        ("auto", 1, 1, None, None, "local", "local"),
+        ("auto", 2, 1, None, None, "nvlink", "nvlink"),
+        ("auto", 2, 1, None, APART, "rounds", "do not pay"),
+        ("auto", 2, 1, FP32, None, "rounds", "do not pay"),
+        ("auto", 2, 2, None, APART, "hierarchical", "hierarchical"),
+        ("local", 1, 1, FP32, APART, "local", "local"),
+        ("nvlink", 2, 1, None, None, "nvlink", "nvlink"),
+        ("rounds", 1, 1, None, None, "rounds", "rounds"),
+        ("rounds", 2, 1, None, APART, "rounds", "rounds"),
     ],
 )
 def test_the_first_transport_that_layer_and_machine_allow(
-    wanted: str, ranks: int, layer: str | None, machine: str | None, expected: str
+    wanted: str,
+    ranks: int,
+    domains: int,
+    layer: str | None,
+    machine: str | None,
+    plain: str,
+    megatrons: str,
 ) -> None:
-    with (
-        mock.patch.object(backends, "nvlink_layer_reason", return_value=layer),
-        mock.patch.object(symmetric, "symmetric_unsupported_reason", return_value=machine),
-    ):
-        assert choose_backend(layer_on(ranks), wanted).name == expected
+    """On plain torch, and under Megatron, whose all-to-all is an alternative to rounds."""
+    with on_gpus(layer, machine):
+        assert choose_backend(layer_on(ranks, domains), wanted).name == plain
+        case = exchange_case(ranks, domains, layer, megatron=True)
+        transport, reason = choose_transport(wanted, case)
+        assert transport == megatrons if transport else megatrons in str(reason)
+        assert transport or str(layer or machine) in str(reason)
+
+
+def exchange_case(
+    ranks: int, domains: int, layer: str | None, **settings: Any
+) -> choose.ExchangeCase:
+    rounds = layer_on(ranks, domains).rounds
+    where = {"group": rounds.group, "domains": lambda: rounds.domains}
+    return choose.ExchangeCase(**where, on_gpu=True, nvlink_reason=layer, **settings)
+
+
+@pytest.mark.parametrize(
+    ("domains", "gpu", "phased", "expected"),
+    [
+        (2, True, ("hierarchical",), "rounds"),
+        (2, True, ("hierarchical", "rounds"), None),
+        (2, False, ("hierarchical", "rounds"), "rounds"),
+        (1, False, ("rounds",), "rounds"),
+    ],
+)
+def test_what_runs_phase_by_phase_is_exchanged_by_megatron_between_hosts(
+    domains: int, gpu: bool, phased: tuple[str, ...], expected: str | None
+) -> None:
+    with on_gpus(None, APART):
+        by_phase = {"by_phase": lambda name: BY_PHASE if name in phased else None}
+        case = exchange_case(2, domains, None, megatron=True, **by_phase)
+        case = dataclasses.replace(case, on_gpu=gpu)
+        transport, reason = choose_transport("auto", case)
+        assert transport == expected and (transport or BY_PHASE in str(reason))
+        if domains == 2:
+            with pytest.raises(ConfigError, match="megatron, because moe_latent_size=8"):
+                choose_transport("hierarchical", case)
+
+
+def test_auto_says_that_it_takes_rounds_on_gpus(caplog: pytest.LogCaptureFixture) -> None:
+    why = "no peer access, for once"
+    with on_gpus(None, why):
+        for _ in range(2):
+            choose_backend(layer_on(2), "auto")
+        choose_backend(layer_on(2), "rounds")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"moe_backend=auto takes round-robin P2P exchanges: no symmetric memory ({why})"
+    ]
 
 
 @pytest.mark.parametrize(
     ("wanted", "layer", "machine", "named"),
     [
-        ("nvlink", "it is in float32", None, "it is in float32"),
-        ("nvlink", None, "no peer access", "no peer access"),
+        ("nvlink", FP32, None, FP32),
+        ("nvlink", None, APART, APART),
         ("local", None, None, "the group has 2"),
+        ("hierarchical", None, None, "the group's are on one"),
+        ("megatron", None, None, "auto, local, nvlink, hierarchical, rounds"),
+        ("experts", None, None, "auto, local, nvlink, hierarchical, rounds"),
     ],
 )
-def test_a_backend_by_name_is_met_or_refused(
-    wanted: str, layer: str | None, machine: str | None, named: str
+@pytest.mark.parametrize("megatron", [False, True])
+def test_a_transport_by_name_is_met_or_refused(
+    wanted: str, layer: str | None, machine: str | None, named: str, megatron: bool
 ) -> None:
-    with (
-        mock.patch.object(backends, "nvlink_layer_reason", return_value=layer),
-        mock.patch.object(symmetric, "symmetric_unsupported_reason", return_value=machine),
-        pytest.raises(ConfigError, match=f"moe_backend: found '{wanted}'.*{named}"),
-    ):
+    with on_gpus(layer, machine), pytest.raises(ConfigError) as caught:
+        choose_transport(wanted, exchange_case(2, 1, layer, megatron=megatron))
+    assert str(caught.value).startswith(f"moe_backend: found '{wanted}', allowed: auto")
+    assert named in str(caught.value)
+    with on_gpus(layer, machine), pytest.raises(ConfigError, match=named):
         choose_backend(layer_on(2), wanted)
 
 
@@ -109,7 +183,7 @@ def _asked_for(rank: int, world: int) -> None:
         one = layer.MoELayer({**config, "activation": activation}, dist.group.WORLD)
         for each in (one, copy.deepcopy(one)):
             with mock.patch.object(backends, "nvlink_layer_reason", return_value="no") as asked:
-                assert backends.BACKENDS["nvlink"].unsupported_reason(each) == "no"
+                choose_backend(each, "auto")
             assert asked.call_args.args[1] == named
 
 

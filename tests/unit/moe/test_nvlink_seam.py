@@ -43,7 +43,7 @@ def test_parameters_of_another_dtype_are_refused_by_name(monkeypatch: pytest.Mon
     pytest.importorskip("megatron.core")
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_fluid.patches.moe.limits import nvlink_unsupported_reason
+    from megatron_fluid.patches.moe.parts import nvlink_unsupported_reason
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 

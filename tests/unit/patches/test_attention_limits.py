@@ -12,6 +12,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches.attention.latent_limits import LATENT_LIMITS, latent_setting_reason
 from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, setting_reason
 
@@ -77,9 +78,9 @@ def test_every_limit_is_tried_here() -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_limit_names_its_setting_and_no_other(supported: TransformerConfig, setting: str) -> None:
     hit, missed = SETTINGS[setting]
-    assert setting_reason(supported) is None
-    assert setting_reason(_with(supported, missed)) is None
-    found = setting_reason(_with(supported, hit))
+    assert setting_reason(supported, FluidConfig()) is None
+    assert setting_reason(_with(supported, missed), FluidConfig()) is None
+    found = setting_reason(_with(supported, hit), FluidConfig())
     assert found is not None and found.startswith(f"{setting}=")
 
 
@@ -108,7 +109,7 @@ def test_a_limit_names_its_setting_and_no_other(supported: TransformerConfig, se
 def test_what_a_graph_or_offloading_holds_decides(
     supported: TransformerConfig, settings: dict[str, Any], hit: bool
 ) -> None:
-    assert (setting_reason(_with(supported, settings)) is not None) == hit
+    assert (setting_reason(_with(supported, settings), FluidConfig()) is not None) == hit
 
 
 LATENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -129,7 +130,7 @@ def test_every_limit_of_latent_attention_is_tried_here() -> None:
 def test_a_limit_of_latent_attention_names_its_setting_and_no_other(setting: str) -> None:
     latent = MLATransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
     hit, missed = (LATENT | SETTINGS)[setting]
-    assert latent_setting_reason(latent) is None
-    assert latent_setting_reason(_with(latent, missed)) is None
-    found = latent_setting_reason(_with(latent, hit))
+    assert latent_setting_reason(latent, FluidConfig()) is None
+    assert latent_setting_reason(_with(latent, missed), FluidConfig()) is None
+    found = latent_setting_reason(_with(latent, hit), FluidConfig())
     assert found is not None and found.startswith(f"{setting}=")

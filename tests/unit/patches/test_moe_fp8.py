@@ -23,9 +23,10 @@ def _trained(rank: int, world: int) -> dict[str, Any]:
     import torch
 
     from megatron_fluid import get_fluid_custom_layers, patches
+    from megatron_fluid.config import FluidConfig
     from megatron_fluid.moe import fp8_experts, fp8_weight_grads
     from megatron_fluid.patches.moe import layer as moe_layer
-    from megatron_fluid.patches.moe import limits
+    from megatron_fluid.patches.moe import parts
     from tests.support import fp8_emulation, tiny_gpt
 
     found: dict[str, Any] = {}
@@ -43,7 +44,7 @@ def _trained(rank: int, world: int) -> dict[str, Any]:
                 layer = tiny_gpt.gpt(config(**FP8)).decoder.layers[-1].mlp
                 found[whose, backend] = moe_layer.experts_reason_of(layer)
 
-    limits.fp8_reason = lambda config: None
+    parts.fp8_reason = lambda *_: None
     fp8_emulation.emulate()
     casts: list[Any] = []
     plain = fp8_experts.cast_weights
@@ -87,7 +88,7 @@ def _trained(rank: int, world: int) -> dict[str, Any]:
             found[kind, "path"] = moe_layer.backend_of(model.decoder.layers[-1].mlp)
             found[kind, "casts"] = list(casts)
             found[kind, "turned"] = len(turned)
-    found["rounds"] = limits.backend_experts_reason(config(**FP8), "rounds")
+    found["rounds"] = parts.part_reasons(config(**FP8), FluidConfig(), transport="rounds").experts
     return found
 
 

@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core")
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.moe import decision
-from megatron_fluid.patches.moe.limits import unsupported_reason
+from megatron_fluid.patches.moe.parts import PartReasons, part_reasons
 
 
 def _refused(rank: int, world_size: int) -> dict[str, str | None]:
@@ -35,7 +35,7 @@ def _refused(rank: int, world_size: int) -> dict[str, str | None]:
     def reason(name: str, change: Callable[[Any], None]) -> None:
         layer = tiny_gpt.moe_layer(config)
         change(layer)
-        found[name] = unsupported_reason(layer.config, layer)
+        found[name] = part_reasons(layer.config, FluidConfig(), layer).fused
 
     class Adapted(ColumnParallelLinear):
         pass
@@ -166,46 +166,6 @@ def test_one_rank_and_the_inference_engine() -> None:
     torch.testing.assert_close(found["rounds"][2], reference, rtol=1e-5, atol=1e-6)
 
 
-def _auto(rank: int, world_size: int) -> dict[str, Any]:
-    """What `auto` chooses for a supported layer on GPUs, by what their memory and their hosts
-    allow."""
-    from unittest import mock
-
-    from megatron_fluid.comm import symmetric
-    from tests.support import tiny_gpt
-
-    tiny_gpt.parallel(expert_model_parallel_size=1)
-    group: Any = SimpleNamespace(size=lambda: 2)
-    found: dict[str, Any] = {}
-    cases = {
-        "peers reach each other": (None, None, [0, 0]),
-        "an unsupported setting": ("moe_apply_probs_on_input", None, [0, 0]),
-        "no peer access": (None, "no peer access", [0, 0]),
-        "two domains": (None, "no peer access", [0, 1]),
-    }
-    with mock.patch.object(decision, "cpu_mode_active", return_value=False):
-        for name, (setting, memory, domains) in cases.items():
-            with (
-                mock.patch.object(symmetric, "symmetric_unsupported_reason", return_value=memory),
-                mock.patch.object(decision, "detect_domains", return_value=domains),
-            ):
-                auto = FluidConfig(moe_backend="auto", timeout_s=9.0)
-                found[name] = decision.choose_backend(group, auto, setting)
-    return found
-
-
-def test_auto_takes_symmetric_memory_then_two_levels_between_domains_then_megatron() -> None:
-    (found,) = run_ranks(_auto, 1)
-    assert found["peers reach each other"] == ("nvlink", None)
-    assert found["two domains"] == ("hierarchical", None)
-    for name, words in (
-        ("an unsupported setting", "moe_apply_probs_on_input"),
-        ("no peer access", "no peer access"),
-    ):
-        backend, reason = found[name]
-        assert backend is None and words in reason and "rounds do not pay" in reason
-
-
 def test_what_a_validation_before_training_makes_serves_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -216,15 +176,14 @@ def test_what_a_validation_before_training_makes_serves_training(
 
     found = []
 
-    def unsupported(*_: Any) -> str:
+    def unsupported(*_: Any) -> PartReasons:
         found.append(torch.is_inference_mode_enabled())
-        return "of this test"
+        return PartReasons(exchange="of this test", experts="of this test", fusion=None)
 
-    monkeypatch.setattr(decision, "_unsupported", unsupported)
-    monkeypatch.setattr(decision, "experts_unsupported_reason", lambda *_: "of this test")
+    monkeypatch.setattr(decision, "part_reasons", unsupported)
     with torch.inference_mode():
         assert moe_layer.DECISIONS.settle(Layer()).reason == "of this test"  # type: ignore[arg-type]
-    assert found == [False]
+    assert not any(found)
 
 
 def _without_the_patch(rank: int, world_size: int) -> dict[str, Any]:

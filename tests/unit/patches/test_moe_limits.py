@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +18,10 @@ from megatron.core import activations
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.config import FluidConfig
 from megatron_fluid.moe.activations import ACTIVATIONS
-from megatron_fluid.patches.moe import decision, limits
+from megatron_fluid.moe.choose import Choice
+from megatron_fluid.patches.moe import decision, limits, parts
 from megatron_fluid.patches.moe import layer as moe_layer
 from megatron_fluid.patches.moe.expert_parameters import activation_name, resolve
 from megatron_fluid.patches.moe.limits import (
@@ -28,12 +29,8 @@ from megatron_fluid.patches.moe.limits import (
     EXPERT_LIMITS,
     FUSION_LIMITS,
     LAYER_LIMITS,
-    backend_fusion_reason,
-    exchange_unsupported_reason,
-    experts_unsupported_reason,
-    fusion_unsupported_reason,
-    unsupported_reason,
 )
+from megatron_fluid.patches.moe.parts import PartReasons, part_reasons
 from megatron_fluid.patches.overlap_decision import Decision
 from megatron_fluid.patches.rank_findings import Finding
 
@@ -77,6 +74,12 @@ FUSION: dict[str, tuple[Any, Any]] = {
 SETTINGS = LAYER | EXCHANGE | EXPERTS | FUSION
 
 
+def reasons(
+    config: Any, fluid: FluidConfig | None = None, transport: str | None = None
+) -> PartReasons:
+    return part_reasons(config, fluid or FluidConfig(), transport=transport)
+
+
 @pytest.fixture(scope="module")
 def supported() -> TransformerConfig:
     return TransformerConfig(
@@ -108,7 +111,7 @@ def test_a_limit_names_its_setting_and_no_other(
     config = copy.copy(supported)  # set after its own checks, of which some need other software
     if setting.startswith("fp8"):
         config.fp8, config.fp8_recipe = "e4m3", "blockwise"
-        monkeypatch.setattr(limits, "fp8_reason", lambda config: None)
+        monkeypatch.setattr(parts, "fp8_reason", lambda *_: None)
     if setting == "cuda_graph_impl":
         config.expert_model_parallel_size = 2
     if setting == "offload_modules":
@@ -122,17 +125,17 @@ def test_a_limit_names_its_setting_and_no_other(
     if setting == "use_transformer_engine_op_fuser":
         config.glu_linear_offset = 0.5
     setattr(config, setting, miss)
-    assert unsupported_reason(config) is None
+    assert reasons(config).fused is None
     if setting == "delay_wgrad_compute":
         config.moe_latent_size = 8
     setattr(config, setting, hit)
-    reason = unsupported_reason(config)
+    reason = reasons(config).fused
     assert reason is not None and reason.startswith(f"{setting}=")
     exchange, experts = setting in LAYER | EXCHANGE, setting in LAYER | EXPERTS
-    assert exchange_unsupported_reason(config) == (reason if exchange else None)
-    assert experts_unsupported_reason(config) == (reason if experts else None)
+    assert reasons(config).exchange == (reason if exchange else None)
+    assert reasons(config).experts == (reason if experts else None)
     if setting != "delay_wgrad_compute":
-        assert fusion_unsupported_reason(config) == (reason if setting in FUSION else None)
+        assert reasons(config).fusion == (reason if setting in FUSION else None)
 
 
 @pytest.mark.parametrize("module", ["expert_fc1", "moe_act"])
@@ -142,8 +145,8 @@ def test_offloading_is_ours_but_of_what_is_fp8_recomputed_or_captured_as_a_whole
     config = copy.copy(supported)
     config.fine_grained_activation_offloading, config.offload_modules = True, [module]
     config.recompute_granularity, config.recompute_modules = "selective", ["moe_act"]
-    assert unsupported_reason(config) is None
-    monkeypatch.setattr(limits, "fp8_reason", lambda config: None)
+    assert reasons(config).fused is None
+    monkeypatch.setattr(parts, "fp8_reason", lambda *_: None)
     for changed in (
         {"recompute_granularity": "full"},
         {"fp8": "e4m3", "fp8_recipe": "blockwise"},
@@ -153,9 +156,9 @@ def test_offloading_is_ours_but_of_what_is_fp8_recomputed_or_captured_as_a_whole
         other = copy.copy(config)
         for name, value in changed.items():
             setattr(other, name, value)
-        reason = experts_unsupported_reason(other)
+        reason = reasons(other).experts
         assert reason is not None and reason.startswith("offload_modules="), changed
-        assert exchange_unsupported_reason(other) is None
+        assert reasons(other).exchange is None
 
 
 def test_layers_whose_experts_offload_are_fused_on_one_rank_alone(
@@ -164,9 +167,9 @@ def test_layers_whose_experts_offload_are_fused_on_one_rank_alone(
     config = copy.copy(supported)
     for chosen, whole in ((["core_attn"], True), (["moe_act"], False), (["expert_fc1"], False)):
         config.fine_grained_activation_offloading, config.offload_modules = True, chosen
-        assert backend_fusion_reason(config, "local") is None
+        assert reasons(config, transport="local").fusion is None
         for backend in ("rounds", "hierarchical"):
-            reason = backend_fusion_reason(config, backend)
+            reason = reasons(config, transport=backend).fusion
             assert (reason is None) is whole
             assert reason is None or reason.startswith("offload_modules=")
 
@@ -174,13 +177,10 @@ def test_layers_whose_experts_offload_are_fused_on_one_rank_alone(
 def test_flex_gives_way_to_a_backend_that_is_named(supported: TransformerConfig) -> None:
     config = copy.copy(supported)
     config.moe_token_dispatcher_type = "flex"
-    try:
-        for backend, kept in (("auto", True), ("experts", True), ("nvlink", False)):
-            set_config(FluidConfig(moe_backend=backend))
-            assert (exchange_unsupported_reason(config) is not None) is kept
-            assert experts_unsupported_reason(config) is None
-    finally:
-        set_config(None)
+    for backend, kept in (("auto", True), ("experts", True), ("nvlink", False)):
+        found = reasons(config, FluidConfig(moe_backend=backend))
+        assert (found.exchange is not None) is kept
+        assert found.experts is None
 
 
 def test_a_graph_of_the_router_leaves_megatrons_experts_megatrons_exchange(
@@ -188,12 +188,13 @@ def test_a_graph_of_the_router_leaves_megatrons_experts_megatrons_exchange(
 ) -> None:
     config = copy.copy(supported)
     config.cuda_graph_impl = "transformer_engine"
+    layer: Any = SimpleNamespace(config=config)
     for names, words in ((("attn",), None), (("attn", "moe_router"), "holds moe_router")):
         config.cuda_graph_modules = [SimpleNamespace(name=name) for name in names]
         config.fp8 = None
-        assert decision._unsupported(FluidConfig(), config) is None
+        assert moe_layer.DECISIONS._exchange_reason(FluidConfig(), layer) is None
         config.fp8 = "hybrid"
-        reason = decision._unsupported(FluidConfig(), config)
+        reason = moe_layer.DECISIONS._exchange_reason(FluidConfig(), layer)
         assert reason is words is None or words in str(reason)
 
 
@@ -219,11 +220,9 @@ def test_graphs_of_layers_hold_ours_where_local_is_asked_for(
 
 
 @pytest.fixture
-def bounded() -> Iterator[FluidConfig]:
-    """--fluid-moe-capacity-factor 1.5, in force."""
-    set_config(FluidConfig(moe_capacity_factor=1.5))
-    yield FluidConfig(moe_capacity_factor=1.5)
-    set_config(None)
+def bounded() -> FluidConfig:
+    """--fluid-moe-capacity-factor 1.5, of a layer; other settings are in force."""
+    return FluidConfig(moe_capacity_factor=1.5)
 
 
 class Layer:
@@ -251,14 +250,14 @@ def test_a_graph_of_an_iteration_holds_layers_of_several_ranks_with_bounded_room
 ) -> None:
     layer: Any = Layer(supported, 2)
     config = dataclasses.replace(bounded, moe_backend=backend)
-    assert limits.bounds_rows(layer.config) and unsupported_reason(layer.config) is None
+    assert limits.bounds_rows(layer.config, config)
+    assert reasons(layer.config, config).fused is None
     assert _reason(config, layer, monkeypatch) is None
-    set_config(FluidConfig())
-    assert not limits.bounds_rows(layer.config)
+    assert not limits.bounds_rows(layer.config, FluidConfig())
     for reason in (
-        unsupported_reason(layer.config),
-        exchange_unsupported_reason(layer.config),
-        experts_unsupported_reason(layer.config),
+        reasons(layer.config).fused,
+        reasons(layer.config).exchange,
+        reasons(layer.config).experts,
         _reason(FluidConfig(moe_backend=backend), layer, monkeypatch),
     ):
         assert reason is not None and reason.startswith("cuda_graph_impl='full_iteration'")
@@ -281,10 +280,10 @@ def test_bounded_room_serves_neither_biases_nor_graphs_of_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer: Any = Layer(supported, 2, **settings)
-    assert limits.bounds_rows(layer.config) is ("add_bias_linear" not in settings)
+    assert limits.bounds_rows(layer.config, bounded) is ("add_bias_linear" not in settings)
     for reason in (
-        exchange_unsupported_reason(layer.config),
-        experts_unsupported_reason(layer.config),
+        reasons(layer.config, bounded).exchange,
+        reasons(layer.config, bounded).experts,
         _reason(bounded, layer, monkeypatch),
     ):
         assert reason is not None and reason.startswith("cuda_graph_impl=")
@@ -341,7 +340,7 @@ def test_where_auto_ends_at_another_backend_a_graphed_layer_is_megatrons_by_name
     path = SimpleNamespace(start=started.extend)
     whole = dict.fromkeys(("nvlink", "hierarchical", "rounds"), lambda layer, config: path)
     monkeypatch.setattr(moe_layer.DECISIONS, "_whole", whole)
-    monkeypatch.setattr(decision, "choose_backend", lambda *_: (backend, None))
+    monkeypatch.setattr(decision, "choose_transport", lambda *_: Choice(backend, None))
     findings = [Finding(None, decision._Found(None, None, None, None, False))] * 2
     for impl in ("full_iteration", "none"):
         layer: Any = Layer(supported, 2, cuda_graph_impl=impl)
@@ -358,9 +357,11 @@ def test_experts_of_ours_alone_are_not_captured_with_bounded_room(
     supported: TransformerConfig, bounded: FluidConfig
 ) -> None:
     layer: Any = Layer(supported, 2)
-    assert "row counts are read on the host" in str(limits.graphed_reason(layer.config))
+    assert "row counts are read on the host" in str(parts.graphed_phases_reason(layer.config))
     layer.config.moe_latent_size = 8  # phase by phase
-    assert "row counts are read on the host" in str(decision._unsupported(bounded, layer.config))
+    assert "row counts are read on the host" in str(
+        moe_layer.DECISIONS._exchange_reason(bounded, layer)
+    )
 
 
 @pytest.mark.parametrize("impl", ["none", "local", "transformer_engine", "full_iteration"])
@@ -368,7 +369,7 @@ def test_graphs_hold_experts_with_biases(supported: TransformerConfig, impl: str
     config = copy.copy(supported)
     config.cuda_graph_impl, config.cuda_graph_modules = impl, []
     config.add_bias_linear = True
-    assert limits.backend_experts_reason(config, "local") is None
+    assert reasons(config, transport="local").experts is None
 
 
 @pytest.mark.parametrize(
@@ -400,7 +401,7 @@ def test_what_is_honoured_is_no_limit(
     config = copy.copy(supported)
     assert hasattr(config, setting)
     setattr(config, setting, value)
-    assert unsupported_reason(config) is None
+    assert reasons(config).fused is None
 
 
 @pytest.mark.parametrize(
@@ -426,7 +427,7 @@ def test_the_fused_operation_is_ours_where_it_has_the_bounds_that_are_set(
     config.use_transformer_engine_op_fuser = True
     config.activation_func, config.gated_linear_unit = function, gated
     config.activation_func_clamp_value, config.glu_linear_offset = clamp, offset
-    reason = experts_unsupported_reason(config)
+    reason = reasons(config).experts
     assert (reason is None) is ours
     assert ours or str(reason).startswith("use_transformer_engine_op_fuser=True")
 
@@ -516,7 +517,7 @@ def test_graphs_that_leave_the_experts_out_keep_the_overlapped_path(
         cuda_graph_modules=[CudaGraphModule[name] for name in modules],
         expert_model_parallel_size=ranks,
     )
-    assert limit.applies(config) is not served
+    assert limit.applies(config, FluidConfig()) is not served
 
 
 def test_bounded_room_needs_kernels_that_count_rows_on_the_device(
@@ -531,8 +532,9 @@ def test_bounded_room_needs_kernels_that_count_rows_on_the_device(
     monkeypatch.setattr(limits, "cpu_mode_active", lambda: False)
     monkeypatch.setattr(grouped_gemm, "sends_rows", lambda device, dtype: dtype in served)
     layer.config.params_dtype = torch.bfloat16
-    assert limits.bounds_rows(layer.config) and unsupported_reason(layer.config) is None
+    assert limits.bounds_rows(layer.config, bounded)
+    assert reasons(layer.config, bounded).fused is None
     layer.config.params_dtype = torch.float32
     reason = limits.bounded_unsupported_reason(layer.config)
     assert reason == "the host counts the rows of experts in torch.float32 on this GPU"
-    assert "cuda_graph_impl='full_iteration'" in str(unsupported_reason(layer.config))
+    assert "cuda_graph_impl='full_iteration'" in str(reasons(layer.config, bounded).fused)
