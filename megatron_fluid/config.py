@@ -51,6 +51,7 @@ _OTHER_VARIABLES = (
     "TEST_DRAWS",
     "TEST_RANKS",
     "TEST_RESULTS",
+    "VERBOSE",
 )
 
 MOE_BACKENDS = ("auto", "nvlink", "hierarchical", "rounds", "local", "experts", "megatron")

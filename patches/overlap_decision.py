@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -40,15 +40,24 @@ __all__ = [
     "features",
     "first_of_ranks",
     "is_choice",
+    "settings_read",
 ]
 
 # (feature, on or off, reason): of how many objects it is true.
 _features: dict[tuple[str, bool, str], int] = {}
+# Keyed by layer and not stored in it: a layer is copied, pickled and walked by others.
+_reads: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
 def features() -> list[tuple[str, bool, str, int]]:
     """What was recorded: feature, on or off, reason, and for how many objects."""
     return [(*key, count) for key, count in _features.items()]
+
+
+def settings_read() -> set[str]:
+    """The fields of FluidConfig, among those that only some paths read, that a recorded layer
+    reads."""
+    return {name for names in _reads.values() for name in names}
 
 
 class FeatureReport:
@@ -62,12 +71,14 @@ class FeatureReport:
     def __init__(self, feature: str, by_class: bool = False) -> None:
         self.feature, self.by_class = feature, by_class
         self.said: set[str] = set()
-        # Keyed by layer and not stored in it: a layer is copied, pickled and walked by others.
         self._last: weakref.WeakKeyDictionary[Any, tuple[bool, str]] = weakref.WeakKeyDictionary()
 
-    def note(self, layer: Any, on: bool, reason: str, say: bool = False) -> None:
+    def note(
+        self, layer: Any, on: bool, reason: str, say: bool = False, reads: Iterable[str] = ()
+    ) -> None:
         """Record that the feature is on or off for a layer, and why, in place of what was recorded
-        of it before; `say` prints it, too, once for each reason."""
+        of it before; `say` prints it, too, once for each reason. reads: as for settings_read."""
+        _reads[layer] = frozenset(reads)
         if self._last.get(layer) == (on, reason):
             return
         self.withdraw(layer)
@@ -191,6 +202,11 @@ class OverlapDecisions[Path]:
         """The start-up table's words for an overlapped layer."""
         raise NotImplementedError
 
+    def reads(self, config: FluidConfig, layer: Any) -> Iterable[str]:
+        """The fields of FluidConfig, among those that only some paths read, that an overlapped
+        layer reads."""
+        return ("defer_weight_grads",)
+
     def built_reason(self, layer: Any) -> str | None:
         """What the modules of a newly built layer, of this rank alone, have against it."""
         return None
@@ -272,7 +288,8 @@ class OverlapDecisions[Path]:
         decision.reason = decision.reason or self.built_reason(layer)
         if decision.reason is None:
             decision.backend = self.backend_of(config, layer)
-            self.report.note(layer, True, self.describe(decision.backend, layer))
+            text, reads = self.describe(decision.backend, layer), self.reads(config, layer)
+            self.report.note(layer, True, text, reads=reads)
             return decision
         if decision.settled or not late:
             self._refuse_if_named(config, layer, decision.reason)

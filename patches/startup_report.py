@@ -1,5 +1,6 @@
-"""What rank 0 prints once, when the model has been built: the patches, which features are on, on
-which ranks, and settings without effect. And the text of the reports."""
+"""What rank 0 prints once, when the model has been built: three lines (versions; what is on; what
+is off, and which flag changes that), or with --fluid-verbose every patch, and every feature with
+its reasons and ranks. And the text of the reports."""
 
 import functools
 import itertools
@@ -10,16 +11,14 @@ from typing import Any
 
 from megatron_fluid import patches
 from megatron_fluid.patches.engine.patch import MEGATRON, OFF, Patch, Row
-from megatron_fluid.patches.limits import Limit
+from megatron_fluid.patches.engine.switches import verbose
 
 __all__ = [
     "features",
-    "ineffective_settings",
-    "limits_table",
     "markdown_table",
     "merged_features",
-    "parts_table",
     "setup_model_and_optimizer",
+    "startup_lines",
     "startup_table",
     "text_table",
 ]
@@ -35,11 +34,16 @@ def features() -> list[tuple[str, bool, str, int]]:
 Feature = tuple[str, bool | None, str, int | str]  # its name, on, reason, for how many objects
 
 _GATHER_S = 60.0  # bound on rank 0's wait for what the other ranks have to report
-_MOE, _ATTENTION = "overlapped MoE layer", "overlapped attention"
-_EXCHANGING = (_MOE, _ATTENTION, "overlapped latent attention")
+_MOE = "overlapped MoE layer"
+_EXCHANGING = (_MOE, "overlapped attention", "overlapped latent attention")
+_WIDTH = 100  # columns
 _calls = itertools.count()
 # Settings of the table of limits that another flag than their own changes.
 _WAYS_OUT = {
+    "moe_backend": "--fluid-moe-backend auto",
+    "cp_backend": "--fluid-cp-backend auto",
+    "fp8": "--fp8-format e4m3",
+    "fp8_recipe": "--fp8-recipe blockwise",
     "moe_token_dispatcher_type": "--moe-token-dispatcher-type alltoall",
     "expert_tensor_parallel_size": "--expert-tensor-parallel-size 1",
     "cuda_graph_impl": "--cuda-graph-impl none",
@@ -48,7 +52,7 @@ _WAYS_OUT = {
 
 
 def setup_model_and_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Print the table after Megatron has built its model."""
+    """Print the report after Megatron has built its model."""
 
     @functools.wraps(original)
     def fluid_setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
@@ -77,12 +81,15 @@ def _announce_left_out(built: Any) -> None:
 
 
 def _report(built: Any) -> None:
-    """Print the table, at the first call. Rank 0 waits for the other ranks' reports, bounded."""
+    """Print the report, at the first call. Rank 0 waits for the other ranks' reports, bounded."""
     if next(_calls):
         return
     import torch.distributed as dist
 
-    mine = features(), _limits_met(built)
+    from megatron_fluid.patches import overlap_decision
+    from megatron_fluid.patches.unused_settings import unused_settings
+
+    mine = features(), _limits_met(built), overlap_decision.settings_read()
     reports, missing = {0: mine}, ""
     if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
         from megatron_fluid.comm.agreement import agreement
@@ -98,11 +105,16 @@ def _report(built: Any) -> None:
         reports |= words.read("start-up table", range(1, world), bound)
         if absent := [rank for rank in range(world) if rank not in reports]:
             missing = f"megatron_fluid: no report from {ranks_text(absent)} within {bound:g} s"
-    rows = merged_features({rank: found for rank, (found, _) in reports.items()})
-    print(startup_table(patches.report(), rows + ineffective_settings(rows)), flush=True)
+    rows = merged_features({rank: found for rank, (found, *_) in reports.items()})
+    met = {name for _, names, _ in reports.values() for name in names}
+    known = any(name in _EXCHANGING for name, *_ in rows)
+    read = {name for *_, names in reports.values() for name in names} if known else None
+    unused: list[Feature] = [(flag, None, why, "") for flag, why in unused_settings(read).items()]
+    show = startup_table if verbose() else startup_lines
+    print(show(patches.report(), rows + unused), flush=True)
     if missing:
         print(missing, flush=True)
-    if warning := _nothing_overlapped(rows, {name for _, met in reports.values() for name in met}):
+    if warning := _nothing_overlapped(rows, met):
         print(warning, flush=True)
 
 
@@ -148,74 +160,47 @@ def _nothing_overlapped(rows: Iterable[Feature], met: Iterable[str]) -> str:
     reasons = [reason for _, reason in found if not is_choice(reason)]
     if not reasons or any(on for on, _ in found):
         return ""
-    flags = [_WAYS_OUT.get(name, "no --" + name.replace("_", "-")) for name in sorted(met)]
+    flags = [_way_out(name) for name in sorted(met)]
     advice = f"To overlap them: {', '.join(flags)}." if flags else f"Why: {'; '.join(reasons)}."
     return f"megatron_fluid: WARNING: NO MoE layer is overlapped on any rank. {advice}"
 
 
-def ineffective_settings(rows: Iterable[Feature] = ()) -> list[Feature]:
-    """Settings that were given and that nothing of this job reads, each with why; of the job's own
-    arguments as Megatron parsed them, and of the features of its ranks."""
-    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    if args is None:
-        return []
-    from megatron_fluid.config import FluidConfig, current_config
-    from megatron_fluid.patches.cpu.mode import cpu_mode_active
-    from megatron_fluid.patches.engine.switches import cpu_mode_asked
-    from megatron_fluid.patches.moe.limits import bounded_unsupported_reason
+def _way_out(setting: str) -> str:
+    """The flag without which, or with which, a setting no longer keeps Megatron's own path."""
+    return _WAYS_OUT.get(setting, "no --" + setting.replace("_", "-"))
 
-    config, default = current_config(), FluidConfig()
-    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
-    kinds = args.cp_comm_type or ["p2p"]
-    linears = ""
-    if config.tp_overlap == "off":
-        linears = "--fluid-tp-overlap is off"
-    elif tensor == 1 or not args.sequence_parallel:
-        linears = "it needs --tensor-model-parallel-size above 1 and --sequence-parallel"
-    heads = ""
-    if context == 1:
-        heads = "--context-parallel-size is 1"
-    elif "a2a" not in kinds:
-        heads = f"it needs --cp-comm-type a2a, found {' '.join(kinds)}"
-    experts = "" if args.num_experts else "the model has no MoE layer"
-    fp8 = experts or ("" if args.fp8 else "it needs --fp8-format e4m3")
-    neither = experts and heads and f"{experts}, and {heads}"
-    ours = {reason: name for name, on, reason, _ in rows if on and name in _EXCHANGING}
-    if not ours and any(name in _EXCHANGING for name, *_ in rows):
-        neither = neither or "nothing that reads it is overlapped"
-    chunks = neither
-    # Attention's backward computes in such pieces, whoever exchanges them.
-    if ours and not any("rounds" in how or name == _ATTENTION for how, name in ours.items()):
-        chunks = neither or f"rounds alone read it, found {'; '.join(ours)}"
-    room = experts or bounded_unsupported_reason(args) or ""
-    layers = [reason for name, on, reason, _ in rows if on and name == _MOE]
-    # What follows a semicolon is why a layer is not fused: it has room for whatever arrives.
-    bounded = any(how.startswith("nvlink") and ";" not in how for how in layers)
-    if not room and not bounded and _MOE in [name for name, *_ in rows]:
-        room = "fused layers over symmetric memory alone read it, found "
-        room += "; ".join(layers) or "none"
-    reasons = {
-        "tp_overlap": linears,
-        "deterministic": linears,
-        "cp_backend": heads,
-        "moe_backend": experts,
-        "moe_recompute": experts,
-        "moe_capacity_factor": room,
-        "moe_fp8": fp8,
-        "moe_fp8_weight_grads": fp8
-        or ("" if config.moe_fp8 == "ours" else f"--fluid-moe-fp8 is {config.moe_fp8}"),
-        "dx_chunks": chunks,
-        "defer_weight_grads": neither,
-    }
-    found: list[Feature] = []
-    for name, reason in reasons.items():
-        value = getattr(config, name)
-        if reason and value not in (getattr(default, name), "off", "megatron"):
-            flag = f"--fluid-{name.replace('_', '-')} {value}"
-            found.append((flag.removesuffix(" True"), None, reason, ""))
-    if cpu_mode_asked() and not cpu_mode_active():
-        found.append(("--fluid-cpu", None, "a GPU is found", ""))
-    return found
+
+def startup_lines(rows: Sequence[Row], features: Sequence[Feature]) -> str:
+    """What a run's log shows unless more is asked for: three lines of at most 100 columns."""
+    from megatron_fluid import __version__
+
+    states = Counter(row.state for row in rows)
+    left_out = [row.patch for row in rows if row.state == OFF]
+    versions = f"megatron_fluid {__version__}"
+    if patches.megatron_installed():
+        versions += f", Megatron-Core {patches.megatron_version()}"
+    on = [f"{_short(name)} ({count}): {why}" for name, on, why, count in features if on]
+    off = [_off_text(name, why, count) for name, on, why, count in features if on is False]
+    off += [f"no effect: {name} ({why})" for name, on, why, _ in features if on is None]
+    off += [f"patches left out: {', '.join(left_out)}"] if left_out else []
+    lines = (
+        f"{versions}: {states['applied']} patches applied (--fluid-verbose lists all)",
+        f"  on:  {'; '.join(on) or 'nothing'}",
+        f"  off: {'; '.join(off) or 'nothing'}",
+    )
+    return "\n".join(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 4]} ..." for line in lines)
+
+
+def _short(feature: str) -> str:
+    return feature.removeprefix("overlapped ")
+
+
+def _off_text(name: str, reason: str, count: int | str) -> str:
+    """A feature that is off, the setting that is the reason, and the flag that changes it."""
+    setting, found, _ = reason.partition("=")
+    if not found or not setting.isidentifier():
+        return f"{_short(name)} ({count}): {reason}"
+    return f"{_short(name)} ({count}): {reason.partition(':')[0]}, change: {_way_out(setting)}"
 
 
 def text_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -265,25 +250,6 @@ def markdown_table(patches: Sequence[Patch]) -> str:
             table = f"<details><summary>{summary}</summary>\n\n{table}\n\n</details>"
         parts.append(table)
     return "\n\n".join(parts)
-
-
-def parts_table(parts: Iterable[tuple[str, str, Sequence[Limit[Any]]]]) -> str:
-    """The table of what is ours of an MoE layer under each setting.
-
-    parts: whose the exchange is, whose the experts are, and the limits under which that is so.
-    """
-    rows = [
-        f"| `{limit.setting}` | {exchange} | {experts} | {limit.reason} |"
-        for exchange, experts, limits in parts
-        for limit in limits
-    ]
-    return "\n".join(["| setting | exchange | experts | why |", "|---|---|---|---|", *rows])
-
-
-def limits_table(limits: Sequence[Limit[Any]]) -> str:
-    """A table in docs/compatibility.md: settings under which a layer keeps Megatron's own path."""
-    rows = (f"| `{limit.setting}` | {limit.reason} |" for limit in limits)
-    return "\n".join(["| setting | why |", "|---|---|", *rows])
 
 
 def _objects(count: int | None) -> str:

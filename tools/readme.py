@@ -12,9 +12,9 @@ from megatron_fluid.patches import PATCHES
 from megatron_fluid.patches.attention.latent_limits import LATENT_LIMITS
 from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, TE_LIMITS
 from megatron_fluid.patches.moe.limits import PARTS as MOE_PARTS
-from megatron_fluid.patches.settings_table import compatibility_table
-from megatron_fluid.patches.startup_report import limits_table, markdown_table, parts_table
+from megatron_fluid.patches.startup_report import markdown_table
 from tools.megatron_test_table import table as megatron_tests
+from tools.settings_table import compatibility_table, limits_table, parts_table
 
 __all__ = ["PAGES", "README", "RESULTS_PAGE", "generated"]
 

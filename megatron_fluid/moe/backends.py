@@ -32,29 +32,7 @@ from megatron_fluid.moe.router import Routing
 
 __all__ = ["BACKENDS", "LayerBackend", "choose_backend"]
 
-<<<<<<< HEAD
-
-# Of 32 bits the experts' products are torch's, one for each expert.
-NVLINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def nvlink_layer_reason(
-    hidden: int, activation: str | None, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """Return why the NVLink path cannot serve a layer of this shape, whatever the machine, or None
-    if it can. activation: None where the path does not compute it."""
-    if device.type != "cuda":
-        return f"its tensors are on the {device.type}"
-    from megatron_fluid.kernels.activation.kernel import ACTIVATIONS
-
-    if dtype not in NVLINK_DTYPES:
-        return f"parameters of {dtype}: the NVLink path has {', '.join(map(str, NVLINK_DTYPES))}"
-    if activation is not None and activation not in ACTIVATIONS:
-        return f"activation {activation}: the NVLink path has {', '.join(ACTIVATIONS)}"
-    return f"hidden_size {hidden} is no multiple of 8" if hidden % 8 else None
-=======
 _LOGGER = logging.getLogger("megatron_fluid")
->>>>>>> c8f5f9a ([moe] Choose transports by one table and one policy for both front ends)
 
 
 class ServedLayer(Protocol):

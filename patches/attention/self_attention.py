@@ -161,6 +161,10 @@ class _AttentionDecisions(OverlapDecisions[OverlappedAttention]):
         how = "heads move over NVLink" if backend == "nvlink" else "heads move in peer rounds"
         return f"{how}, beside the projections"
 
+    def reads(self, config: FluidConfig, layer: Any) -> tuple[str, ...]:
+        # Its backward computes in such pieces, whoever exchanges them.
+        return ("defer_weight_grads", "dx_chunks")
+
     def announce(self, layer: Any, late: bool = False) -> Decision[OverlappedAttention]:
         decision = super().announce(layer, late)
         if decision.backend is not None:  # the module exchanges heads, not its core attention

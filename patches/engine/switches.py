@@ -1,7 +1,7 @@
 """Switches that must be known before Megatron parses its arguments, because patches are applied
 when Megatron's modules are imported.
 
-Each is an environment variable. Four are flags of Megatron's command line too: these are looked up
+Each is an environment variable. Five are flags of Megatron's command line too: these are looked up
 in `sys.argv` here, and arguments.py declares them to Megatron's own parser.
 """
 
@@ -21,6 +21,7 @@ __all__ = [
     "disabled_by",
     "fused_optimizer_asked",
     "switched_off",
+    "verbose",
 ]
 
 _Environ = Mapping[str, str] | None  # None: this process's own
@@ -56,11 +57,16 @@ _FUSED_OPTIMIZER = _Switch(
     "Clip gradients, step Transformer Engine's Adam and copy into the model in one launch, under "
     "the distributed optimizer.",
 )
+_VERBOSE = _Switch(
+    "--fluid-verbose",
+    "MEGATRON_FLUID_VERBOSE",
+    "Print every patch and every layer's reasons at start-up, in place of three lines.",
+)
 
 
 def add_switches(parser: argparse._ActionsContainer) -> None:
     """Declare the flags among the switches."""
-    for switch in (_UNSUPPORTED, _CPU, _FUSED_OPTIMIZER):
+    for switch in (_UNSUPPORTED, _CPU, _FUSED_OPTIMIZER, _VERBOSE):
         words = f"{switch.help} Also {switch.variable}=1."
         parser.add_argument(switch.flag, action="store_true", help=words)
     parser.add_argument(
@@ -85,7 +91,7 @@ def switched_off(environ: _Environ = None) -> str | None:
 
 def allow_unsupported(environ: _Environ = None, argv: _Argv = None) -> bool:
     """Whether the user overrides the supported range of megatron-core versions. Raises ConfigError
-    if the variable is neither on nor off, as the next two do."""
+    if the variable is neither on nor off, as the next three do."""
     return _asked(_UNSUPPORTED, environ, argv)
 
 
@@ -97,6 +103,11 @@ def cpu_mode_asked(environ: _Environ = None, argv: _Argv = None) -> bool:
 def fused_optimizer_asked(environ: _Environ = None, argv: _Argv = None) -> bool:
     """Whether the user wants clipping, Adam and the copy into the model in one launch."""
     return _asked(_FUSED_OPTIMIZER, environ, argv)
+
+
+def verbose(environ: _Environ = None, argv: _Argv = None) -> bool:
+    """Whether the user wants the whole table at start-up."""
+    return _asked(_VERBOSE, environ, argv)
 
 
 def disabled(environ: _Environ = None, argv: _Argv = None) -> list[str]:

@@ -157,6 +157,10 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
             backend, layer, _parts_by_settings(self._config_of(layer), layer, backend)
         )
 
+    def reads(self, config: FluidConfig, layer: MoELayer) -> tuple[str, ...]:
+        transport = self.backend_of(config, layer).split()[0]
+        return _reads(transport, _parts_by_settings(config, layer, transport))
+
     def describe_kept(self, layer: MoELayer, reason: str) -> str:
         ours = self._without_exchange(self._config_of(layer), layer) is None
         return f"{reason}; the experts are ours" if ours else reason
@@ -251,7 +255,7 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         if text != _described(
             transport, layer, by_settings
         ):  # what the start-up table does not say
-            self.report.note(layer, True, text)
+            self.report.note(layer, True, text, reads=_reads(transport, parts))
             ranks_of = dist.get_process_group_ranks(group)
             self.report.say(True, text, " from this call on", ranks_of)
         decision.backend, self._parts[layer] = transport, parts
@@ -307,6 +311,12 @@ def _checked(parts: PartReasons, separate: Callable[[], str | None]) -> PartReas
     if parts.experts is None and parts.fusion is not None:
         return replace(parts, experts=separate())
     return parts
+
+
+def _reads(transport: str, parts: PartReasons) -> tuple[str, ...]:
+    """The fields of FluidConfig that some paths alone read."""
+    fused = {"rounds": ("dx_chunks",), "nvlink": ("moe_capacity_factor",)}
+    return ("defer_weight_grads", *(fused.get(transport, ()) if parts.by_phase is None else ()))
 
 
 def _one_reason(reasons: Sequence[str | None]) -> str | None:

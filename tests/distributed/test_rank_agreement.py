@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import time
 from typing import Any
 
@@ -105,6 +106,7 @@ def _fall_back_elsewhere(rank: int, world_size: int, lost: bool) -> str:
 
     tiny_gpt.parallel(expert_model_parallel_size=2)
     overlap_decision._features.clear()
+    os.environ["MEGATRON_FLUID_VERBOSE"] = "1"
     printed = io.StringIO()
     with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=TIMEOUT_S if lost else 120.0):
         late = tiny_gpt.moe_layer(tiny_gpt.config_of())

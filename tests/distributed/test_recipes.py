@@ -33,6 +33,8 @@ SIZES = {
     "kv_channels", "num_experts", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
     "qk_pos_emb_head_dim", "v_head_dim", "window_size", "seq_length",
 }  # fmt: skip
+CPU = {"MEGATRON_FLUID_CPU": "1", "OMP_NUM_THREADS": "1"}
+VERBOSE = {"MEGATRON_FLUID_VERBOSE": "1"}  # the whole table
 # Of Megatron's defaults, those that the example's script has others for.
 DEFAULTS = {"add_bias_linear", "swiglu", "moe_router_pre_softmax", "qk_layernorm", "softmax_type"}
 
@@ -42,12 +44,10 @@ def smoke(recipe: str, folder: Path) -> str:
     (folder / "text.txt").write_bytes(Path(os.__file__).with_name("argparse.py").read_bytes())
     kept = {name: value for name, value in os.environ.items() if "MEGATRON_FLUID" not in name}
     if recipe == FROM_THE_SHELL:
-        code, output = started(recipe, folder, kept | {"PYTHON": sys.executable})
+        code, output = started(recipe, folder, kept | VERBOSE | {"PYTHON": sys.executable})
     else:
         script, *flags = launched(recipe, folder, kept)
-        code, output = run_program(
-            Path(script), 2, flags, folder, {"MEGATRON_FLUID_CPU": "1", "OMP_NUM_THREADS": "1"}, 200
-        )
+        code, output = run_program(Path(script), 2, flags, folder, CPU | VERBOSE, 200)
     assert code == 0, output[-4000:]
     return output
 

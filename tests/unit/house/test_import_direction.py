@@ -39,8 +39,8 @@ WING_FLOORS = (
     ("__init__",),
     ("arguments", "overlap_decision", "weight_gradients"),
     ("linears", "moe"),
-    ("attention",),
-    ("layer_specs", "startup_report", "settings_table"),
+    ("attention", "unused_settings"),
+    ("layer_specs", "startup_report"),
 )
 WING_FLOOR = {room: number for number, rooms in enumerate(WING_FLOORS) for room in rooms}
 

@@ -12,14 +12,17 @@ from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches import overlap_decision
 from megatron_fluid.patches import startup_report as startup
 from megatron_fluid.patches.engine.patch import Patch, Row
+from megatron_fluid.patches.moe import decision
 from megatron_fluid.patches.moe.limits import EXPERT_LIMITS, PARTS
+from megatron_fluid.patches.moe.parts import PartReasons
 from megatron_fluid.patches.startup_report import (
-    limits_table,
     markdown_table,
-    parts_table,
+    startup_lines,
     startup_table,
     text_table,
 )
+from megatron_fluid.patches.unused_settings import unused_settings
+from tools.settings_table import limits_table, parts_table
 
 ROWS = [
     Row("Megatron", "moe-layer", "m:MoELayer.forward", "applied", "overlapped", 24),
@@ -72,9 +75,11 @@ def fresh_startup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fresh_startup")
-def test_the_table_is_printed_once_after_the_model_is_built(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_report_is_printed_once_after_the_model_is_built(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verbose: bool
 ) -> None:
+    monkeypatch.setenv("MEGATRON_FLUID_VERBOSE", str(int(verbose)))
     layers = torch.nn.Identity(), torch.nn.Identity()
 
     def build(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -88,9 +93,37 @@ def test_the_table_is_printed_once_after_the_model_is_built(
     assert wrapped(1, cfg_container=2) == ((1,), {"cfg_container": 2})
     wrapped()
     out = capsys.readouterr().out
-    assert out.startswith("built\nmegatron_fluid\n")
-    assert out.count("dataset-helpers") == 1
-    assert "on     2        rounds" in out
+    assert out.count("built") == 2
+    if verbose:
+        assert out.startswith("built\nmegatron_fluid\n") and out.count("dataset-helpers") == 1
+        assert "on     2        rounds" in out
+    else:
+        _, versions, on, off, _ = out.splitlines()
+        assert versions.startswith("megatron_fluid ") and "--fluid-verbose" in versions
+        assert on == "  on:  MoE layer (2): rounds" and off.startswith("  off: ")
+
+
+def test_three_lines_say_what_is_on_what_is_off_and_which_flag_changes_it() -> None:
+    moe = "overlapped MoE layer"
+    features: list[startup.Feature] = [
+        (moe, True, "nvlink, 8 expert-parallel ranks", 24),
+        (moe, False, "fp8='hybrid': e4m3 is the format", "1-2"),
+        ("overlapped attention", False, "cp_backend='megatron'", 2),
+        ("overlapped attention", False, "its TEDotProductAttention keeps its own exchange", 1),
+    ]
+    off = [*ROWS, Row("Megatron", "te-linear", "m:f", "off", "turned off by the user")]
+    lines = startup_lines(off, features[:2]).splitlines()
+    assert ": 1 patches applied" in lines[0]
+    assert lines[1] == "  on:  MoE layer (24): nvlink, 8 expert-parallel ranks"
+    changed = "MoE layer (1-2): fp8='hybrid', change: --fp8-format e4m3"
+    assert lines[2] == f"  off: {changed}; patches left out: te-linear"
+    (_, nothing, attention) = startup_lines(ROWS, features[2:]).splitlines()
+    assert nothing == "  on:  nothing"
+    assert "attention (2): cp_backend='megatron', change: --fluid-cp-backend auto" in attention
+    assert attention.endswith(" ...") and len(attention) == 100
+    unused: list[startup.Feature] = [("--fluid-cpu", None, "a GPU is found", "")]
+    assert startup_lines(ROWS, unused).endswith("  off: no effect: --fluid-cpu (a GPU is found)")
+    assert startup_lines(ROWS, []).endswith("  off: nothing")
 
 
 def test_features_of_ranks_are_merged_and_those_of_some_ranks_named() -> None:
@@ -121,7 +154,8 @@ def test_one_loud_line_where_no_moe_layer_is_overlapped() -> None:
     assert startup._nothing_overlapped([], ()) == ""
 
 
-def test_settings_without_effect_stand_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def job(monkeypatch: pytest.MonkeyPatch, settings: FluidConfig, **changed: Any) -> SimpleNamespace:
+    """Megatron's arguments of a job with these settings."""
     args = SimpleNamespace(
         tensor_model_parallel_size=2,
         sequence_parallel=False,
@@ -129,37 +163,36 @@ def test_settings_without_effect_stand_in_the_table(monkeypatch: pytest.MonkeyPa
         cp_comm_type=["p2p"],
         num_experts=None,
         add_bias_linear=False,
+        params_dtype=torch.bfloat16,
         fp8=None,
     )
+    vars(args).update(changed)
+    module = SimpleNamespace(_GLOBAL_ARGS=args)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
+    monkeypatch.setattr("megatron_fluid.config._current", settings)
+    monkeypatch.setenv("MEGATRON_FLUID_CPU", "0")
+    return args
+
+
+def test_settings_without_effect_are_named_with_why(monkeypatch: pytest.MonkeyPatch) -> None:
     given = FluidConfig(
         tp_overlap="on", cp_backend="rounds", dx_chunks=2, defer_weight_grads=True, timeout_s=5.0
     )
-    monkeypatch.setitem(
-        sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args)
-    )
-    monkeypatch.setattr("megatron_fluid.config._current", given)
-    monkeypatch.setenv("MEGATRON_FLUID_CPU", "0")
-    rows = {name: reason for name, _, reason, _ in startup.ineffective_settings()}
-    assert set(rows) == {
+    args = job(monkeypatch, given)
+    told = unused_settings()
+    assert set(told) == {
         "--fluid-tp-overlap on",
         "--fluid-cp-backend rounds",
         "--fluid-dx-chunks 2",
         "--fluid-defer-weight-grads",
     }
-    assert "--sequence-parallel" in rows["--fluid-tp-overlap on"]
-    assert "found p2p" in rows["--fluid-cp-backend rounds"]
-    assert "no effect" in startup_table(ROWS, startup.ineffective_settings())
+    assert "--sequence-parallel" in told["--fluid-tp-overlap on"]
+    assert "found p2p" in told["--fluid-cp-backend rounds"]
     args.sequence_parallel, args.cp_comm_type, args.num_experts = True, ["a2a"], 8
-    assert startup.ineffective_settings() == []
-    moe, attention = "overlapped MoE layer", ("overlapped attention", True, "nvlink 2", 1)
-    over_nvlink: list[startup.Feature] = [(moe, True, "nvlink", 2), (moe, False, "fp8", 1)]
-    assert startup.ineffective_settings(over_nvlink) == [
-        ("--fluid-dx-chunks 2", None, "rounds alone read it, found nvlink", "")
-    ]
-    assert startup.ineffective_settings([*over_nvlink, attention]) == []
-    rows = {name: reason for name, _, reason, _ in startup.ineffective_settings(over_nvlink[1:])}
-    nothing = "nothing that reads it is overlapped"
-    assert rows == {"--fluid-dx-chunks 2": nothing, "--fluid-defer-weight-grads": nothing}
+    assert unused_settings() == {}
+    assert set(unused_settings({"defer_weight_grads"})) == {"--fluid-dx-chunks 2"}
+    assert unused_settings({"defer_weight_grads", "dx_chunks"}) == {}
+    assert set(unused_settings(())) == {"--fluid-dx-chunks 2", "--fluid-defer-weight-grads"}
 
 
 @pytest.mark.parametrize(
@@ -173,75 +206,58 @@ def test_settings_without_effect_stand_in_the_table(monkeypatch: pytest.MonkeyPa
 def test_the_precision_of_weight_gradients_says_where_nothing_reads_it(
     monkeypatch: pytest.MonkeyPatch, fp8: str | None, whose: str, why: str | None
 ) -> None:
-    args = SimpleNamespace(
-        tensor_model_parallel_size=1,
-        sequence_parallel=False,
-        context_parallel_size=1,
-        cp_comm_type=None,
-        num_experts=8,
-        add_bias_linear=False,
-        params_dtype=torch.bfloat16,
-        fp8=fp8,
-    )
     given = FluidConfig(moe_fp8=whose, moe_fp8_weight_grads="bf16")
-    monkeypatch.setitem(
-        sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args)
-    )
-    monkeypatch.setattr("megatron_fluid.config._current", given)
-    monkeypatch.setenv("MEGATRON_FLUID_CPU", "0")
-    rows = {name: reason for name, _, reason, _ in startup.ineffective_settings()}
-    assert rows.get("--fluid-moe-fp8-weight-grads bf16") == why
-
-
-NVLINK, ROUNDS = "nvlink, 2 expert-parallel ranks", "rounds, 2 expert-parallel ranks"
-ATTENTION = ("overlapped attention", True, "nvlink 2", 1)
+    job(monkeypatch, given, num_experts=8, fp8=fp8)
+    assert unused_settings().get("--fluid-moe-fp8-weight-grads bf16") == why
 
 
 @pytest.mark.parametrize(
-    ("experts", "biases", "rows", "why"),
+    ("experts", "biases", "read", "why"),
     [
-        (None, False, [], "the model has no MoE layer"),
-        (8, True, [(True, NVLINK)], "experts with biases take as many rows as arrive"),
-        (8, False, [(True, ROUNDS)], f"over symmetric memory alone read it, found {ROUNDS}"),
-        (8, False, [(False, "fp4=True: no")], "over symmetric memory alone read it, found none"),
-        *(
-            (8, False, [(True, f"{NVLINK}; {rest}")], "fused layers over symmetric memory alone")
-            for rest in ("Megatron's experts: fp4", "phase by phase: moe_latent_size=8")
-        ),
-        (8, False, [(True, NVLINK)], None),
-        (8, False, [(True, f"{NVLINK} (rank 1)"), (True, ROUNDS)], None),
-        (8, False, [(True, "nvlink where all GPUs reach each other's memory, 2 ranks")], None),
-        (8, False, [], None),  # nothing is known yet
+        (None, False, None, "the model has no MoE layer"),
+        (8, True, None, "experts with biases take as many rows as arrive"),
+        (8, False, {"defer_weight_grads"}, "fused layers over symmetric memory read it"),
+        (8, False, {"moe_capacity_factor"}, None),
+        (8, False, None, None),  # nothing is known yet
     ],
 )
 def test_room_for_rows_says_where_nothing_reads_it(
     monkeypatch: pytest.MonkeyPatch,
     experts: int | None,
     biases: bool,
-    rows: list[tuple[bool, str]],
+    read: set[str] | None,
     why: str | None,
 ) -> None:
-    args = SimpleNamespace(
-        tensor_model_parallel_size=1,
-        sequence_parallel=False,
-        context_parallel_size=2,
-        cp_comm_type=["a2a"],
-        num_experts=experts,
-        add_bias_linear=biases,
-        params_dtype=torch.bfloat16,
-        fp8=None,
-    )
-    module = SimpleNamespace(_GLOBAL_ARGS=args)
-    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
-    monkeypatch.setattr("megatron_fluid.config._current", FluidConfig(moe_capacity_factor=1.5))
-    monkeypatch.setenv("MEGATRON_FLUID_CPU", "0")
-    features: list[startup.Feature] = [("overlapped MoE layer", *row, 1) for row in rows]
-    told = {name: text for name, _, text, _ in startup.ineffective_settings([*features, ATTENTION])}
-    found = told.get("--fluid-moe-capacity-factor 1.5")
+    given = FluidConfig(moe_capacity_factor=1.5)
+    job(monkeypatch, given, num_experts=experts, add_bias_linear=biases)
+    found = unused_settings(read).get("--fluid-moe-capacity-factor 1.5")
     assert found is why is None or why in str(found)
 
 
-def test_the_readmes_tables_name_everything() -> None:
+@pytest.mark.parametrize(
+    ("transport", "parts", "read"),
+    [
+        ("nvlink", {}, {"moe_capacity_factor"}),
+        ("nvlink", {"experts": "fp4=True; and more"}, set()),
+        ("nvlink", {"fusion": "moe_latent_size=8"}, set()),
+        ("rounds", {}, {"dx_chunks"}),
+        ("rounds", {"fusion": "moe_latent_size=8"}, set()),
+        ("local", {}, set()),
+    ],
+)
+def test_a_layer_says_which_settings_it_reads(
+    transport: str, parts: dict[str, str], read: set[str]
+) -> None:
+    reasons = PartReasons(**{"exchange": None, "experts": None, "fusion": None, **parts})
+    assert set(decision._reads(transport, reasons)) == read | {"defer_weight_grads"}
+    report, layers = overlap_decision.FeatureReport("of this test"), [torch.nn.Identity()]
+    report.note(layers[0], True, "on", reads=decision._reads(transport, reasons))
+    assert read <= overlap_decision.settings_read()
+    report.note(layers[0], False, "off")
+    assert not overlap_decision._reads[layers[0]]
+
+
+def test_the_tables_of_the_docs_name_everything() -> None:
     table = markdown_table(
         [
             Patch("one", "m:f", str, "why one"),

@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 
 from megatron_fluid.patches.moe.limits import PARTS
-from megatron_fluid.patches.settings_table import SETTINGS, is_ours, unlisted
 from tools.readme import README, generated
+from tools.settings_table import SETTINGS, is_ours, unlisted
 
 pytest.importorskip("megatron.core")
 
@@ -21,7 +21,7 @@ def _fields() -> list[str]:
 
 
 def test_no_setting_of_this_megatron_is_missing() -> None:
-    assert unlisted(_fields()) == [], "say in patches/settings_table.py what becomes of them"
+    assert unlisted(_fields()) == [], "say in tools/settings_table.py what becomes of them"
 
 
 def test_a_setting_of_a_newer_megatron_is_found() -> None:

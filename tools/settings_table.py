@@ -2,16 +2,18 @@
 
 One row for each field of TransformerConfig: honoured, left to Megatron wholly or in part (with the
 reason of the tables of limits), or without effect. `unlisted` names fields that a newer
-Megatron-Core has and this table has not: tests/unit/patches/test_settings_table.py then fails, so
+Megatron-Core has and this table has not: tests/unit/tools/test_settings_table.py then fails, so
 that nobody finds out by a wrong result. docs/compatibility.md is generated from it.
 
 Nothing of Megatron is imported here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, TE_LIMITS
+from megatron_fluid.patches.limits import Limit
 from megatron_fluid.patches.moe.limits import (
     EXCHANGE_LIMITS,
     EXPERT_LIMITS,
@@ -19,7 +21,15 @@ from megatron_fluid.patches.moe.limits import (
     LAYER_LIMITS,
 )
 
-__all__ = ["SETTINGS", "Setting", "compatibility_table", "is_ours", "unlisted"]
+__all__ = [
+    "SETTINGS",
+    "Setting",
+    "compatibility_table",
+    "is_ours",
+    "limits_table",
+    "parts_table",
+    "unlisted",
+]
 
 HONOURED, LEFT, NO_EFFECT = "honoured", "left to Megatron", "no effect"
 EXCHANGE = "exchange ours"  # and the experts Megatron's
@@ -176,3 +186,22 @@ def compatibility_table() -> str:
     """The table as Markdown."""
     rows = [f"| `{s.name}` | {s.state} | {s.note} |" for s in SETTINGS]
     return "\n".join(["| setting | state | |", "|---|---|---|", *rows])
+
+
+def parts_table(parts: Iterable[tuple[str, str, Sequence[Limit[Any]]]]) -> str:
+    """The table of what is ours of an MoE layer under each setting.
+
+    parts: whose the exchange is, whose the experts are, and the limits under which that is so.
+    """
+    rows = [
+        f"| `{limit.setting}` | {exchange} | {experts} | {limit.reason} |"
+        for exchange, experts, limits in parts
+        for limit in limits
+    ]
+    return "\n".join(["| setting | exchange | experts | why |", "|---|---|---|---|", *rows])
+
+
+def limits_table(limits: Sequence[Limit[Any]]) -> str:
+    """A table in docs/compatibility.md: settings under which a layer keeps Megatron's own path."""
+    rows = (f"| `{limit.setting}` | {limit.reason} |" for limit in limits)
+    return "\n".join(["| setting | why |", "|---|---|", *rows])
