@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -172,7 +172,7 @@ def test_what_a_validation_before_training_makes_serves_training(
     from megatron_fluid.patches.moe import layer as moe_layer
 
     class Layer:
-        config, ep_group = None, SimpleNamespace(size=lambda: 1)
+        config, ep_group = None, mock.Mock(size=lambda: 1, rank=lambda: 0)
 
     found = []
 
