@@ -264,8 +264,17 @@ PATCHES: tuple[Patch, ...] = (
         "DistributedDataParallel._make_backward_post_hook",
         signature="(self, param)",
         replacement="megatron_fluid.patches.gradient_readiness:backward_post_hook",
-        reason="expert gradients that are in main_grad are reported in one call for a layer, "
-        "without a visit of autograd for each of hundreds of parameters",
+        reason="gradients that bypass autograd are reported in one call for a layer, without a "
+        "visit of autograd for each of hundreds of parameters",
+    ),
+    Patch(
+        name="gradient-readiness-count",
+        target="megatron.core.distributed.param_and_grad_buffer:"
+        "_ParamAndGradBucketGroup.register_grad_ready",
+        signature="(self, param, force_all_reduce=False)",
+        replacement="megatron_fluid.patches.gradient_readiness:register_grad_ready",
+        reason="a parameter with gradients of autograd and of this package is ready once, after "
+        "the last of them",
     ),
     Patch(
         name="optimizer-step",

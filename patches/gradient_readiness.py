@@ -1,13 +1,15 @@
-"""Megatron's DistributedDataParallel is notified of all expert gradients of a layer at once.
+"""Megatron's DistributedDataParallel learns once in each backward that a gradient is complete.
 
 Megatron hangs a hook on each parameter's AccumulateGrad node. It adds the gradient to main_grad,
-and with overlap_grad_reduce it reports the parameter to its bucket group, which starts the
-reduction once all of them are ready. The experts' kernels add to main_grad themselves, with
-gradient accumulation fusion and without, so that the report is all that is left to do, and needs no
-visit of autograd (megatron_fluid.backward.main_grad).
+and with overlap_grad_reduce it registers the parameter as ready with its bucket group, which starts
+the reduction once all of its parameters are registered as often as in the first iteration. Calls of
+this package add gradients without a visit of autograd, or after it (megatron_fluid.backward.
+readiness): their gate registers what they alone contribute to, and a hook that fires before their
+last share leaves the registration to the gate. So a parameter is registered as often as without
+this package, whatever ran its layers.
 
-The parameters are not marked with grad_added_to_main_grad. The mark speaks to the hook, which does
-not run; and a microbatch that goes through autograd after all must not find it.
+The parameters are not marked with grad_added_to_main_grad. The mark speaks to the hook, which may
+have a share of autograd's to add.
 """
 
 from __future__ import annotations
@@ -20,66 +22,75 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fluid.backward.main_grad import set_ready_report
+from megatron_fluid import patches
+from megatron_fluid.backward.readiness import (
+    ReadyGate,
+    gate_with,
+    gradient_owner,
+    set_gradient_owner,
+)
+from megatron_fluid.errors import FluidError
 
-__all__ = ["ParameterGathers", "backward_post_hook"]
+__all__ = ["ParameterGathers", "backward_post_hook", "register_grad_ready"]
 
 
-class _Members:
-    """Parameters of one bucket group that become ready together.
+class _Gate(ReadyGate):
+    """Parameters whose gradients one call writes, and how their bucket groups are told."""
 
-    A tensor's hash is computed by Python: Megatron asks for that of each parameter several times in
-    a backward, which here is done once for all backward passes. Only the last parameter goes
-    through `register_grad_ready`, which compares the counts and starts the reduction; to be counted
-    is all that it would have done with the others.
+    def __init__(self, owner: _Owner, ddp: Any, params: Sequence[Tensor]) -> None:
+        super().__init__(params)
+        self._owner = owner
+        groups: dict[int, tuple[Any, list[Tensor]]] = {}
+        for param in dict.fromkeys(params):
+            if (group := ddp.param_to_bucket_group.get(param)) is not None:
+                groups.setdefault(id(group), (group, []))[1].append(param)
+        # All but the last of a group with their count: the last goes through Megatron's method.
+        self._groups = [
+            (group, members, dict.fromkeys(members[:-1], 1)) for group, members in groups.values()
+        ]
+
+    def report(self, pending: Callable[[], set[int]]) -> None:
+        ddp = self._owner.ddp()
+        if ddp is None or not ddp.ddp_config.overlap_grad_reduce:
+            return
+        # A group counts in the last microbatch alone.
+        counting = [each for each in self._groups if getattr(each[0], "is_last_microbatch", True)]
+        left_out = pending() if counting else set()
+        for group, members, others in counting:
+            if left_out:
+                members = [param for param in members if id(param) not in left_out]
+            elif _count(group, others):
+                members = members[-1:]
+            for param in members:
+                group.register_grad_ready(param, ddp.force_all_reduce)
+
+
+def _count(group: Any, others: dict[Tensor, int]) -> bool:
+    """Count parameters of a bucket group that are not counted so far, as its method would do:
+    whether it is done.
+
+    A tensor's hash is computed by Python, and Megatron asks for that of each parameter several
+    times. Only the last parameter of a gate has to go through the method, which compares the counts
+    and starts the reduction.
     """
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 
-    def __init__(self, group: Any, params: Sequence[Tensor]) -> None:
-        self.group, self._params = group, params
-        self._others = dict.fromkeys(params[:-1], 1)
-        own = getattr(type(group), "register_grad_ready", None)
-        module = "megatron.core.distributed.param_and_grad_buffer"
-        self._is_megatrons = getattr(own, "__module__", None) == module
-        self._distinct = len({*self._others, params[-1]}) == len(params)
-
-    def register(self, force_all_reduce: bool) -> None:
-        """Do what `register_grad_ready` of each would do."""
-        group, params = self.group, self._params
-        if self._is_megatrons and self._distinct and "register_grad_ready" not in group.__dict__:
-            counts = group.per_param_grad_ready_counts
-            together = counts | self._others
-            if len(together) == len(counts) + len(self._others):  # none is counted so far
-                counts.update(self._others)
-                params = params[-1:]
-        for param in params:
-            group.register_grad_ready(param, force_all_reduce)
+    if getattr(type(group), "register_grad_ready", None) is not Group.register_grad_ready:
+        return False
+    counts = group.per_param_grad_ready_counts
+    if len(counts | others) < len(counts) + len(others):
+        return False
+    counts.update(others)
+    return True
 
 
-def _members_of(ddp: Any, params: Sequence[Tensor]) -> Sequence[_Members]:
-    """`params` by bucket group, without those of none; kept with `ddp`, whose groups hold the
-    parameters, too."""
-    known: dict[int, tuple[Sequence[Tensor], list[_Members]]]
-    known = ddp.__dict__.setdefault("_fluid_members", {})
-    found = known.get(id(params[0]))
-    same = found is not None and len(found[0]) == len(params)
-    if found is not None and same and all(map(operator.is_, found[0], params)):
-        return found[1]
-    groups: dict[int, tuple[Any, list[Tensor]]] = {}
-    for param in params:
-        if (group := ddp.param_to_bucket_group.get(param)) is not None:
-            groups.setdefault(id(group), (group, []))[1].append(param)
-    members = [_Members(*each) for each in groups.values()]
-    known[id(params[0])] = tuple(params), members
-    return members
-
-
-class _Report:
-    """What the hooks of one DistributedDataParallel would do with gradients in main_grad."""
+class _Owner:
+    """The gradient buffers of one DistributedDataParallel."""
 
     def __init__(self, ddp: Any) -> None:
         from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-        self._ddp = weakref.ref(ddp)
+        self.ddp = weakref.ref(ddp)
         self._is_graph_capturing = is_graph_capturing
 
     def accepts(self) -> bool:
@@ -88,31 +99,52 @@ class _Report:
     def accepts_in_graphs(self) -> bool:
         # After a replay the hooks run for each parameter, and find no .grad: with overlapped
         # reductions they refuse that, but for Megatron's own ("local") graphs.
-        ddp = self._ddp()
+        ddp = self.ddp()
         if ddp is None:
             return False
         local = getattr(ddp.config, "cuda_graph_impl", None) == "local"
         return local or not ddp.ddp_config.overlap_grad_reduce
 
-    def __call__(self, params: Sequence[Tensor]) -> None:
-        ddp = self._ddp()
-        if ddp is None or not ddp.ddp_config.overlap_grad_reduce:
-            return
-        for members in _members_of(ddp, params):
-            # A group counts in the last microbatch alone.
-            if getattr(members.group, "is_last_microbatch", True):
-                members.register(ddp.force_all_reduce)
+    def _gates(self) -> dict[int, ReadyGate]:
+        """By identity of a parameter. Kept with the model, since they hold its parameters."""
+        ddp = self.ddp()
+        return {} if ddp is None else ddp.__dict__.setdefault("_fluid_gates", {})
+
+    def gate_of(self, params: Sequence[Tensor]) -> ReadyGate | None:
+        gates, ddp = self._gates(), self.ddp()
+        gate = gates.get(id(params[0]))
+        if gate is not None:
+            same = len(gate.params) == len(params) and all(map(operator.is_, gate.params, params))
+            return gate if same else None
+        if ddp is None or any(gradient_owner(p) is not self or id(p) in gates for p in params):
+            return None
+        gate = _Gate(self, ddp, params)
+        gates.update(dict.fromkeys(map(id, params), gate))
+        return gate
+
+    def gate_with(self, param: Tensor) -> ReadyGate | None:
+        return self._gates().get(id(param))
 
     def bucket_groups(self, params: Sequence[Tensor]) -> tuple[Any, ...]:
         """The bucket groups of `params`, each once."""
-        ddp = self._ddp()
+        ddp = self.ddp()
         groups = {} if ddp is None else ddp.param_to_bucket_group
         found = (groups[param] for param in params if param in groups)
         return tuple({id(group): group for group in found}.values())
 
+    def name_of(self, param: Tensor) -> str:
+        """The parameter's name in the model, for errors."""
+        ddp = self.ddp()
+        named = () if ddp is None else ddp.module.named_parameters()
+        return next((name for name, found in named if found is param), "a parameter")
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickled parameter takes its attributes along; a report belongs to this process."""
-        return _no_report, ()
+        """A pickled parameter takes its attributes along; an owner belongs to this process."""
+        return _no_owner, ()
+
+
+def _no_owner() -> None:
+    return None
 
 
 class ParameterGathers:
@@ -120,7 +152,7 @@ class ParameterGathers:
     hook asks for each of some hundred parameters, in every microbatch."""
 
     def __init__(self) -> None:
-        self._report: object = None
+        self._owner: object = None
         self._groups: tuple[Any, ...] = ()
 
     def finished(self, first: Tensor, params: Callable[[], Sequence[Tensor]]) -> bool:
@@ -130,30 +162,55 @@ class ParameterGathers:
             first: one of the parameters.
             params: gives all of them.
         """
-        report = getattr(first, "ready_report", None)
-        if report is not self._report:
-            self._report = report
-            self._groups = report.bucket_groups(params()) if isinstance(report, _Report) else ()
+        owner = gradient_owner(first)
+        if owner is not self._owner:
+            self._owner = owner
+            self._groups = owner.bucket_groups(params()) if isinstance(owner, _Owner) else ()
         return bool(self._groups) and all(
             group.param_gather_dispatched and group.param_gather_handle is None
             for group in self._groups
         )
 
 
-def _no_report() -> None:
-    return None
-
-
 def backward_post_hook(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `DistributedDataParallel._make_backward_post_hook`, which is called for each parameter:
-    leave a report with it too."""
+    make the model its owner."""
 
     @functools.wraps(original)
     def fluid_hook(self: Any, param: Tensor) -> Any:
-        report = self.__dict__.get("_fluid_report")
-        if report is None:
-            report = self._fluid_report = _Report(self)
-        set_ready_report(param, report)
+        if not patches.is_applied("gradient-readiness-count"):
+            return original(self, param)
+        owner = self.__dict__.get("_fluid_owner")
+        if owner is None:
+            owner = self._fluid_owner = _Owner(self)
+        set_gradient_owner(param, owner)
         return original(self, param)
 
     return fluid_hook
+
+
+def register_grad_ready(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `_ParamAndGradBucketGroup.register_grad_ready`: leave parameters with shares that are
+    still to come to their gate, and refuse one that is registered after its reduction began."""
+
+    @functools.wraps(original)
+    def fluid_register(self: Any, param: Tensor, *args: Any, **kwargs: Any) -> None:
+        gate = gate_with(param)
+        if gate is not None and gate.waits(param):
+            return
+        original(self, param, *args, **kwargs)
+        if self.is_first_batch or not self.is_last_microbatch:
+            return
+        found = self.per_param_grad_ready_counts[param]
+        if found > (expected := self.golden_per_param_grad_ready_counts.get(param, 0)):
+            owner = gradient_owner(param)
+            name = owner.name_of(param) if isinstance(owner, _Owner) else "a parameter"
+            raise FluidError(
+                f"{name}: {found} backward passes of the last microbatch had a gradient for it, "
+                f"and {expected} in the first iteration. With --overlap-grad-reduce its reduction "
+                f"starts after {expected}, so that the last gradient would be lost. Recomputation "
+                "runs a backward pass of its own for each layer: use the parameter in the same "
+                "recomputed layers in every iteration, or train without --overlap-grad-reduce"
+            )
+
+    return fluid_register

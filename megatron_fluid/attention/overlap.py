@@ -49,6 +49,7 @@ from megatron_fluid.attention.exchange.protocol import (
 from megatron_fluid.attention.gate import gate_backward, gated, join_gate, split_gate
 from megatron_fluid.attention.head_group import AttentionState, GroupState, attend, attend_backward
 from megatron_fluid.backward.functions import apply, goes_on_to, once_differentiable
+from megatron_fluid.backward.readiness import Readiness, readiness_of
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import FluidError
 
@@ -125,6 +126,7 @@ class Deferral:
 
     scheduler: WeightGradScheduler
     parameters: dict[str, Tensor]
+    ready: Readiness
 
     def submit(self, call: AttentionCall, what: str, compute: Callable[[], Tensor]) -> None:
         if (parameter := self.parameters.get(what)) is not None:
@@ -238,7 +240,9 @@ class _OverlappedAttention(torch.autograd.Function):
             assert state is not None
             ctx.save_for_backward(x, *members, *state.release())
             ctx.call, ctx.state, ctx.deferral = call, state, deferral
-            ctx.has_anchor, ctx.core = anchor is not None, len(weights.core)
+            ctx.has_anchor, ctx.anchor, ctx.core = anchor is not None, 0, len(weights.core)
+            if deferral is not None:
+                deferral.ready.enter(ctx)
         return y
 
     @staticmethod
@@ -255,9 +259,11 @@ class _OverlappedAttention(torch.autograd.Function):
         needs = zip(names, ctx.needs_input_grad[4:], strict=True)
         wanted = frozenset(name for name, need in needs if need)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        alone = ctx.has_anchor and not goes_on_to(ctx.next_functions[0])
+        alone = ctx.has_anchor and not goes_on_to(ctx.next_functions[ctx.anchor])
         deferral, weights = None if alone else ctx.deferral, AttentionWeights.of(members)
         result = backward(grads[0], x, weights, state, ctx.call, wanted, deferral, retain)
+        if deferral is not None:
+            deferral.ready.leave(ctx)
         if retain:
             state.release()
         else:
@@ -292,11 +298,14 @@ def overlapped_attention(
     members = list(weights.all())
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *members))
     deferral, anchor = None, None
+    named = zip(("qkv", "output"), members[:2], strict=True)
+    mine = {name: t for name, t in named if t is not None and t.requires_grad}
     if keep and scheduler is not None and scheduler.is_enabled():
+        ready = readiness_of(*([weight] for weight in mine.values()))
         # Queued weights are no inputs of the node: their gradients arrive once, from the queue.
-        named = zip(("qkv", "output"), members[:2], strict=True)
-        mine = {name: t for name, t in named if t is not None and t.requires_grad}
-        deferral = Deferral(scheduler, mine)
+        if ready.bypass:
+            deferral = Deferral(scheduler, mine, ready)
+    if deferral is not None:
         members[:2] = [t.detach() for t in members[:2] if t is not None]
         if mine:  # keeps the node in the graph when x needs no gradient
             anchor = x.new_zeros((), requires_grad=True)

@@ -10,20 +10,24 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.functions import goes_on_to, once_differentiable
+from megatron_fluid.backward.readiness import Readiness, readiness_of
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 
 __all__ = ["can_defer", "deferred_linear", "graph_anchor", "linear_weight_grad"]
 
 
-def can_defer(weight: Tensor, scheduler: WeightGradScheduler) -> bool:
-    """Whether the gradient of `weight` may be deferred now: the scheduler is on, and it is a leaf
-    being trained.
+def can_defer(weight: Tensor, scheduler: WeightGradScheduler) -> Readiness | None:
+    """How the gradient of `weight` is counted where it may be deferred now: the scheduler is on,
+    and it is a leaf being trained. None where it may not.
 
     A weight that is computed from others (a cast, a reshape) stays an ordinary input of autograd,
     which alone knows how to go on from it.
     """
     trained = weight.is_leaf and weight.requires_grad
-    return scheduler.is_enabled() and trained and torch.is_grad_enabled()
+    if not (scheduler.is_enabled() and trained and torch.is_grad_enabled()):
+        return None
+    ready = readiness_of([weight])
+    return ready if ready.bypass else None
 
 
 def graph_anchor(device: torch.device) -> Tensor:
@@ -47,6 +51,7 @@ class _Call:
     weight: Tensor
     scheduler: WeightGradScheduler
     name: str
+    ready: Readiness
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -54,7 +59,8 @@ class _DeferredLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, anchor: Tensor, call: _Call) -> Tensor:
         weight = call.weight.detach()
         ctx.save_for_backward(x, weight)
-        ctx.call = call
+        ctx.call, ctx.anchor = call, -1
+        call.ready.enter(ctx)
         return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
@@ -64,9 +70,10 @@ class _DeferredLinear(torch.autograd.Function):
         grad_x = grad_output @ weight if ctx.needs_input_grad[0] else None
         flat, call = grad_output.reshape(-1, grad_output.shape[-1]), ctx.call
         grad_bias = flat.sum(0) if ctx.needs_input_grad[1] else None
-        if goes_on_to(ctx.next_functions[-1]):  # the anchor's
+        if goes_on_to(ctx.next_functions[ctx.anchor]):
             weights = [call.weight]
             call.scheduler.submit(call.name, weights, lambda: [linear_weight_grad(flat, x)])
+            call.ready.leave(ctx)
         return grad_x, grad_bias, None, None
 
 
@@ -88,6 +95,8 @@ def deferred_linear(
         scheduler: None takes the process-wide one.
     """
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
-    if not can_defer(weight, scheduler) or torch.is_autocast_enabled(x.device.type):
+    ready = can_defer(weight, scheduler)
+    if ready is None or torch.is_autocast_enabled(x.device.type):
         return torch.nn.functional.linear(x, weight, bias)
-    return _DeferredLinear.apply(x, bias, graph_anchor(x.device), _Call(weight, scheduler, name))
+    call = _Call(weight, scheduler, name, ready)
+    return _DeferredLinear.apply(x, bias, graph_anchor(x.device), call)

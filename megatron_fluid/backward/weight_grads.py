@@ -14,7 +14,7 @@ hooks work as ever.
 
 Limits under torch's DDP: a deferred weight may be used once per forward, and `static_graph` and
 `find_unused_parameters` must be off (DDP marks a parameter ready at its first gradient). Megatron's
-DDP has no such limit.
+DDP has no such limit (megatron_fluid.backward.readiness).
 
 Ownership: a task holds its tensors itself (never a pooled buffer that a later layer may overwrite),
 and a backward's tasks belong to that backward alone. If it fails, they vanish with it and cannot
@@ -35,9 +35,16 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.functions import apply, backward_is_recorded
+from megatron_fluid.backward.readiness import counted
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["Exchange", "WeightGradScheduler", "deliver_gradients", "get_backward_scheduler"]
+__all__ = [
+    "Exchange",
+    "WeightGradScheduler",
+    "WeightGradTask",
+    "deliver_gradients",
+    "get_backward_scheduler",
+]
 
 
 class Exchange(Protocol):
@@ -47,14 +54,14 @@ class Exchange(Protocol):
 
 
 @dataclass
-class _Task:
+class WeightGradTask:
     """One deferred computation: `compute` gives the gradients of `params`, in order, or None where
     it has delivered them itself."""
 
     name: str
     params: Sequence[Tensor]
     compute: Callable[[], Sequence[Tensor] | None]
-    stream: torch.cuda.Stream | None
+    stream: torch.cuda.Stream | None = None
 
     def run(self) -> None:
         if self.stream is None:
@@ -119,7 +126,7 @@ class _Batch:
     alive."""
 
     def __init__(self) -> None:
-        self.tasks: deque[_Task] = deque()
+        self.tasks: deque[Callable[[], None]] = deque()
         self.thread = threading.get_ident()
 
     def run_one(self) -> bool:
@@ -130,7 +137,7 @@ class _Batch:
         except IndexError:
             return False
         try:
-            task.run()
+            task()
         except BaseException:
             # The traceback keeps this object alive, and the engine will not flush: what is left
             # must not run later.
@@ -195,14 +202,14 @@ class WeightGradScheduler:
                 differentiated again.
         """
         stream = torch.cuda.current_stream() if any(param.is_cuda for param in params) else None
-        task = _Task(name, params, compute, stream)
         graph_task = torch._C._current_graph_task_id()
         if graph_task != -1 and backward_is_recorded():
             remedy = "get_backward_scheduler().disable() before the forward"
             allowed = f"False while weight gradients are deferred ({remedy})"
             raise ConfigError.of(f"{name}: create_graph", True, allowed)
+        run = counted(params, WeightGradTask(name, params, compute, stream).run)
         if graph_task == -1 or not self.enabled:
-            task.run()
+            run()
             return
         with self._lock:
             batch = self._batches.get(graph_task)
@@ -211,7 +218,7 @@ class WeightGradScheduler:
                 # The closure is the only strong reference. A backward that fails destroys it, and
                 # the tasks with it.
                 torch.autograd.Variable._execution_engine.queue_callback(batch.flush)  # type: ignore[attr-defined]
-        batch.tasks.append(task)
+        batch.tasks.append(run)
 
     def run_during(self, pending: Sequence[Exchange], max_tasks: int | None = None) -> int:
         """Run this thread's queued tasks while exchanges are in flight. Layers call it right after

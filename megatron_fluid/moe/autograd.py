@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_fluid.backward.deferred_linear import graph_anchor
 from megatron_fluid.backward.functions import apply, goes_on_to, graph_is_kept, once_differentiable
-from megatron_fluid.backward.main_grad import ReadyReport, ready_report
+from megatron_fluid.backward.readiness import Readiness, readiness_of
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows, fp8_unsupported_reason
@@ -54,9 +54,7 @@ class Call:
     Attributes:
         deferred: whether the scheduler delivers the weight gradients.
         fused_main_grad: whether weight gradients are added to main_grad.
-        report: who is told then, in place of autograd, or None.
-        captured: whether a CUDA graph is captured whose replays add to main_grad: autograd, which
-            asks for each parameter's gradient, is given None.
+        ready: how gradients that bypass autograd are delivered and counted.
         recompute: what the backward computes again: "rows", "hidden".
         biases: of fc1 and fc2, or None. Their gradients are autograd's in any case.
         fp8: whether forward and dgrad are computed in fp8 (moe/fp8_experts.py).
@@ -72,11 +70,10 @@ class Call:
     name: str
     deferred: bool
     fused_main_grad: bool
-    report: ReadyReport | None
+    ready: Readiness
     recompute: Collection[str]
     biases: tuple[ExpertBiases, ExpertBiases] | None = None
     fp8: bool = False
-    captured: bool = False
     fp8_weight_grads: bool = False
     offload: Offload | None = None
 
@@ -88,7 +85,7 @@ class Call:
     @property
     def bypasses_autograd(self) -> bool:
         """Whether the parameters are no inputs of the function."""
-        return self.deferred or self.report is not None
+        return self.deferred or self.ready.direct
 
     def versions(self) -> list[int]:
         """Counts of the weights' changes in place. The weights are not saved tensors of autograd,
@@ -126,8 +123,8 @@ def make_call(
             their gradients are deferred.
         name: of the layer, for errors.
         fused_main_grad: add weight gradients straight to `param.main_grad` (Megatron's gradient
-            accumulation fusion). Parameters with a ready report (backward/main_grad.py) get theirs
-            there in any case.
+            accumulation fusion). Parameters with an owner (backward/readiness.py) get theirs there
+            in any case.
         recompute: what the backward makes again in place of keeping it: "rows", the dispatched
             tokens (by another dispatch), "hidden", the output of fc1 (by another GEMM).
         biases: of fc1 and fc2.
@@ -158,18 +155,14 @@ def make_call(
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     learning = torch.is_grad_enabled()
     leaves = learning and fc1.deferrable() and fc2.deferrable()
-    deferred = leaves and scheduler.is_enabled()
-    report, captured = None, False
-    if leaves:
-        report = ready_report((*fc1.params, *fc2.params))
-    if report is not None and not report.accepts():
-        captured = report.accepts_in_graphs()
-        report, deferred = None, False
-    if fused_main_grad and report is None:
+    trained = [fc.params for fc in (fc1, fc2) if leaves and fc.requires_grad()]
+    ready = readiness_of(*trained)
+    deferred = leaves and ready.bypass and scheduler.is_enabled()
+    if fused_main_grad and not ready.direct:
         params = (*fc1.params, *fc2.params)
         fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
-    settings = scheduler, name, deferred, fused_main_grad, report, recompute
-    precision = fp8, captured, fp8 and fp8_weight_grads
+    settings = scheduler, name, deferred, fused_main_grad, ready, recompute
+    precision = fp8, fp8 and fp8_weight_grads
     return Call(transport, activation, fc1, fc2, *settings, biases, *precision, offload)
 
 
@@ -322,11 +315,9 @@ def _weight_grads(
         found: Any = _fp8().in_bf16(pairs(), groups) if call.fp8 else pairs()
         rows = merge_rows(found, groups)
         del found
-    if call.report is None and not call.captured:
+    if not (call.ready.direct or call.ready.captured):
         return compute(fc, *rows, call.fused_main_grad)
     add(fc, *rows)
-    if call.report is not None:
-        call.report(fc.params)
     return None
 
 
@@ -369,6 +360,8 @@ class _Experts(torch.autograd.Function):
         ctx.call, ctx.versions = call, call.versions()
         # Of ctx.next_functions, which know tensors only; 0 without an anchor.
         ctx.anchor = 0 if anchor is None else 1 + (probs is not None)
+        if call.bypasses_autograd:
+            call.ready.enter(ctx)
         return out
 
     @staticmethod
@@ -420,7 +413,7 @@ class _Experts(torch.autograd.Function):
                         call.scheduler.submit(f"{call.name} fc{number}", fc.params, compute)
 
             exchange.run_queued(call.scheduler, submit)
-        elif call.report is not None:
+        elif call.ready.direct:
             if wanted and call.fc2.requires_grad():
                 fc2()
             del fc2
@@ -435,6 +428,8 @@ class _Experts(torch.autograd.Function):
             dw1 = fc1() if any(needed[:split]) else None
             del fc1
             dw = [*(dw1 or none * split), *(dw2 or none * len(call.fc2.params))]
+        if wanted:
+            call.ready.leave(ctx)
         if not graph_is_kept():
             ctx.call = None  # who keeps the output keeps this, and the weights' memory with it
         # Not before, so that what comes back for a layer below does not meet this one's tensors.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_fluid.backward.deferred_linear import can_defer, graph_anchor
 from megatron_fluid.backward.functions import apply, goes_on_to, once_differentiable
+from megatron_fluid.backward.readiness import Readiness
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.cuda.triton_launch import Launch, power_of_two, rehearse
 from megatron_fluid.errors import ConfigError
@@ -135,11 +136,13 @@ class _Logits(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         anchor: Tensor | None,
-        deferred: tuple[Tensor, str] | None,
+        deferred: tuple[Tensor, str, Readiness] | None,
     ) -> Tensor:
         matrix = deferred[0].detach() if weight is None else weight  # type: ignore[index]
         ctx.save_for_backward(x, matrix)
-        ctx.deferred = deferred
+        ctx.deferred, ctx.anchor = deferred, -1
+        if deferred is not None:
+            deferred[2].enter(ctx)
         return _multiply(x, matrix)
 
     @staticmethod
@@ -150,9 +153,10 @@ class _Logits(torch.autograd.Function):
         dx = narrow @ matrix if ctx.needs_input_grad[0] else None
         if ctx.deferred is None:
             return dx, narrow.t() @ x, None, None
-        if goes_on_to(ctx.next_functions[-1]):  # the anchor's
-            weight, name = ctx.deferred
+        if goes_on_to(ctx.next_functions[ctx.anchor]):
+            weight, name, ready = ctx.deferred
             get_backward_scheduler().submit(name, [weight], lambda: [narrow.t() @ x])
+            ready.leave(ctx)
         return dx, None, None, None
 
 
@@ -163,8 +167,8 @@ def router_logits(x: Tensor, weight: Tensor, name: str = "router") -> Tensor:
     """
     if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         return _multiply(x, weight)
-    if can_defer(weight, get_backward_scheduler()):
-        return apply(_Logits, x, None, graph_anchor(x.device), (weight, name))
+    if (ready := can_defer(weight, get_backward_scheduler())) is not None:
+        return apply(_Logits, x, None, graph_anchor(x.device), (weight, name, ready))
     return apply(_Logits, x, weight, None, None)
 
 

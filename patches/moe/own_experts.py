@@ -20,13 +20,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_fluid.backward.readiness import counted
 from megatron_fluid.backward.weight_grads import (
     WeightGradScheduler,
-    deliver_gradients,
+    WeightGradTask,
     get_backward_scheduler,
 )
 from megatron_fluid.config import FluidConfig, moe_recompute
@@ -87,12 +87,12 @@ class _DelayedGradients(WeightGradScheduler):
     def __init__(self) -> None:
         super().__init__()
         self.enabled = True
-        self._queue: deque[tuple[Sequence[Tensor], Callable[[], Sequence[Tensor] | None]]] = deque()
+        self._queue: deque[Callable[[], None]] = deque()
 
     def submit(
         self, name: str, params: Sequence[Tensor], compute: Callable[[], Sequence[Tensor] | None]
     ) -> None:
-        self._queue.append((params, compute))
+        self._queue.append(counted(params, WeightGradTask(name, params, compute).run))
 
     def finish_batch(self) -> None:
         """Nothing: the schedule says when."""
@@ -101,11 +101,7 @@ class _DelayedGradients(WeightGradScheduler):
         """Compute and deliver what waits, and say how much it was."""
         ran = 0
         while self._queue:
-            params, compute = self._queue.popleft()
-            with torch.no_grad():
-                gradients = compute()
-            if gradients is not None:
-                deliver_gradients(params, gradients)
+            self._queue.popleft()()
             ran += 1
         return ran
 

@@ -156,14 +156,14 @@ def _train_fused(training: dict[str, Any], fluid: dict[str, Any]) -> dict[str, A
     from megatron_fluid.patches import gradient_readiness
 
     reported = []
-    report = gradient_readiness._Report.__call__
+    report = gradient_readiness._Gate.report
 
-    def counted(self: Any, params: Any) -> None:
-        reported.append([param.grad for param in params])
-        report(self, params)
+    def counted(self: Any, pending: Any) -> None:
+        reported.append([param.grad for param in self.params])
+        report(self, pending)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_readiness._Report, "__call__", counted)
+        patch.setattr(gradient_readiness._Gate, "report", counted)
         results = _train_both(
             {"gradient_accumulation_fusion": True}, {"microbatches": 2, **training}, fluid
         )

@@ -35,9 +35,9 @@ WING_FLOORS = (
     ("engine", "limits", "dataset_helpers")
     + ("fused_weight_gradients", "peer_watch")
     + ("profile_steps", "rank_findings"),
-    ("cpu", "failed_waits", "gradient_readiness", "optimizer_step"),
+    ("cpu", "failed_waits", "optimizer_step"),
     ("__init__",),
-    ("arguments", "overlap_decision", "weight_gradients"),
+    ("arguments", "gradient_readiness", "overlap_decision", "weight_gradients"),
     ("linears", "moe"),
     ("attention", "unused_settings"),
     ("layer_specs", "startup_report"),

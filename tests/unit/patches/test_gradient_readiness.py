@@ -1,23 +1,28 @@
-"""What Megatron's DistributedDataParallel is asked of all experts' parameters at once."""
+"""What Megatron is told, and asked, of all experts' parameters at once."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_fluid.backward.main_grad import set_ready_report
+from megatron_fluid.backward.readiness import gradient_owner, set_gradient_owner
+from megatron_fluid.errors import FluidError
 
 pytest.importorskip("megatron.core")
 
 
-class _Ddp:
-    """Stands for a DistributedDataParallel with three parameters in two bucket groups."""
+class _Ddp(torch.nn.Module):
+    """Stands for a DistributedDataParallel with parameters in two bucket groups."""
 
-    def __init__(self) -> None:
-        self.params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    def __init__(self, count: int = 3, first: int = 2) -> None:
+        super().__init__()
+        self.module = torch.nn.ParameterList(torch.zeros(1) for _ in range(count))
+        self.params = list(self.module)
         self.groups = [
             SimpleNamespace(
                 param_gather_dispatched=False, param_gather_handle=None, is_last_microbatch=True
@@ -27,26 +32,28 @@ class _Ddp:
         self.ready: list[tuple[int, Any]] = []
         for number, group in enumerate(self.groups):
             group.register_grad_ready = lambda param, force, n=number: self.ready.append((n, force))
-        pairs = zip(self.params, (0, 0, 1), strict=True)
-        self.param_to_bucket_group = {param: self.groups[n] for param, n in pairs}
+        self.param_to_bucket_group: dict[Any, Any] = {
+            param: self.groups[number >= first] for number, param in enumerate(self.params)
+        }
         self.ddp_config = SimpleNamespace(overlap_grad_reduce=True)
+        self.config = SimpleNamespace(cuda_graph_impl="none")
         self.force_all_reduce = False
 
 
-def _reported() -> tuple[_Ddp, Any]:
-    from megatron_fluid.patches.gradient_readiness import _Report
+def _owned(ddp: _Ddp | None = None) -> tuple[_Ddp, Any]:
+    from megatron_fluid.patches.gradient_readiness import _Owner
 
-    ddp = _Ddp()
-    report = _Report(ddp)
+    ddp = _Ddp() if ddp is None else ddp
+    owner = _Owner(ddp)
     for param in ddp.params:
-        set_ready_report(param, report)
-    return ddp, report
+        set_gradient_owner(param, owner)
+    return ddp, owner
 
 
 def test_parameters_are_gathered_once_every_group_has_waited() -> None:
     from megatron_fluid.patches.gradient_readiness import ParameterGathers
 
-    ddp, _ = _reported()
+    ddp, _ = _owned()
     gathers, asked = ParameterGathers(), []
 
     def finished() -> bool:
@@ -70,8 +77,8 @@ def test_parameters_of_nobody_are_never_taken_for_gathered() -> None:
     param = torch.nn.Parameter(torch.zeros(1))
     gathers = ParameterGathers()
     assert not gathers.finished(param, lambda: [param])
-    ddp, report = _reported()
-    set_ready_report(param, report)  # of the report, but in no group
+    ddp, owner = _owned()
+    set_gradient_owner(param, owner)  # of the owner, but in no group
     assert not gathers.finished(param, lambda: [param])
     for group in ddp.groups:
         group.param_gather_dispatched = True
@@ -82,66 +89,100 @@ def test_parameters_of_nobody_are_never_taken_for_gathered() -> None:
 
 @pytest.mark.parametrize("last", [True, False])
 def test_a_group_counts_in_the_last_microbatch_alone(last: bool) -> None:
-    ddp, report = _reported()
+    ddp, owner = _owned()
     ddp.groups[1].is_last_microbatch = last
-    report(ddp.params)
+    owner.gate_of(ddp.params).report(set)
     assert ddp.ready == [(0, False), (0, False)] + [(1, False)] * last
 
 
-def _bucket_groups(params: list[torch.nn.Parameter], started: list[int]) -> list[Any]:
-    """Megatron's own bucket groups, of the first four parameters and of the rest, as far as they
-    count."""
+def _bucket_group(params: list[torch.nn.Parameter], starts: list[int], number: int = 0) -> Any:
+    """Megatron's own bucket group, as far as it counts."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
     class Counting(_ParamAndGradBucketGroup):
-        def __init__(self, number: int, members: list[torch.nn.Parameter]) -> None:
-            self.number, self.params = number, set(members)
-            self.param_to_bucket = dict.fromkeys(members)  # type: ignore[assignment]
+        def __init__(self) -> None:
+            self.params = set(params)
+            self.param_to_bucket = dict.fromkeys(params)  # type: ignore[assignment]
             self.ddp_config = SimpleNamespace(overlap_grad_reduce=True)  # type: ignore[assignment]
             self.golden_per_param_grad_ready_counts: dict[Any, int] = {}
             self.per_param_grad_ready_counts: dict[Any, int] = {}
             self.is_last_microbatch = self.is_first_batch = True
 
         def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-            started.append(self.number)
+            starts.append(number)
 
-    return [Counting(0, params[:4]), Counting(1, params[4:])]
+    return Counting()
 
 
-def test_reported_parameters_are_counted_as_megatrons_hooks_count_them() -> None:
-    """Over iterations, with another parameter in the group and one that is used twice."""
-    from megatron_fluid.patches.gradient_readiness import _Report
-
-    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(8)]
-    layer, alone = params[1:7], [params[0], params[7]]
+def test_a_gate_counts_its_parameters_as_megatron_counts_them() -> None:
+    """Over iterations, with another parameter in each group, and one that autograd reports."""
     found: list[tuple[list[int], list[list[int]]]] = []
     for together in (True, False):
-        started: list[int] = []
-        groups = _bucket_groups(params, started)
-        ddp = _Ddp()
-        ddp.param_to_bucket_group = {p: groups[int(n > 3)] for n, p in enumerate(params)}
-        report, counts = _Report(ddp), []
-        for _ in range(3):
-            for uses in (layer, layer[:2]):  # the first two are used twice
-                if together:
-                    report(tuple(uses))
-                else:
-                    for param in uses:
-                        ddp.param_to_bucket_group[param].register_grad_ready(param, False)
-            for param in alone:
+        starts: list[int] = []
+        ddp, owner = _owned(_Ddp(8, 4))
+        params = ddp.params
+        groups = [_bucket_group(params[:4], starts, 0), _bucket_group(params[4:], starts, 1)]
+        ddp.param_to_bucket_group = {p: groups[n > 3] for n, p in enumerate(params)}
+        counts = []
+        for pending in (set[int](), {id(params[2])}, set[int]()):
+            if together:
+                owner.gate_of(params[1:7]).report(lambda pending=pending: pending)
+            singles = params[1:7] if not together else [p for p in params if id(p) in pending]
+            for param in (*singles, params[0], params[7]):
                 ddp.param_to_bucket_group[param].register_grad_ready(param, False)
             counts += [[group.per_param_grad_ready_counts[p] for p in params if p in group.params]
                        for group in groups]  # fmt: skip
             for group in groups:
                 group.reset()
-            started.append(-1)
-        found.append((started, counts))
+            starts.append(-1)
+        found.append((starts, counts))
     assert found[0] == found[1]
-    assert found[0][0] == [-1, 0, 1, -1, 0, 1, -1] and [1, 2, 2, 1] in found[0][1]
+    assert found[0][0] == [-1, 0, 1, -1, 0, 1, -1]
 
 
-def test_parameters_that_take_anothers_place_are_looked_up_anew() -> None:
-    ddp, report = _reported()
-    report(ddp.params[:2])
-    report([ddp.params[0], ddp.params[2]])
-    assert [number for number, _ in ddp.ready] == [0, 0, 0, 1]
+def test_a_gradient_behind_the_start_of_its_reduction_is_an_error() -> None:
+    from megatron_fluid.patches.gradient_readiness import register_grad_ready
+
+    ddp, _ = _owned()
+    group = _bucket_group(ddp.params, starts := [])
+    register = register_grad_ready(type(group).register_grad_ready)
+    for _ in range(2):
+        for param in ddp.params:
+            register(group, param, False)
+        group.reset()
+    for param in ddp.params:
+        register(group, param)
+    assert len(starts) == 2
+    with pytest.raises(FluidError, match=r"^1: 2 backward passes .* and 1 in the first iteration"):
+        register(group, ddp.params[1])
+
+
+def test_parameters_in_another_gate_have_no_second_one() -> None:
+    ddp, owner = _owned()
+    gate = owner.gate_of(ddp.params[:2])
+    assert owner.gate_of(ddp.params[:2]) is gate and owner.gate_with(ddp.params[1]) is gate
+    assert owner.gate_of(ddp.params) is owner.gate_of(ddp.params[1:]) is None
+    assert owner.gate_of([torch.nn.Parameter(torch.zeros(1)), ddp.params[2]]) is None
+    assert owner.gate_with(ddp.params[2]) is None
+
+
+@pytest.mark.parametrize(
+    ("impl", "overlap", "accepted"),
+    [
+        ("local", True, True),
+        ("local", False, True),
+        ("transformer_engine", False, True),
+        ("transformer_engine", True, False),  # whose hooks refuse a parameter without .grad
+    ],
+)
+def test_which_graphs_may_add_to_main_grad(impl: str, overlap: bool, accepted: bool) -> None:
+    ddp, owner = _owned()
+    ddp.config.cuda_graph_impl, ddp.ddp_config.overlap_grad_reduce = impl, overlap
+    assert owner.accepts_in_graphs() is accepted
+
+
+def test_a_model_and_its_owner_are_left_behind_by_copies_and_pickles_of_a_parameter() -> None:
+    ddp, owner = _owned()
+    owner.gate_of(ddp.params)
+    assert copy.deepcopy(owner) is None and pickle.loads(pickle.dumps(owner)) is None
+    assert gradient_owner(copy.deepcopy(ddp.params[0])) is None

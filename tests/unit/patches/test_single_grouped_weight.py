@@ -41,18 +41,18 @@ def _plug_in(on: bool = True) -> Iterator[list[int]]:
 
 def _reports() -> list[tuple[list[str], bool]]:
     """What was reported in a training: classes of the parameters, and whether one had a .grad."""
-    from megatron_fluid.patches.gradient_readiness import _Report
+    from megatron_fluid.patches.gradient_readiness import _Gate
     from tests.support import tiny_gpt
 
     reports: list[tuple[list[str], bool]] = []
-    real = _Report.__call__
+    real = _Gate.report
 
-    def reported(self: Any, params: Any) -> None:
-        kinds = [type(param).__name__ for param in params]
-        reports.append((kinds, any(param.grad is not None for param in params)))
-        real(self, params)
+    def reported(self: Any, pending: Any) -> None:
+        kinds = [type(param).__name__ for param in self.params]
+        reports.append((kinds, any(param.grad is not None for param in self.params)))
+        real(self, pending)
 
-    with _plug_in(), mock.patch.object(_Report, "__call__", reported):
+    with _plug_in(), mock.patch.object(_Gate, "report", reported):
         config = tiny_gpt.config_of(**WEIGHT, bf16=True, params_dtype=torch.bfloat16)
         model = tiny_gpt.gpt(config, tiny_gpt.grouped_spec(config))
         tiny_gpt.train(
