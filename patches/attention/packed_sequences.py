@@ -3,14 +3,15 @@
 Megatron pads each sequence of a pack to a multiple of 2C rows and cuts it by itself: rank r of C
 holds its chunks r and 2C - 1 - r. Rows are exchanged as they stand, rank after rank; the order of
 the pack is made of them before the attention kernel and undone after it. All of it is computed on
-the device: the lengths differ from batch to batch, and the host reads none.
+the device: the lengths differ from batch to batch, and the host reads none. Nothing is kept from
+one forward to the next: neither an address nor a version counter tells that lengths were written
+in place (in inference mode, through `.data`, by a collective, or by the replay of a CUDA graph).
 
 Legend: T rows of the whole pack, t = T / C a rank's, h heads of a rank, D head dim.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -20,10 +21,6 @@ from megatron_fluid.attention.packed import RotaryTable
 from megatron_fluid.backward.functions import once_differentiable
 
 __all__ = ["Reorder", "foreign_pack_reason", "pack_order", "pack_table", "unserved_pack_reason"]
-
-_MOST = 8  # packs in flight: microbatches of a pipeline
-_orders: OrderedDict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] = OrderedDict()
-_tables: OrderedDict[tuple[int, int], tuple[Tensor, RotaryTable, RotaryTable]] = OrderedDict()
 
 
 class Reorder(torch.autograd.Function):
@@ -78,20 +75,10 @@ def pack_order(packed: Any, rows: int, ranks: int) -> tuple[Tensor, Tensor]:
         rows: t.
         ranks: C.
     """
-    given = packed.cu_seqlens_q_padded
-    bounds: Tensor = packed.cu_seqlens_q if given is None else given
-    version = 0 if bounds.is_inference() else bounds._version
-    key = (bounds.data_ptr(), bounds.shape, version, rows, ranks)
-    found = _orders.get(key)
-    if found is None:
-        with torch.inference_mode(False), torch.no_grad():
-            order = _order(bounds.long(), rows, ranks)
-            inverse = torch.empty_like(order)
-            inverse[order] = torch.arange(order.numel(), device=order.device)
-        _orders[key] = found = bounds, order, inverse  # kept, so that no other comes to lie there
-        if len(_orders) > _MOST:
-            _orders.popitem(last=False)
-    return found[1], found[2]
+    order = _order(_bounds(packed), rows, ranks)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return order, inverse
 
 
 def pack_table(packed: Any, rows: int, ranks: int, table: RotaryTable) -> RotaryTable:
@@ -101,21 +88,18 @@ def pack_table(packed: Any, rows: int, ranks: int, table: RotaryTable) -> Rotary
         packed, rows, ranks: as in ``pack_order``.
         table: of the positions of a sequence.
     """
-    order, _ = pack_order(packed, rows, ranks)
-    key = order.data_ptr(), id(table)
-    found = _tables.get(key)
-    if found is None or found[0] is not order or found[1] is not table:
-        with torch.inference_mode(False), torch.no_grad():
-            given = packed.cu_seqlens_q_padded
-            bounds = (packed.cu_seqlens_q if given is None else given).long()
-            sequence = torch.searchsorted(bounds[1:].contiguous(), order, right=True)
-            place = order - bounds[sequence]
-            place = place.clamp(max=table.cos.shape[0] - 1)  # of rows behind the last sequence
-            mine = RotaryTable(table.cos[place], table.sin[place], table.interleaved)
-        _tables[key] = found = order, table, mine
-        if len(_tables) > _MOST:
-            _tables.popitem(last=False)
-    return found[2]
+    bounds = _bounds(packed)
+    order = _order(bounds, rows, ranks)
+    sequence = torch.searchsorted(bounds[1:].contiguous(), order, right=True)
+    place = order - bounds[sequence]
+    place = place.clamp(max=table.cos.shape[0] - 1)  # of rows behind the last sequence
+    return RotaryTable(table.cos[place], table.sin[place], table.interleaved)
+
+
+def _bounds(packed: Any) -> Tensor:
+    """Where the sequences begin, and the end of the last; int64."""
+    given: Tensor | None = packed.cu_seqlens_q_padded
+    return (packed.cu_seqlens_q if given is None else given).long()
 
 
 def _order(bounds: Tensor, rows: int, ranks: int) -> Tensor:

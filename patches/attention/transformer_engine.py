@@ -147,6 +147,7 @@ def _te_kernel_of_packs(core: Any, groups: int, packed: Any) -> Callable[..., Te
     inner, exchanges = core.alone(groups), core.exchanges
     heads = exchanges.heads.num_heads // exchanges.heads.world // groups
     key_value_heads = exchanges.key_value_heads // groups
+    order: list[tuple[Tensor, Tensor]] = []  # of this call, for all head groups and recomputation
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, case: CoreCase, offset: Tensor | None = None
@@ -154,7 +155,9 @@ def _te_kernel_of_packs(core: Any, groups: int, packed: Any) -> Callable[..., Te
         if inner.training != core.training:
             inner.train(core.training)
         length, ranks = q.shape[0], exchanges.heads.world
-        there, back = pack_order(packed, length // ranks, ranks)
+        if not order:
+            order.append(pack_order(packed, length // ranks, ranks))
+        there, back = order[0]
         queries, keys, values = (
             Reorder.apply(t.reshape(length, count, t.shape[3]), back, there)
             for t, count in ((q, heads), (k, key_value_heads), (v, key_value_heads))

@@ -129,3 +129,28 @@ def test_rows_behind_the_last_sequence_are_kept_in_order() -> None:
         *(2, 3, 4, 5, 10, 11, 12, 13, 19, 20, 21),
     ]
     assert torch.equal(order[inverse], torch.arange(22))
+
+
+@pytest.mark.parametrize("way", ["data", "inference mode", "numpy"])
+def test_lengths_that_are_written_in_place_are_read_again(way: str) -> None:
+    """No version counter counts these."""
+    from megatron_fluid.attention.packed import RotaryTable
+    from megatron_fluid.patches.attention.packed_sequences import pack_order, pack_table
+
+    new = torch.tensor([0, 4, 16], dtype=torch.int32)
+    angles = torch.arange(16.0).view(16, 1)
+    table = RotaryTable(angles, angles, False)
+    with torch.inference_mode(way == "inference mode"):
+        bounds = torch.tensor([0, 8, 16], dtype=torch.int32)
+        packed = SimpleNamespace(cu_seqlens_q=bounds, cu_seqlens_q_padded=None)
+        pack_order(packed, 8, 2)
+        pack_table(packed, 8, 2, table)
+        if way == "numpy":
+            bounds.numpy()[:] = new.numpy()
+        else:
+            (bounds.data if way == "data" else bounds).copy_(new)
+        order, _ = pack_order(packed, 8, 2)
+        places = pack_table(packed, 8, 2, table).cos
+    expected = [0, 3, 4, 5, 6, 13, 14, 15, 1, 2, 7, 8, 9, 10, 11, 12]
+    assert order.tolist() == expected
+    assert places.flatten().tolist() == [at - 4 * (at >= 4) for at in expected]
