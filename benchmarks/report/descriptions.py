@@ -18,13 +18,12 @@ class Suite:
 
     Attributes:
         what: what one row measures. floor: what its floor is, if it has one.
-        others: variants that are not ours -> what they are. None: all but floors and those whose
+        others: variants of others -> what they are. None: all but floors and those whose
             name begins with "fluid".
-        ours: more variants -> what they are; with these nothing is compared.
+        ours: more variants of megatron_fluid -> what they are; with these nothing is compared.
         rivals: others that no variant measures yet; tables say that they were not run.
         best: heading of the column that shows the fastest of `others`.
-        also: the one of `ours` that tables show in a column of its own, compared like ours, and its
-            heading.
+        also: the one of `ours` that has a column of its own, compared like fluid, and its heading.
         unoverlapped: the variant that does the same work without overlap, for a column of its own.
         beside: mode -> another mode whose variants do the same work, and are among its `others`.
         shown: number of GPUs -> "case mode" pattern of what the README shows.
@@ -51,8 +50,8 @@ def _compared_linears(gpus: int) -> str:
     )
 
 
-_NO_OVERLAP = "ours, one kernel after the other"
-_MEGATRON = "Megatron with ours by patch"
+_NO_OVERLAP = "megatron_fluid, one kernel after the other"
+_MEGATRON = "Megatron with megatron_fluid by patch"
 _A2A = "Megatron with Transformer Engine, a2a"
 
 SUITES = {
@@ -76,16 +75,16 @@ SUITES = {
             "megatron_graph_fp8": "fp8 blockwise, with partial CUDA graphs",
         },
         ours={
-            "fluid_graph": "ours with partial CUDA graphs",
-            "fluid_whole_graph": "ours, forward and backward of an iteration as one CUDA graph, "
-            "with the flags of megatron_graph_unchecked",
-            "fluid_grouped_weight": "ours with a layer's experts as two parameters",
-            "fluid_fp8": "ours, fp8 blockwise",
-            "fluid_graph_fp8": "ours, fp8 blockwise, with partial CUDA graphs",
-            "fluid_whole_graph_fp8": "ours as one CUDA graph, fp8 blockwise",
+            "fluid_graph": "megatron_fluid with partial CUDA graphs",
+            "fluid_whole_graph": "megatron_fluid, forward and backward of an iteration as one CUDA "
+            "graph, with the flags of megatron_graph_unchecked",
+            "fluid_grouped_weight": "megatron_fluid with a layer's experts as two parameters",
+            "fluid_fp8": "megatron_fluid, fp8 blockwise",
+            "fluid_graph_fp8": "megatron_fluid, fp8 blockwise, with partial CUDA graphs",
+            "fluid_whole_graph_fp8": "megatron_fluid as one CUDA graph, fp8 blockwise",
         },
         best="best of Megatron's own",
-        also=("fluid_whole_graph", "ours as one CUDA graph"),
+        also=("fluid_whole_graph", "megatron_fluid as one CUDA graph"),
     ),
     "losses": Suite(
         what="training runs of a small model on real text, an iteration's time; beside it the loss "
@@ -95,7 +94,7 @@ SUITES = {
             "megatron": "Transformer Engine, bf16",
             "megatron_fp8": "Transformer Engine, fp8 blockwise",
         },
-        ours={"fluid_fp8": "ours, fp8 blockwise"},
+        ours={"fluid_fp8": "megatron_fluid, fp8 blockwise"},
         best="best of Megatron's own",
     ),
     "cold_start": Suite(
@@ -120,16 +119,16 @@ SUITES = {
         rivals={"deepep": "Megatron's flex dispatcher with DeepEP", "sonicmoe": "SonicMoE"},
         ours={
             "fluid_no_overlap": _NO_OVERLAP,
-            "fluid_graph": "ours, replayed from a CUDA graph",
+            "fluid_graph": "megatron_fluid, replayed from a CUDA graph",
             "fluid_megatron": _MEGATRON,
             "fluid_megatron_te": f"{_MEGATRON}, with Transformer Engine's experts",
             "fluid_megatron_te_cutlass": f"{_MEGATRON}, with Transformer Engine's experts and its "
             "CUTLASS grouped GEMM",
             "fluid_megatron_te_fp8": f"{_MEGATRON}, with Transformer Engine's experts in fp8 "
             "blockwise",
-            "fluid_experts_alltoall": "our experts behind Megatron's alltoall dispatcher",
-            "fluid_experts_allgather": "our experts behind Megatron's allgather dispatcher",
-            "fluid_fp8": "ours, experts in fp8 blockwise",
+            "fluid_experts_alltoall": "megatron_fluid's experts, Megatron's alltoall dispatcher",
+            "fluid_experts_allgather": "megatron_fluid's experts, Megatron's allgather dispatcher",
+            "fluid_fp8": "megatron_fluid, experts in fp8 blockwise",
             "fluid_megatron_fp8": f"{_MEGATRON}, fp8 blockwise",
         },
         best="best of the others",
@@ -145,9 +144,9 @@ SUITES = {
             "megatron_te_moe": "with `--recompute-modules moe`",
         },
         ours={
-            "fluid_rows": "ours, `--fluid-moe-recompute rows`",
-            "fluid_hidden": "ours, `hidden`",
-            "fluid_both": "ours, `both`",
+            "fluid_rows": "megatron_fluid, `--fluid-moe-recompute rows`",
+            "fluid_hidden": "megatron_fluid, `hidden`",
+            "fluid_both": "megatron_fluid, `both`",
         },
         best="best of Megatron's own",
     ),
@@ -160,7 +159,7 @@ SUITES = {
             "megatron_alltoall": "Megatron's own, alltoall dispatcher",
             "megatron_allgather": "Megatron's own, allgather dispatcher",
         },
-        ours={"fluid_no_overlap": "ours, each exchange waited for"},
+        ours={"fluid_no_overlap": "megatron_fluid, each exchange waited for"},
         shown=lambda gpus: ".*",
     ),
     "block": Suite(
@@ -170,7 +169,7 @@ SUITES = {
         others={"megatron_te_a2a": _A2A},
         ours={
             "fluid_no_overlap": _NO_OVERLAP,
-            "fluid_graph": "ours, replayed from a CUDA graph",
+            "fluid_graph": "megatron_fluid, replayed from a CUDA graph",
             "fluid_megatron": _MEGATRON,
         },
         best="Megatron's own",
@@ -189,16 +188,16 @@ SUITES = {
         ours={
             "fluid_no_overlap": _NO_OVERLAP,
             "fluid_megatron": _MEGATRON,
-            "fluid_megatron_exchange": "Megatron with its projections and our exchanges",
+            "fluid_megatron_exchange": "Megatron with megatron_fluid's exchanges alone",
         },
         best="Megatron's own",
     ),
     "tp_layer": Suite(
-        what="one dense layer of Megatron's, tensor and sequence parallel over all GPUs; ours "
-        "is `--fluid-tp-overlap auto`",
+        what="one dense layer of Megatron's, tensor and sequence parallel over all GPUs; "
+        "megatron_fluid is `--fluid-tp-overlap auto`",
         floor="its four linears alone, on data that is already there",
         others={"megatron": "no overlap", "megatron_te_tp_overlap": "`--tp-comm-overlap`"},
-        ours={"fluid_on": "ours, `--fluid-tp-overlap on`"},
+        ours={"fluid_on": "megatron_fluid, `--fluid-tp-overlap on`"},
         best="best of Megatron's own",
         unoverlapped="megatron",
     ),
@@ -215,8 +214,8 @@ SUITES = {
             "flux": "Flux",
         },
         ours={
-            "fluid_copy_engine": "ours by copy engine",
-            "fluid_fused": "ours by kernels for Hopper",
+            "fluid_copy_engine": "megatron_fluid by copy engine",
+            "fluid_fused": "megatron_fluid by kernels for Hopper",
         },
         unoverlapped="torch",
         shown=_compared_linears,
@@ -228,7 +227,10 @@ SUITES = {
         "caller, a row to and from each rank",
         others={"nccl": "NCCL's all-to-all"},
         rivals={"deepep": "DeepEP"},
-        ours={"copy_engine": "ours by copy engine", "fluid_stream": "ours, streamed"},
+        ours={
+            "copy_engine": "megatron_fluid by copy engine",
+            "fluid_stream": "megatron_fluid, streamed",
+        },
         best="NCCL",
         beside={"dispatch": "nccl", "combine": "nccl"},
         shown=lambda gpus: ".* (dispatch|combine)",
@@ -238,10 +240,10 @@ SUITES = {
         "it; main_grad adds to fp32 gradients",
         others={"torch": "torch's grouped GEMM", "cublas": "cuBLAS, expert by expert"},
         ours={
-            "fluid_even": "ours, rows spread evenly",
+            "fluid_even": "megatron_fluid, rows spread evenly",
             "torch_even": "torch's grouped GEMM, rows spread evenly",
-            "fluid_two_kernels": "ours, swiglu in a kernel of its own",
-            "fluid_unkept": "ours, without fc1's own result",
+            "fluid_two_kernels": "megatron_fluid, swiglu in a kernel of its own",
+            "fluid_unkept": "megatron_fluid, without fc1's own result",
         },
         shown=lambda gpus: "(qwen3-30b-a3b|deepseek-v3) .*",
     ),
@@ -265,9 +267,9 @@ SUITES = {
         },
         rivals={"deepep": "DeepEP", "pplx": "pplx-kernels"},
         ours={
-            "fluid_weights_at_combine": "ours, weights travel in combine",
-            "fluid_packed": "ours, rows of experts packed in bf16",
-            "fluid_eager": "ours without a CUDA graph",
+            "fluid_weights_at_combine": "megatron_fluid, weights travel in combine",
+            "fluid_packed": "megatron_fluid, rows of experts packed in bf16",
+            "fluid_eager": "megatron_fluid without a CUDA graph",
             "after_dispatch": "a GEMM after a whole dispatch",
             "between_halves": "a GEMM between the halves of a dispatch",
         },

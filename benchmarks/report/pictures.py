@@ -52,7 +52,7 @@ def _save(figure: Figure, path: Path) -> Path:
 
 def draw_overview(results: Path | str = RESULTS / "moe_layer.json", chart: Path = CHART) -> Path:
     """Bars of one message: how long a training step of each model's MoE layer takes, Megatron's
-    best and ours."""
+    best and megatron_fluid."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -87,9 +87,9 @@ def draw_overview(results: Path | str = RESULTS / "moe_layer.json", chart: Path 
 
 
 def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
-    """Bars of one message: tokens/s of whole training iterations, Megatron's and ours, with the
-    spread of iterations; a row a model. Beside them the losses of each variant's steps, which lie
-    on each other. Written next to the results unless `picture` is given."""
+    """Draw tokens/s of whole training iterations, with Megatron and with megatron_fluid, and the
+    spread of iterations; a row per model. Beside them the losses of each variant's steps, which
+    coincide. Written next to the results unless `picture` is given."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -110,7 +110,10 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
         low = [rate * (1 - slow) for rate, (slow, _) in zip(rates, ratios, strict=True)]
         high = [rate * (fast - 1) for rate, (_, fast) in zip(rates, ratios, strict=True)]
         colours = [_OURS if row["variant"].startswith("fluid") else _OTHERS for row in rows]
-        names = [words.get(row["variant"], row["variant"]).removeprefix("ours ") for row in rows]
+        names = [
+            words.get(row["variant"], row["variant"]).removeprefix("megatron_fluid ")
+            for row in rows
+        ]
         axis.barh(
             range(len(rows)),
             rates,
@@ -142,7 +145,7 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
 
 
 def _draw_steps(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The losses of every variant's steps: Megatron's broad, ours thin above them."""
+    """The losses of every variant's steps: Megatron's broad, megatron_fluid thin above them."""
     for row in rows:
         losses, ours = row["config"]["losses"], row["variant"].startswith("fluid")
         style: dict[str, Any] = (
@@ -156,8 +159,8 @@ def _draw_steps(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def draw_exposed(results: Path | str, picture: Path | None = None) -> Path:
-    """Lines of one message: the time that a linear under tensor parallelism takes longer than its
-    GEMM alone, ours and each other's, by the number of rows. A panel for each shape of which the
+    """Draw how much longer than its GEMM a linear under tensor parallelism takes, with
+    megatron_fluid and with each rival, by the number of rows. A panel for each shape of which the
     summary shows several; without any of those, for each shape. Written next to the results
     unless `picture` is given."""
     from matplotlib.figure import Figure
@@ -197,7 +200,7 @@ def draw_exposed(results: Path | str, picture: Path | None = None) -> Path:
                 style = {"color": f"{0.25 + 0.1 * at}", "linestyle": _DASHES[at]}
                 style |= {"marker": _MARKERS[at], "linewidth": 1.2}
             if points:
-                label = "ours" if at < 0 else (suite.others or {})[name]
+                label = "megatron_fluid" if at < 0 else (suite.others or {})[name]
                 [drawn[label]] = axis.plot(*zip(*points, strict=True), markersize=4, **style)
         axis.set_xscale("log", base=2)
         heading = "AllGather-GEMM" if operation == "ag" else "GEMM-ReduceScatter"
@@ -214,14 +217,14 @@ def draw_exposed(results: Path | str, picture: Path | None = None) -> Path:
 
 
 def draw_losses(results: Path | str, picture: Path | None = None) -> Path:
-    """Lines of one message: losses of whole runs lie on each other, Megatron's and ours; in the
+    """Draw the losses of whole runs, with Megatron and with megatron_fluid, which coincide; in the
     second panel how far each is from Megatron's of the same seed, bf16 from bf16 and fp8 from fp8,
     over 20 iterations, beside what another seed changes. Written next to the results unless
     `picture` is given."""
     from matplotlib.figure import Figure
 
     document, suite = read_results(results), SUITES["losses"]
-    words = {**(suite.others or {}), **suite.ours, "fluid": "ours, bf16"}
+    words = {**(suite.others or {}), **suite.ours, "fluid": "megatron_fluid, bf16"}
     curves = {row["variant"]: row["config"]["losses"] for row in document["rows"]}
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)

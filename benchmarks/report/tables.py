@@ -26,9 +26,9 @@ NOTHING = (
 # How earlier files say what launch.sh does; a suite started so does not find its package.
 _TORCHRUN = re.compile(r"torchrun --nproc_per_node (\d+) benchmarks/(\w+)\.py")
 _WORDS = {
-    "fluid": "ours",
+    "fluid": "megatron_fluid",
     **dict.fromkeys(FLOORS, "the floor"),
-    "floor_fluid": "our grouped GEMMs alone, on the rows as routed",
+    "floor_fluid": "megatron_fluid's grouped GEMMs alone, on the rows as routed",
     "floor_sdpa": "the floor with torch's attention",
     "floor_te": "the floor with Transformer Engine's attention",
 }
@@ -53,9 +53,10 @@ def _suite(document: Document) -> Suite:
 
 
 def summary_table(document: Document) -> str:
-    """One line for each case and mode of ours that the README shows: the best of others, ours
-    inside Megatron and by itself, how many times faster than that best these are, and ours over the
-    floor. Columns that would be empty are left out.
+    """Return a table with a line for each case and mode that the page shows.
+
+    Its columns are the best of the others, megatron_fluid inside Megatron and on plain torch, how
+    many times faster these are, and the ratio to the floor. Empty columns are left out.
     """
     suite, cases, lines = _suite(document), _by_case(document["rows"]), []
     pattern = suite.shown(document["gpus"])
@@ -89,15 +90,15 @@ def summary_table(document: Document) -> str:
         )
     faster, ours_here = (
         "times faster",
-        "ours on plain torch" if any(line[3] for line in lines) else "ours",
+        "megatron_fluid on plain torch" if any(line[3] for line in lines) else "megatron_fluid",
     )
     head = [
         "case",
         "mode",
         suite.best if not _left_out(document) else f"{suite.best}, of those run",
-        "ours inside Megatron",
+        "megatron_fluid inside Megatron",
         faster,
-        f"{'ours ' if suite.unoverlapped.startswith('fluid') else ''}without overlap",
+        f"{'megatron_fluid ' if suite.unoverlapped.startswith('fluid') else ''}without overlap",
         ours_here,
         faster,
         suite.also[1] if suite.also else "",
@@ -114,8 +115,8 @@ def summary_table(document: Document) -> str:
 
 
 def hidden_shares(document: Document) -> dict[tuple[str, str], float]:
-    """By case and mode which share of the wire's time ours hides: of what a plain exchange takes
-    longer than without a limit."""
+    """Return by case and mode which share of the wire's time is hidden: of the time that the limit
+    adds to a plain exchange."""
     return {
         (row["case"], row["mode"]): row["config"]["hidden_share"]
         for row in document["rows"]
@@ -144,7 +145,7 @@ def kernel_table(document: Document) -> str:
 
 
 def _others(suite: Suite, times: Mapping[str, float]) -> dict[str, float]:
-    """Those of the variants that are not ours, nor a floor."""
+    """Those of the variants that are not megatron_fluid, nor a floor."""
     if suite.others is not None:
         return {name: ms for name, ms in times.items() if name in suite.others}
     return {
@@ -327,7 +328,7 @@ _HEADLINE = (
 
 
 def _has_patched(document: Document) -> bool:
-    """Whether Megatron with the patches was measured beside ours on plain torch."""
+    """Whether Megatron with the patches was measured beside megatron_fluid on plain torch."""
     return any(row["variant"] == "fluid_megatron" for row in document["rows"])
 
 
@@ -363,7 +364,12 @@ def headline(folder: Path = RESULTS) -> str:
         changed = ", its code has changed since" if _age(document) else ""
         sources.append(f"{document['commit'][:7]} ({document['date'][:10]}{changed})")
     head = ["forward and backward", "Megatron + Transformer Engine, its best"]
-    head += ["ours inside Megatron", "times faster", "ours on plain torch", "without overlap"]
+    head += [
+        "megatron_fluid inside Megatron",
+        "times faster",
+        "megatron_fluid on plain torch",
+        "without overlap",
+    ]
     measured = f"Measured row by row at {', '.join(sources)}."
     where = "Rivals that were not run are named [with the results](docs/results.md)."
     return f"{_markdown(head, lines)}\n\n{measured} {where}"

@@ -49,8 +49,8 @@ def on_gpus(path: Path, suite: str, rows: Iterable[Row], gpus: int) -> None:
 def test_the_summary_compares_with_the_floor_and_the_best_rival(tmp_path: Path) -> None:
     on_gpus(tmp_path / "tp_overlap.json", "tp_overlap", ROWS, 4)
     text = summary(tmp_path)
-    head = "| case | mode | best other, of those run | without overlap | ours | times faster |"
-    assert f"{head} over the floor |" in text
+    head = "| case | mode | best other, of those run | without overlap | megatron_fluid | times"
+    assert f"{head} faster | over the floor |" in text
     row = "| ag-8192-7168-8192 | forward | 2.25 ms, Flux | 3.00 ms | 1.50 ms | 1.50 | 1.50 |"
     assert row in text
     assert "**tp_overlap, 4 H200.** " in text and "`bench tp_overlap` on NVIDIA H200" in text
@@ -77,8 +77,9 @@ def test_an_moe_layer_is_compared_with_megatrons_own_paths_inside_megatron_and_a
     on_gpus(tmp_path / "moe_layer-2gpu.json", "moe_layer", rows, 2)
     text = summary(tmp_path)
     assert text.splitlines()[2:] == [
-        "| case | mode | best of the others, of those run | ours inside Megatron | times "
-        "faster | ours without overlap | ours on plain torch | times faster | over the floor |",
+        "| case | mode | best of the others, of those run | megatron_fluid inside Megatron | "
+        "times faster | megatron_fluid without overlap | megatron_fluid on plain torch | "
+        "times faster | over the floor |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         "| olmoe | train | 4.00 ms, alltoall dispatcher | 2.50 ms | 1.60 | 1.00 ms | 2.00 ms | "
         "2.00 | 1.25 |",
