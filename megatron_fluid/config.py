@@ -59,7 +59,7 @@ MOE_RECOMPUTE = ("none", "rows", "hidden", "both")
 MOE_FP8 = ("megatron", "ours")
 MOE_FP8_WEIGHT_GRADS = ("fp8", "bf16")
 TP_OVERLAP = ("auto", "on", "off")
-MACHINE_WORDS = "auto, reference, h100, h200, cpu or a file"
+MACHINES = ("auto", "reference", "h100", "h200", "cpu")  # else a file: plan/machine.py
 CP_BACKENDS = ("auto", "nvlink", "rounds", "collective", "megatron")
 _NAMED = {
     "moe_backend": MOE_BACKENDS,
@@ -223,6 +223,15 @@ class FluidConfig:
                 raise value
         return cls(**settings)
 
+    def shared(self) -> dict[str, Any]:
+        """Return the settings that must be the same on all ranks. Timeouts and folders may differ,
+        and so may the file of `machine`: that of a group's first rank counts."""
+        found = {name: getattr(self, name) for name in _fields()}
+        del found["timeout_s"], found["profile_dir"]
+        if self.machine not in MACHINES:
+            found["machine"] = "a file"
+        return found
+
 
 def moe_recompute(config: FluidConfig) -> tuple[str, ...]:
     """config.moe_recompute as moe/autograd.py takes it: some of "rows" and "hidden"."""
@@ -275,7 +284,7 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
         fits = value is None or (bool(text) and operator.le(*profile_range(str(value))))
         allowed = "FIRST:LAST, two steps counted from 1, such as 10:12"
     elif name == "machine":
-        fits, allowed = isinstance(value, str) and bool(value), MACHINE_WORDS
+        fits, allowed = isinstance(value, str) and bool(value), f"{', '.join(MACHINES)} or a file"
     elif name == "profile_dir":
         fits, allowed = value is None or (isinstance(value, str) and bool(value)), "a folder"
     else:

@@ -3,7 +3,6 @@ with settings compared first, and with a named error where a rank does not come.
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ def exchange(
     Args:
         mine: this rank's finding.
         group: the ranks that have to agree.
-        config: this rank's settings, which must be those of all ranks; only timeouts may differ.
+        config: this rank's settings, which must be those of all ranks (FluidConfig.shared).
         feature: what is decided about.
         layer: which layer it is, alike on all ranks.
         sizes: of the layer, alike on all ranks.
@@ -67,7 +66,7 @@ def exchange(
     if words.alone:
         return [mine] * group.size()
     ranks = words.ranks
-    settings = dataclasses.asdict(config) | dict(sizes)
+    settings = config.shared() | dict(sizes)
     limit_s = wait_timeout_s(group, config.timeout_s)
     try:
         reports = words.gather(feature, (layer, settings, mine), limit_s)

@@ -57,7 +57,7 @@ def compare_settings(group: Any, what: str, settings: Mapping[str, object]) -> N
     """Compare what a layer is built with over the ranks of a group. Collective for settings that
     are new to the group; free for others, and for a group of one rank.
 
-    The settings of FluidConfig are compared too; timeouts may differ.
+    The settings of FluidConfig are compared too, but for those that may differ.
 
     Args:
         group: the ranks that build the layer.
@@ -71,8 +71,7 @@ def compare_settings(group: Any, what: str, settings: Mapping[str, object]) -> N
     """
     if not isinstance(group, dist.ProcessGroup) or (words := agreement(group)).alone:
         return
-    general = {f"FluidConfig.{name}": value for name, value in vars(current_config()).items()}
-    del general["FluidConfig.timeout_s"]
+    general = {f"FluidConfig.{name}": value for name, value in current_config().shared().items()}
     mine = {"layer": what} | {n: _text(v) for n, v in {**general, **settings}.items()}
     state = group_resource(group, "compared settings", _Compared)
     state.latest[what] = mine

@@ -20,9 +20,7 @@ def _from_file(rank: int, ranks: int, folder: str) -> Machine | str | None:
     from megatron_fluid.plan.machine import agreed_machine
 
     assert agreed_machine(dist.group.WORLD, "cpu", "auto") is None, "CPUs overlap what they can"
-    path = f"{folder}/rank-0.json"
-    if rank:  # a file that is on one host alone, or differs from host to host
-        Path.read_text = lambda self: FILE.dumps().replace("7e9", "8e9")  # type: ignore[method-assign, assignment]
+    path = f"{folder}/rank-{rank}.json"  # not there but on the first rank
     try:
         machine = agreed_machine(dist.group.WORLD, "cpu", path)
         assert machine is agreed_machine(dist.group.WORLD, "cpu", path), "remembered"
