@@ -1,9 +1,8 @@
-"""Some steps of a training as a page and a picture: `--fluid-profile-steps FIRST:LAST`.
+"""Draw some steps of a training as a page and a picture: `--fluid-profile-steps FIRST:LAST`.
 
-Rank 0 traces these steps with torch's profiler, and writes into FOLDER/steps-FIRST-LAST the trace,
-timeline.html and timeline.png. FOLDER is `--fluid-profile-dir`, else `profile` in the folder of
-`--save`, else `profile` in that of `--tensorboard-dir`. Without the flag a step pays one look at
-the configuration.
+Rank 0 traces these steps with torch's profiler and writes the trace, timeline.html and timeline.png
+into FOLDER/steps-FIRST-LAST. FOLDER is `--fluid-profile-dir`, else `profile` in `--save`, else
+`profile` in `--tensorboard-dir`.
 """
 
 import functools
@@ -17,11 +16,11 @@ from megatron_fluid.errors import ConfigError
 __all__ = ["StepProfile", "check_profile", "profile_folder", "train_step"]
 
 _FLAG = "--fluid-profile-steps"
-_profiles: list["StepProfile"] = []  # the one of this process, from its first step on
+_profiles: list["StepProfile"] = []  # at most one, made in the first step
 
 
 def profile_folder(args: Any) -> Path:
-    """Where the page of a run with these arguments is written.
+    """Return the folder for the pages of a run with these arguments.
 
     Raises:
         ConfigError: the arguments name no folder.
@@ -31,17 +30,14 @@ def profile_folder(args: Any) -> Path:
     for name in ("save", "tensorboard_dir"):
         if getattr(args, name, None):
             return Path(getattr(args, name)) / "profile"
-    raise ConfigError(
-        f"{_FLAG}: found no folder for the page, needed: --fluid-profile-dir, --save or "
-        "--tensorboard-dir"
-    )
+    raise ConfigError(f"{_FLAG}: give --fluid-profile-dir, --save or --tensorboard-dir as well")
 
 
 def check_profile(args: Any) -> None:
-    """Refuse what cannot be profiled, before anything is built.
+    """Check the settings of the profile before anything is built.
 
     Raises:
-        ConfigError: steps that the run does not reach, no folder, or Megatron's own profiler.
+        ConfigError: the run does not reach the steps, there is no folder, or --profile is given.
     """
     steps = current_config().profile_steps
     if steps is None:
@@ -52,11 +48,11 @@ def check_profile(args: Any) -> None:
         allowed = f"steps of 1 to {iterations} (--train-iters)"
         raise ConfigError.of(_FLAG, steps, allowed)
     if getattr(args, "profile", False):
-        raise ConfigError.of(_FLAG, "it with --profile", "one profiler at a time")
+        raise ConfigError(f"{_FLAG} and --profile are mutually exclusive")
 
 
 def train_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `train_step`: rank 0 traces the steps that are asked for."""
+    """Wrap `train_step` so that rank 0 traces the chosen steps."""
 
     @functools.wraps(original)
     def fluid_train_step(*args: Any, **kwargs: Any) -> Any:
@@ -83,8 +79,8 @@ class StepProfile:
     """The trace of some steps of a run.
 
     Args:
-        steps: "FIRST:LAST", counted as in Megatron's log, from 1, both included.
-        folder: the page goes into a folder in this one.
+        steps: "FIRST:LAST", both included, counted from 1 as in Megatron's log.
+        folder: where the folder of the page is created.
         active: whether this rank traces.
     """
 
@@ -97,7 +93,7 @@ class StepProfile:
         self._traced: list[int] = []
 
     def before(self, step: int) -> None:
-        """Begin where `step` is the first; a resumed run may begin in the middle."""
+        """Start the profiler at the first step; a resumed run may start in the middle."""
         if not self._open or self._profiler is not None or not self.first <= step <= self.last:
             return
         import torch
@@ -107,7 +103,7 @@ class StepProfile:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-            torch.cuda.synchronize()  # kernels of the step before are not of this one
+            torch.cuda.synchronize()  # keep kernels of the previous step out of the trace
         self._profiler = torch.profiler.profile(
             activities=activities, record_shapes=True, acc_events=True
         )
@@ -116,7 +112,7 @@ class StepProfile:
         self._mark.__enter__()
 
     def after(self, step: int, settings: Any) -> None:
-        """End where `step` is the last, and write."""
+        """Stop the profiler after the last step, and write."""
         if self._profiler is None:
             return
         self._traced.append(step)
@@ -127,7 +123,7 @@ class StepProfile:
         from megatron_fluid.profiling.timeline import add_facts
 
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the steps' kernels lie within the mark
+            torch.cuda.synchronize()  # all kernels of the steps are within the mark
         self._mark.__exit__(None, None, None)
         add_facts(self._profiler, steps=len(self._traced), **_facts(settings, len(self._traced)))
         self._profiler.stop()
@@ -151,7 +147,7 @@ class StepProfile:
 
 
 def _facts(settings: Any, steps: int) -> dict[str, object]:
-    """FLOPs of the model in `steps` steps on one rank, by Megatron's count, and their dtype."""
+    """Return the model's FLOPs in `steps` steps on one rank, by Megatron's count, and the dtype."""
     import torch.distributed as dist
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
     from megatron.training.training import num_floating_point_operations

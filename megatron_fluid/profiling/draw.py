@@ -18,21 +18,21 @@ _MOST_BARS = 20_000
 
 
 def draw(timelines: Sequence[Timeline], folder: Path, heading: str) -> list[Path]:
-    """Write timeline.html and timeline.png; the paths written.
+    """Write timeline.html and timeline.png; returns the paths written.
 
-    Without matplotlib the PNG is left out, which is said.
+    Without matplotlib there is no PNG, and a message says so.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [draw_page(timelines, folder / "timeline.html", heading)]
     try:
         paths.append(draw_picture(timelines, folder / "timeline.png", heading))
     except ImportError as error:
-        print(f"no timeline.png ({error}): it needs matplotlib", flush=True)
+        print(f"no timeline.png: install matplotlib ({error})", flush=True)
     return paths
 
 
 def draw_page(timelines: Sequence[Timeline], path: Path, heading: str) -> Path:
-    """Write the page. It holds its script and style and loads nothing."""
+    """Write the page, which holds its script and style and loads nothing."""
     names: dict[str, int] = {}
     variants: list[dict[str, Any]] = []
     for timeline in timelines:
@@ -61,7 +61,7 @@ def draw_page(timelines: Sequence[Timeline], path: Path, heading: str) -> Path:
 
 
 def draw_picture(timelines: Sequence[Timeline], path: Path, heading: str) -> Path:
-    """Write the PNG: a panel a variant on one time axis."""
+    """Write the PNG: a panel per variant, on one time axis."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -105,7 +105,7 @@ def draw_picture(timelines: Sequence[Timeline], path: Path, heading: str) -> Pat
         )
         axis.set_title(facts, loc="right", fontsize=8)
     panels[-1].set_xlim(0, max(t.length for t in timelines) / 1e3 * 1.005)
-    panels[-1].set_xlabel("milliseconds from the step's begin", fontsize=9)
+    panels[-1].set_xlabel("milliseconds from the beginning of the step", fontsize=9)
     words = {"idle": "host gap (nothing runs)", "exposed": "exposed communication"}
     words |= {"compute": "computation", "other": "other (copies, memset)"}
     kinds = {kind for t in timelines for lane in t.lanes for *_, kind, _ in lane.events}

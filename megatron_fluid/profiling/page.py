@@ -1,8 +1,8 @@
-"""The page that shows timelines: a template for `string.Template`, with script and style."""
+"""Template (`string.Template`) of the page that shows timelines, with its script and style."""
 
 __all__ = ["COLOURS", "PAGE"]
 
-# Far apart in grey too: dark, light, middle (hatched), lightest.
+# Distinguishable in grey too: dark, light, middle (hatched), lightest.
 COLOURS = {
     "compute": "#1f4e8c",
     "communication": "#f2a33a",

@@ -1,7 +1,7 @@
 """A profiler's trace as lanes: what each stream or thread did during one step.
 
-Times are microseconds from the step's begin. Lanes hold computation, communication or both;
-exposed communication is communication at whose moments nothing computes on the device.
+Times are microseconds from the beginning of the step. Lanes hold computation, communication or
+both. Communication is exposed while nothing computes on the device.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from megatron_fluid.profiling.traces import Span, chosen_events, gaps, kind_of, 
 __all__ = ["PEAK_TFLOPS", "STEP", "Lane", "Timeline", "add_facts", "read_timeline"]
 
 STEP = "megatron_fluid.step"
-"""The mark (`record_function`) around one step.
+"""Name of the `record_function` around a step.
 
-Of several, that of median length is drawn. Without any, the whole trace is drawn."""
+Of several steps, the one of median length is drawn; without any, the whole trace."""
 
 _FACTS = "megatron_fluid"
 _SHORTEST_GAP_US = 5.0
 
-# Dense bfloat16 peak of one device in TFLOP/s, by a part of its name; the first that fits.
+# Dense bfloat16 peak in TFLOP/s by a part of the device's name; the first match counts.
 PEAK_TFLOPS = (
     ("H200", 989.4),
     ("H100 PCIe", 756.0),
@@ -38,7 +38,7 @@ _BYTES = {
     **dict.fromkeys(("c10::BFloat16", "c10::Half", "BFloat16", "Half", "short"), 2),
     **dict.fromkeys(("Byte", "Char", "Bool", "unsigned char", "signed char", "bool"), 1),
 }
-# Which argument of torch's collectives holds what this rank sends.
+# Index of the argument of torch's collectives that holds what this rank sends.
 _SENT_ARGUMENT = {
     "c10d::alltoall_base_": 1,
     "c10d::send": 0,
@@ -46,13 +46,13 @@ _SENT_ARGUMENT = {
     "c10d::_allgather_base_": 1,
     "c10d::_reduce_scatter_base_": 1,
 }
-# These belong to calls that are counted above, or bring nothing to be sent.
+# Parts of calls that are counted above, or calls that send nothing.
 _UNSENT = ("gloo:", "nccl:", "c10d::recv", "c10d::barrier")
 
 
 @dataclass
 class Lane:
-    """A stream or a thread. events: (begin, length, kind, name)."""
+    """The events (begin, length, kind, name) of a stream or thread."""
 
     name: str
     events: list[tuple[float, float, str, str]] = field(default_factory=list)
@@ -63,11 +63,14 @@ class Timeline:
     """One variant's step on one device.
 
     Attributes:
-        title: the variant. device: the device's name. length: microseconds of the step.
-        lanes: those that compute first. exposed: exposed communication. idle: moments at which the
-            device does nothing for 5 us or more: it waits for the host.
-        figures: (label, value) for people, in the order to show.
-        notes: what is left out, and why.
+        title: name of the variant.
+        device: name of the device.
+        length: microseconds of the step.
+        lanes: sorted by their computation, longest first.
+        exposed: spans of exposed communication.
+        idle: spans of 5 us or more in which nothing runs: the device waits for the host.
+        figures: (label, value) to show, in order.
+        notes: which figures are left out, and why.
     """
 
     title: str
@@ -81,15 +84,20 @@ class Timeline:
 
 
 def add_facts(profiler: Any, **facts: object) -> None:
-    """Write facts that a trace does not hold into it: `flops` of one rank and of what is drawn,
-    `dtype` of the GEMMs, `steps` in what is drawn (1). Call it while the profiler runs."""
+    """Add facts to a trace while the profiler runs.
+
+    Args:
+        profiler: torch's profiler.
+        facts: `flops` of one rank in what is drawn, `dtype` of the GEMMs, `steps` in what is drawn
+            (default 1).
+    """
     profiler.add_metadata_json(_FACTS, json.dumps(facts))
 
 
 def read_timeline(document: Mapping[str, Any], title: str) -> Timeline:
-    """The lanes and figures of a trace (`read_document`); of several GPUs the first.
+    """Return the lanes and figures of a trace (`read_document`), of its first GPU.
 
-    A trace without a single event that counts gives a timeline without lanes.
+    A trace without events that count gives a timeline without lanes.
     """
     events = [e for e in document["traceEvents"] if e.get("ph") in ("X", "M")]
     chosen = chosen_events(events)
@@ -111,7 +119,7 @@ def read_timeline(document: Mapping[str, Any], title: str) -> Timeline:
     idle = [(b, e) for b, e in gaps(every, (0.0, end - begin)) if e - b >= _SHORTEST_GAP_US]
     device = _device(document, on_gpu)
     steps = int(_facts(document).get("steps", 1))
-    figures, notes = _figures(steps, end - begin, compute, moving, exposed, idle)
+    figures, notes = _figures(steps, end - begin, compute, moving, exposed, idle), []
     for found, why in (_bytes(chosen), _mfu(document, device, end - begin)):
         figures += found
         notes += why
@@ -143,7 +151,7 @@ def _ms(microseconds: float) -> str:
 
 
 def _facts(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What `add_facts` wrote."""
+    """Return what `add_facts` wrote."""
     found = document.get(_FACTS) or {}
     facts: dict[str, Any] = json.loads(found) if isinstance(found, str) else found
     return facts
@@ -156,7 +164,7 @@ def _figures(
     moving: Sequence[Span],
     exposed: Sequence[Span],
     idle: Sequence[Span],
-) -> tuple[list[tuple[str, str]], list[str]]:
+) -> list[tuple[str, str]]:
     share = f"{1 - _total(exposed) / _total(moving):.1%}" if moving else "no communication"
     longest = max((e - b for b, e in idle), default=0.0)
     gap_text = f"{len(idle)}, {_ms(_total(idle))} in all, longest {_ms(longest)}"
@@ -167,11 +175,11 @@ def _figures(
         ("hidden share", share),
         ("exposed", _ms(_total(exposed))),
         ("host gaps", gap_text if idle else "none of 5 us or more"),
-    ], []
+    ]
 
 
 def _bytes(chosen: Sequence[dict[str, Any]]) -> tuple[list[tuple[str, str]], list[str]]:
-    """What this rank sends, as far as the trace states it, and the rate while that is sent."""
+    """Return the bytes that this rank sends, as far as the trace states them, and their rate."""
     total, unstated, own = 0, set(), False
     spans: list[Span] = []
     for event in chosen:
@@ -189,9 +197,9 @@ def _bytes(chosen: Sequence[dict[str, Any]]) -> tuple[list[tuple[str, str]], lis
     if unstated:
         names = sorted(unstated)
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        notes = [f"Bytes left out, the trace does not state them: {', '.join(names[:4])}{more}."]
+        notes = [f"Bytes that the trace does not state: {', '.join(names[:4])}{more}."]
     if own:
-        notes.append("Bytes of all-to-alls hold this rank's own part, which does not travel.")
+        notes.append("Bytes of all-to-alls include the part that stays on this rank.")
     took = _total(merged(spans))
     if not total or not took:
         return [], notes
@@ -201,7 +209,7 @@ def _bytes(chosen: Sequence[dict[str, Any]]) -> tuple[list[tuple[str, str]], lis
 
 
 def _sent(event: Mapping[str, Any]) -> int | None:
-    """Bytes that an event says it sends; None where it does not say."""
+    """Return the bytes that an event says it sends, or None if it does not say."""
     args, name = event.get("args", {}), str(event["name"])
     if "bytes" in args:
         return int(args["bytes"])
@@ -238,8 +246,10 @@ def _mfu(
 def _lanes(
     chosen: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], begin: float, on_gpu: bool
 ) -> Iterable[Lane]:
-    """A lane a stream of a GPU; a lane a kind and thread of a CPU, whose calls nest. The threads of
-    gloo share one: each process group has its own, and takes any of them."""
+    """Yield a lane per stream of a GPU, or per kind and thread of a CPU.
+
+    gloo's threads share one lane: each process group uses any of its threads.
+    """
     gloo = {
         e.get("tid")
         for e in events

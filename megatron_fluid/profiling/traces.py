@@ -1,9 +1,9 @@
 """How much of the communication in a profiler's trace was hidden behind computation.
 
-Read from Chrome traces as torch.profiler writes them. A moment of communication is hidden if a
-kernel that computes runs at that moment on the same device; what a GEMM sends by itself while it
-computes is not seen at all. Traces of a machine without a GPU hold operators of CPU threads; those
-are taken instead, and of nested operators the innermost: an outer one may wait for a peer.
+Reads Chrome traces as torch.profiler writes them. Communication counts as hidden while a kernel
+that computes runs on the same device. What a GEMM sends itself while it computes is not visible in
+a trace. Without a GPU, operators of the CPU threads are counted; of nested operators only the
+innermost, since an outer one may wait for a peer.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = [
 
 Span = tuple[float, float]
 
-# Kernels that move bytes or wait for a peer: how the names of ours begin, and parts of others'
-# names.
+# Kernels that move bytes or wait for a peer: prefixes of this package's kernels, and parts of the
+# names of others'.
 _OURS = tuple(
     "publish_kernel plan_kernel push_ scatter_kernel begin_combine_kernel send_rows_kernel "
     "reduce_push_kernel reduce_kernel arrive_ dispatch_ combine_ barrier_kernel "
@@ -44,7 +44,7 @@ _OTHERS = tuple(
     "nccl nvshmem userbuffers deep_ep hybrid_ep multimem all_gather allgather all_reduce allreduce "
     "reduce_scatter barrier signal".split()
 )
-# A copy counts too: copy engines move what is exchanged.
+# Copies count as communication: copy engines carry exchanges.
 _COPIES = ("Memcpy PtoP", "Memcpy DtoD")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _CPU_COMMUNICATION = ("gloo:", "c10d::", "nccl:")
@@ -52,9 +52,15 @@ _CPU_COMMUNICATION = ("gloo:", "c10d::", "nccl:")
 
 @dataclass(frozen=True)
 class Summary:
-    """One device's time in milliseconds: from the first to the last event, with computation, with
-    communication, with communication alone, with nothing; and the exposed time by name of the
-    communication, most first."""
+    """The time of one device, in milliseconds.
+
+    Attributes:
+        window: from the first to the last event.
+        compute, communication: with computation, with communication.
+        exposed: with communication and without computation.
+        idle: with neither.
+        exposed_by_name: exposed time by name of the communication, longest first.
+    """
 
     device: str
     window: float
@@ -66,11 +72,11 @@ class Summary:
 
     @property
     def hidden(self) -> float | None:
-        """Share of the communication that was hidden; None where there was none."""
+        """Share of the communication that was hidden; None without communication."""
         return 1 - self.exposed / self.communication if self.communication else None
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Yield the lines to print."""
         share = "no communication" if self.hidden is None else f"{self.hidden:.1%} of it hidden"
         yield f"{self.device}: {self.window:.2f} ms"
         yield f"  computation    {self.compute:10.2f} ms"
@@ -82,20 +88,20 @@ class Summary:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, plain or gzipped.
+    """Return the events of a trace, plain or gzipped.
 
     Raises:
-        ConfigError: it is no trace.
+        ConfigError: the file is not a trace.
     """
     events: list[dict[str, Any]] = read_document(path)["traceEvents"]
     return events
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """A trace, plain or gzipped, with its events under "traceEvents".
+    """Return a trace, plain or gzipped, with its events under "traceEvents".
 
     Raises:
-        ConfigError: it is no trace.
+        ConfigError: the file is not a trace.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     try:
@@ -111,7 +117,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def summarise(events: Iterable[dict[str, Any]], names: int = 5) -> list[Summary]:
-    """A summary of each device in the trace; `names` are listed by exposed time."""
+    """Summarise each device in the trace, with the `names` longest exposed communications."""
     chosen = chosen_events(events)
     by_device: dict[str, list[dict[str, Any]]] = {}
     for event in chosen:
@@ -122,8 +128,8 @@ def summarise(events: Iterable[dict[str, Any]], names: int = 5) -> list[Summary]
 
 
 def chosen_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The complete events that a summary counts: a GPU's, or without one the innermost operators
-    and the communication of the CPU threads."""
+    """Return the complete events that a summary counts: those of GPUs, or without a GPU the
+    innermost operators and the communication of the CPU threads."""
     complete = [e for e in events if e.get("ph") == "X"]
     on_device = [e for e in complete if e.get("cat") in _ON_DEVICE]
     if on_device:
@@ -174,12 +180,12 @@ def _summarise(device: str, events: Sequence[dict[str, Any]], names: int) -> Sum
 
 
 def moves(kernel: str) -> bool:
-    """Whether a kernel of this name moves bytes between ranks, or waits for a peer."""
+    """Return whether a kernel of this name moves bytes between ranks or waits for a peer."""
     return kernel.startswith(_OURS) or any(part in kernel.lower() for part in _OTHERS)
 
 
 def kind_of(event: dict[str, Any]) -> str:
-    """ "communication", "compute" or "other"."""
+    """Return "communication", "compute" or "other"."""
     name, category = str(event["name"]), event.get("cat")
     moving = {
         "gpu_memcpy": name.startswith(_COPIES),
@@ -193,7 +199,7 @@ def kind_of(event: dict[str, Any]) -> str:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """Disjoint spans in order that cover the same time."""
+    """Return disjoint spans in order that cover the same time."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -204,7 +210,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def gaps(spans: Sequence[Span], window: Span) -> list[Span]:
-    """What disjoint, ordered spans leave of a window."""
+    """Return the parts of a window that disjoint, ordered spans do not cover."""
     found, at = [], window[0]
     for begin, end in [*spans, (window[1], window[1])]:
         if begin > at:
@@ -214,7 +220,7 @@ def gaps(spans: Sequence[Span], window: Span) -> list[Span]:
 
 
 def without(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
-    """The parts of `left` outside `right`. Both are disjoint and ordered."""
+    """Return the parts of `left` outside `right`. Both are disjoint and ordered."""
     if not left:
         return []
     free = gaps(right, (left[0][0], left[-1][1]))
@@ -235,7 +241,7 @@ def _length(spans: Iterable[Span]) -> float:
 
 
 def _overlap(left: Sequence[Span], right: Sequence[Span]) -> float:
-    """Time that two lists of disjoint, ordered spans share."""
+    """Return the time that two lists of disjoint, ordered spans share."""
     shared, i, j = 0.0, 0, 0
     while i < len(left) and j < len(right):
         shared += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))

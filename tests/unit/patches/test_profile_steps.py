@@ -38,15 +38,15 @@ def test_the_page_lies_in_the_folder_of_the_run() -> None:
 @pytest.mark.parametrize(
     ("steps", "given", "why"),
     [
-        ("2:3", {}, "no folder .* --fluid-profile-dir, --save or --tensorboard-dir"),
+        ("2:3", {}, "give --fluid-profile-dir, --save or --tensorboard-dir"),
         ("2:5", {"save": "a"}, "found '2:5', allowed: steps of 1 to 4"),
-        ("2:3", {"save": "a", "profile": True}, "with --profile"),
+        ("2:3", {"save": "a", "profile": True}, "and --profile are mutually exclusive"),
     ],
 )
 def test_what_cannot_be_profiled_is_refused_at_the_start(
     steps: str, given: dict[str, Any], why: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"^--fluid-profile-steps: .*{why}"):
+    with pytest.raises(ConfigError, match=f"^--fluid-profile-steps.*{why}"):
         check_profile(asked(steps, **given))
 
 
