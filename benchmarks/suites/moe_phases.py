@@ -29,6 +29,8 @@ from benchmarks.harness.timing import quantile
 from megatron_fluid import MoELayer
 from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.kernels.grouped_gemm.launch import can_gate, grouped_weight_grad
+from megatron_fluid.moe.autograd import run_experts
+from megatron_fluid.moe.call import ExpertCall, prepare
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.experts import (
     RowGroups,
@@ -40,7 +42,7 @@ from megatron_fluid.moe.experts import (
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle, shared_buffers
 from megatron_fluid.moe.nvlink.schedule import Schedule
 from megatron_fluid.moe.nvlink.steps import make_plan, publish, push, reduce, reduce_push, scatter
-from megatron_fluid.moe.nvlink.transport import NvlinkTransport, nvlink_moe, plan_nvlink
+from megatron_fluid.moe.nvlink.transport import NvlinkTransport, plan_nvlink
 from megatron_fluid.moe.transport import Segment
 from tests.support.simulated_workspace import SimulatedWorkspace
 
@@ -325,10 +327,13 @@ def host_times(
     with torch.no_grad():
         ids, probs = _route(layer, x)
     handle = plan_nvlink(buffers, ids, probs)
-    experts = [ExpertWeights(w, buffers.local_experts) for w in (layer.weight1, layer.weight2)]
+    El = buffers.local_experts
+    w1, w2 = (ExpertWeights(w, El) for w in (layer.weight1, layer.weight2))
 
     def forward() -> Tensor:
-        return nvlink_moe(buffers, x, *_route(layer, x), *experts, handle=handle)
+        ids, probs = _route(layer, x)
+        call = prepare(ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=El))
+        return run_experts(call, NvlinkTransport(buffers, ids, handle))
 
     samples: dict[str, list[float]] = {"inference": [], "forward": [], "backward": []}
     for _ in range(iters):

@@ -74,21 +74,22 @@ class Activation:
     backward: Callable[[Tensor, Tensor], Tensor]
     variant: Variant = _PLAIN
 
-    @property
+    @functools.cached_property
     def built_in(self) -> bool:
         """Whether it is that of its name in ACTIVATIONS, which kernels have, too, or a variant of
         it, and not a caller's own. A copy of it is."""
         known = self.name in ACTIVATIONS
         return known and resolve_activation(self.name, variant=self.variant) == self
 
-    @property
+    @functools.cached_property
     def plain(self) -> bool:
         """Whether it is built in, and no variant."""
         return self.built_in and self.variant == _PLAIN
 
-    def ffn_width(self, fc1_width: int) -> int:
-        """F for F1, fc1's output width."""
-        return fc1_width // 2 if self.gated else fc1_width
+    @functools.cached_property
+    def gates(self) -> int:
+        """F1 / F: 2 where it is gated, else 1."""
+        return 2 if self.gated else 1
 
 
 def _silu_slope(g: Tensor) -> tuple[Tensor, Tensor]:

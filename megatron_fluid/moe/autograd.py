@@ -1,11 +1,15 @@
 """The experts of an MoE layer as one differentiable function, over any transport.
 
+    call = prepare(ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=El))
+    y = run_experts(call, transport)
+
     forward:  dispatch x -> fc1 -> activation * probability -> fc2 -> combine
     backward: dispatch dy -> dgrad of fc2 -> backward of the activation -> dgrad of fc1 -> combine
               dx, and the weight gradients while dx travels
 
 The transport (moe/transport.py) hands over rows segment by segment and decides what overlaps with
-what.
+what. The experts (PlainExperts of moe/experts.py, or a subclass with biases or in fp8) compute a
+segment.
 
 Shapes: N expert rows of this rank, El local experts, H hidden, F1 width of fc1's output, F width of
 fc2's input.
@@ -14,7 +18,8 @@ fc2's input.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,151 +31,136 @@ from megatron_fluid.backward.functions import apply, goes_on_to, graph_is_kept, 
 from megatron_fluid.backward.readiness import Readiness, readiness_of
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows, fp8_unsupported_reason
-from megatron_fluid.moe.activations import Activation
-from megatron_fluid.moe.biases import ExpertBiases
+from megatron_fluid.moe.call import PreparedCall
 from megatron_fluid.moe.expert_weights import ExpertWeights
-from megatron_fluid.moe.experts import (
-    RowGroups,
-    activated_product,
-    activation_backward,
-    activation_forward,
-    add_to_main_grads,
-    grouped_product,
-    merge_rows,
-    weight_grads,
-)
-from megatron_fluid.moe.kept import KeptPart, Offload, keep
+from megatron_fluid.moe.experts import RowGroups
+from megatron_fluid.moe.offloading import Offload, Offloaded
+from megatron_fluid.moe.plain_experts import Hidden, PlainExperts, Route, Rows
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
-__all__ = ["Call", "make_call", "run_experts"]
+__all__ = ["StartedCall", "run_experts", "start_experts"]
 
 
-@dataclass(slots=True)
-class Call:
-    """Everything about one call but its tensors: made in forward, read in backward, shared with no
+@dataclass(kw_only=True, slots=True)
+class _State:
+    """Everything about one call but its tokens: made in forward, read in backward, shared with no
     other call.
 
     Attributes:
         deferred: whether the scheduler delivers the weight gradients.
         fused_main_grad: whether weight gradients are added to main_grad.
         ready: how gradients that bypass autograd are delivered and counted.
-        recompute: what the backward computes again: "rows", "hidden".
-        biases: of fc1 and fc2, or None. Their gradients are autograd's in any case.
-        fp8: whether forward and dgrad are computed in fp8 (moe/fp8_experts.py).
-        fp8_weight_grads: whether weight gradients are, too (moe/fp8_weight_grads.py).
-        offload: what puts rows or hidden away between forward and backward, or None.
     """
 
-    transport: TokenTransport
-    activation: Activation
-    fc1: ExpertWeights
-    fc2: ExpertWeights
+    experts: PlainExperts
     scheduler: WeightGradScheduler
     name: str
     deferred: bool
     fused_main_grad: bool
     ready: Readiness
     recompute: Collection[str]
-    biases: tuple[ExpertBiases, ExpertBiases] | None = None
-    fp8: bool = False
-    fp8_weight_grads: bool = False
-    offload: Offload | None = None
-
-    @property
-    def packs(self) -> bool:
-        """Whether tokens and gradients are cast to fp8 before they are dispatched."""
-        return self.fp8 and self.transport.carries_packed_rows
+    offload: Offload | None
+    transport: TokenTransport
 
     @property
     def bypasses_autograd(self) -> bool:
         """Whether the parameters are no inputs of the function."""
         return self.deferred or self.ready.direct
 
-    def versions(self) -> list[int]:
-        """Counts of the weights' changes in place. The weights are not saved tensors of autograd,
-        which would cost a detour for each of Megatron's parameters, but are held to the same rule.
-        """
-        found = self.fc1.versions() + self.fc2.versions()
-        return found + [param._version for param in self.bias_params()]
+    def sent(self, x: Tensor) -> Tensor:
+        """Tokens or gradients [T, H] as the transport is given them."""
+        return self.experts.packed(x) if self.transport.carries_packed_rows else x
 
-    def bias_params(self) -> tuple[Tensor, ...]:
-        if self.biases is None:
-            return ()
-        return *self.biases[0].params, *self.biases[1].params
+    def arrived(self, rows: Tensor) -> Rows:
+        """A segment's rows [n, H] as the experts are given them."""
+        return self.experts.unpacked(rows) if self.transport.carries_packed_rows else rows
+
+    def recomputed(self, x: Tensor) -> list[Rows]:
+        """The rows of the forward's segments by another dispatch of its tokens x [T, H]."""
+        return [self.arrived(rows) for rows in self.transport.recompute_rows(self.sent(x))]
 
 
-def make_call(
-    transport: TokenTransport,
-    activation: Activation,
-    projections: tuple[ExpertWeights, ExpertWeights],
-    scheduler: WeightGradScheduler | None = None,
-    name: str = "moe",
-    fused_main_grad: bool = False,
-    recompute: Collection[str] = (),
-    biases: tuple[ExpertBiases, ExpertBiases] | None = None,
-    fp8: bool = False,
-    fp8_weight_grads: bool = True,
-    offload: Offload | None = None,
-) -> Call:
-    """The call of a layer under the settings of this moment.
-
-    Args:
-        transport: of this call alone.
-        activation: of the experts.
-        projections: fc1 and fc2 (see expert_projections).
-        scheduler: None takes the process-wide one. If it is enabled and the weights are leaves,
-            their gradients are deferred.
-        name: of the layer, for errors.
-        fused_main_grad: add weight gradients straight to `param.main_grad` (Megatron's gradient
-            accumulation fusion). Parameters with an owner (backward/readiness.py) get theirs there
-            in any case.
-        recompute: what the backward makes again in place of keeping it: "rows", the dispatched
-            tokens (by another dispatch), "hidden", the output of fc1 (by another GEMM).
-        biases: of fc1 and fc2.
-        fp8: compute forward and dgrad in fp8 e4m3 with a scale for each block.
-        fp8_weight_grads: with fp8: compute weight gradients so, too. False: in bf16.
-        offload: what puts rows or hidden away between forward and backward. Its parts are not
-            recomputed.
-
-    Raises:
-        ConfigError: the transport cannot recompute what is asked for; fp8 of experts that cannot be
-            computed so, or on a GPU that is no Hopper.
-    """
-    if not set(recompute) <= set(transport.recomputable):
+def _state_of(prepared: PreparedCall, transport: TokenTransport) -> _State:
+    """What the settings of this moment make of a call."""
+    call, experts = prepared.call, prepared.experts
+    fc1, fc2, recompute = experts.fc1, experts.fc2, call.recompute
+    if recompute and not set(recompute) <= set(transport.recomputable):
         allowed = f"some of {', '.join(transport.recomputable)}"
         raise ConfigError.of("recompute", sorted(recompute), allowed)
-    if offload is not None:
-        recompute = set(recompute).difference(offload.parts)
-    fc1, fc2 = projections
-    if fp8:
-        kind = activation.name if activation.built_in else f"{activation.name}, the caller's own"
-        weight = fc1.params[0]
-        given = (fc1.in_width, fc2.in_width, kind, weight.dtype, weight.device)
-        reason = fp8_unsupported_reason(*given) or (biases and "fp8 experts have no biases")
-        if reason is None and offload is not None:
-            reason = "what fp8 experts keep cannot be put away"
-        if reason is not None:
-            raise ConfigError.of(f"{name}: fp8_recipe", "blockwise", f"None, because {reason}")
-    scheduler = get_backward_scheduler() if scheduler is None else scheduler
+    if call.offload is not None:
+        recompute = set(recompute).difference(call.offload.parts)
+    scheduler = get_backward_scheduler() if call.scheduler is None else call.scheduler
     learning = torch.is_grad_enabled()
     leaves = learning and fc1.deferrable() and fc2.deferrable()
     trained = [fc.params for fc in (fc1, fc2) if leaves and fc.requires_grad()]
-    ready = readiness_of(*trained)
-    deferred = leaves and ready.bypass and scheduler.is_enabled()
-    if fused_main_grad and not ready.direct:
+    ready, fused = readiness_of(*trained), call.fused_main_grad
+    deferred = leaves and ready.bypass and scheduler.enabled
+    if fused and not ready.direct:
         params = (*fc1.params, *fc2.params)
-        fused_main_grad = learning and all(hasattr(param, "main_grad") for param in params)
-    settings = scheduler, name, deferred, fused_main_grad, ready, recompute
-    precision = fp8, fp8 and fp8_weight_grads
-    return Call(transport, activation, fc1, fc2, *settings, biases, *precision, offload)
+        fused = learning and all(hasattr(param, "main_grad") for param in params)
+    return _State(
+        experts=experts,
+        scheduler=scheduler,
+        name=call.name,
+        deferred=deferred,
+        fused_main_grad=fused,
+        ready=ready,
+        recompute=recompute,
+        offload=call.offload,
+        transport=transport,
+    )
 
 
-def run_experts(call: Call, x: Tensor, probs: Tensor | None) -> Tensor:
+@dataclass(slots=True)
+class StartedCall:
+    """A call whose first tokens may be travelling. Finish it exactly once."""
+
+    _state: _State
+    _x: Tensor
+    _probs: Tensor | None
+
+    def finish(self) -> Tensor:
+        """Compute, combine, and give the result, as the transport gives it."""
+        device = self._x.device.type
+        if not torch.is_autocast_enabled(device):
+            return _finished(self._state, self._x, self._probs)
+        with torch.autocast(device, enabled=False):
+            return _finished(self._state, self._x, self._probs)
+
+
+def start_experts(prepared: PreparedCall, transport: TokenTransport) -> StartedCall:
+    """Start a call over a transport of its own: what is computed until it is finished overlaps with
+    the first tokens on their way, if the transport sends any ahead. Collective as the transport is.
+
+    Raises:
+        ConfigError: the transport does not take these tokens or experts, or cannot recompute what
+            is asked for.
+        PeerTimeoutError: a peer did not answer (on a CPU; on a GPU the monitor reports it).
+    """
+    experts = prepared.experts
+    count, biased = experts.fc1.num_experts, bool(experts.bias_params)
+    transport.check_experts(experts.activation, count, biased)
+    state = _state_of(prepared, transport)
+    x, probs = transport.accept(prepared.x, prepared.probs)
+    if transport.starts_ahead:
+        wanted = x.requires_grad or (probs is not None and probs.requires_grad)
+        if wanted and torch.is_grad_enabled():
+            x, probs = _Arrive.apply(transport, x, probs)
+        transport.start(x.detach(), None if probs is None else probs.detach())
+    return StartedCall(state, x, probs)
+
+
+def run_experts(prepared: PreparedCall, transport: TokenTransport) -> Tensor:
+    """start_experts, finished at once."""
+    return start_experts(prepared, transport).finish()
+
+
+def _finished(call: _State, x: Tensor, probs: Tensor | None) -> Tensor:
     """Dispatch, experts and combine of one call; what x and probs are, its transport says."""
-    params = () if call.bypasses_autograd else (*call.fc1.params, *call.fc2.params)
-    params = (*params, *call.bias_params())
-    trained = call.bypasses_autograd and (call.fc1.requires_grad() or call.fc2.requires_grad())
+    experts = call.experts
+    params = () if call.bypasses_autograd else (*experts.fc1.params, *experts.fc2.params)
+    params = (*params, *experts.bias_params)
+    trained = call.bypasses_autograd and experts.trained()
     inputs = (x, *params) if probs is None else (x, probs, *params)
     if not (torch.is_grad_enabled() and (trained or any(t.requires_grad for t in inputs))):
         if call.offload is not None:
@@ -182,161 +172,125 @@ def run_experts(call: Call, x: Tensor, probs: Tensor | None) -> Tensor:
     return apply(_Experts, x, probs, anchor, call, *params)
 
 
-type _Rows = Tensor | Fp8Rows
+class _Arrive(torch.autograd.Function):
+    """The identity in forward. Its backward waits for dX, so that whatever was recorded between it
+    and the experts runs its own backward while dX travels: autograd goes through nodes latest
+    first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, transport: TokenTransport, tokens: Tensor, probs: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.transport = transport
+        ctx.set_materialize_grads(False)
+        return tokens.view_as(tokens), None if probs is None else probs.view_as(probs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_tokens: Tensor | None, grad_probs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.transport.wait_returning()
+        return None, grad_tokens, grad_probs
+
+
 # What the backward needs of one segment: its rows, how they are divided and weighed, and fc1's
 # output [n, F1], None if recomputed.
-type _Kept = tuple[_Rows, Segment, _Rows | None]
-type _Pairs = list[tuple[_Rows, _Rows]]  # of each segment: gradient of the output, input
+type _KeptSegment = tuple[Rows, Segment, Hidden | None]
+type _Pairs = list[tuple[Rows, Rows]]  # of each segment: gradient of the output, input
 
 
 def forward_pass(
-    call: Call, x: Tensor, probs: Tensor | None, keep: bool
-) -> tuple[Tensor, list[_Kept]]:
+    call: _State, x: Tensor, probs: Tensor | None, keep: bool
+) -> tuple[Tensor, list[_KeptSegment]]:
     """The result, and with `keep` what the backward needs."""
-    exchange = call.transport.forward(_sent(call, x), probs, keep)
-    kept: list[_Kept] = []
+    exchange = call.transport.forward(call.sent(x), probs, keep)
+    kept: list[_KeptSegment] = []
     keep_hidden = keep and "hidden" not in call.recompute
     for segment in exchange.segments():
-        rows = _arrived(call, segment.rows)
-        groups = segment.groups
-        hidden: _Rows | None
-        if call.fp8:
-            given = (rows, call.fc1, call.fc2, groups, segment.probs, keep_hidden)
-            rows, hidden, cast, matrices = _fp8().forward_product(*given)
-            exchange.combine_product(segment, cast, matrices)
-        elif call.biases is None:
-            hidden, activated = activated_product(
-                segment.rows, call.fc1, groups, call.activation, segment.probs, keep_hidden
-            )
-            exchange.combine_product(segment, activated, call.fc2.forward_matrices)
-        else:
-            hidden = _hidden(call, rows, groups)
-            bias = call.biases[0].of_rows(groups, hidden.shape[0])
-            activated = activation_forward(
-                call.activation, hidden, segment.probs, groups.count, bias
-            )
-            product = grouped_product(activated, call.fc2.forward_matrices, groups)
-            exchange.combine_rows(segment, call.biases[1].add_to(product, groups, segment.probs))
-            hidden = hidden if keep_hidden else None
+        rows = call.arrived(segment.rows)
+        rows, hidden = call.experts.forward(rows, segment, exchange, keep_hidden)
         if keep:
             kept.append((rows, segment, hidden))
     exchange.finish()
     return exchange.results[0], kept
 
 
-def _fp8() -> Any:
-    """moe/fp8_experts.py, which needs Triton."""
-    from megatron_fluid.moe import fp8_experts
-
-    return fp8_experts
-
-
-def _sent(call: Call, x: Tensor) -> Tensor:
-    """Tokens or gradients [T, H] as the transport is given them."""
-    if call.packs:
-        x = _fp8().packed_tokens(x)
-    return x
-
-
-def _arrived(call: Call, rows: Tensor) -> _Rows:
-    """A segment's rows [n, H] as the experts are given them."""
-    if call.packs:
-        found: _Rows = _fp8().arrived_rows(rows, call.fc1.in_width)
-        return found
-    return rows
-
-
-def _recomputed(call: Call, x: Tensor) -> list[_Rows]:
-    """The rows of the forward's segments by another dispatch of its tokens x [T, H]."""
-    return [_arrived(call, rows) for rows in call.transport.recompute_rows(_sent(call, x))]
-
-
-def _hidden(call: Call, rows: _Rows, groups: RowGroups) -> Tensor:
-    """The output of fc1 without its bias, which the activation adds. [N, F1]"""
-    if call.fp8:
-        found: Tensor = _fp8().hidden_product(rows, call.fc1, groups)
-        return found
-    return grouped_product(rows, call.fc1.forward_matrices, groups)
-
-
 def backward_pass(
-    call: Call,
-    grad: Tensor,
-    routes: Sequence[tuple[Tensor | None, RowGroups]],
-    hidden: Sequence[_Rows],
-    consume: bool,
-) -> tuple[Exchange, list[_Rows], _Pairs]:
+    call: _State, grad: Tensor, routes: Sequence[Route], hidden: Sequence[Hidden], consume: bool
+) -> tuple[Exchange, list[Rows], _Pairs]:
     """The exchange of dX, on its way; of each segment dh, the gradient of fc1's output [n, F1], and
     what dW of fc2 is made of.
 
-    routes: probabilities and groups of the forward's segments. hidden: fc1's outputs, without
-    biases. consume: these are not asked for again.
+    routes: of the forward's segments. hidden: fc1's outputs, without biases. consume: these are not
+    asked for again.
     """
-    exchange = call.transport.backward(_sent(call, grad), call.deferred)
-    fc1: list[_Rows] = []
+    exchange = call.transport.backward(call.sent(grad), call.deferred)
+    fc1: list[Rows] = []
     fc2: _Pairs = []
     # zip asks the exchange first, and so to its end.
-    for segment, (probs, groups), h in zip(exchange.segments(), routes, hidden, strict=True):
-        dy = _arrived(call, segment.rows)
-        if call.fp8:
-            given = (dy, h, call.fc1, call.fc2, groups, probs, call.fp8_weight_grads)
-            cast, matrices, dh, pair, dprobs = _fp8().backward_product(*given)
-            exchange.combine_product(segment, cast, matrices, dprobs)
-            fc1.append(dh)
-            fc2.append(pair)
-            continue
-        assert isinstance(h, Tensor) and isinstance(dy, Tensor)
-        da = grouped_product(dy, call.fc2.backward_matrices, segment.groups)
-        bias = None if call.biases is None else call.biases[0].of_rows(groups, h.shape[0])
-        dh, activated, dprobs = activation_backward(
-            call.activation, h, da, probs, groups, consume, bias
-        )
-        if call.biases is not None and dprobs is not None:
-            call.biases[1].add_products(dprobs, dy, groups)
-        exchange.combine_product(segment, dh, call.fc1.backward_matrices, dprobs)
+    for segment, route, h in zip(exchange.segments(), routes, hidden, strict=True):
+        dy = call.arrived(segment.rows)
+        dh, pair = call.experts.backward(dy, h, route, segment, exchange, consume)
         fc1.append(dh)
-        fc2.append((dy, activated))
+        fc2.append(pair)
     return exchange, fc1, fc2
 
 
 def _weight_grads(
-    call: Call, fc: ExpertWeights, pairs: Callable[[], _Pairs], groups: Sequence[RowGroups]
+    call: _State, fc: ExpertWeights, pairs: Callable[[], _Pairs], groups: Sequence[RowGroups]
 ) -> list[Tensor] | None:
     """dW of one projection, one tensor for each of its parameters; None where it is reported."""
-    compute: Callable[..., list[Tensor]] = weight_grads
-    add: Callable[..., None] = add_to_main_grads
-    rows: tuple[Any, ...]
-    if call.fp8_weight_grads:
-        from megatron_fluid.moe import fp8_weight_grads  # needs Triton
-
-        compute, add = fp8_weight_grads.weight_grads, fp8_weight_grads.add_to_main_grads
-        rows = pairs(), groups
-    else:
-        found: Any = _fp8().in_bf16(pairs(), groups) if call.fp8 else pairs()
-        rows = merge_rows(found, groups)
-        del found
     if not (call.ready.direct or call.ready.captured):
-        return compute(fc, *rows, call.fused_main_grad)
-    add(fc, *rows)
+        return call.experts.weight_grads(fc, pairs, groups, call.fused_main_grad)
+    call.experts.add_to_main_grads(fc, pairs, groups)
     return None
 
 
-def _bias_grads(
-    call: Call, fc1: Sequence[_Rows], fc2: _Pairs, routes: Sequence[tuple[Tensor | None, RowGroups]]
-) -> list[Tensor]:
-    """Gradients of the biases of fc1, then of fc2: one tensor for each of their parameters. fc1: of
-    each segment the gradient of fc1's output. routes: the probabilities of each segment's rows, and
-    their division among the experts."""
-    if call.biases is None:
-        return []
-    # Of several segments in fp32, rounded once.
-    found: list[Tensor] = []
-    for dh, (dy, _), (probs, groups) in zip(fc1, fc2, routes, strict=True):
-        assert isinstance(dh, Tensor) and isinstance(dy, Tensor)  # fp8 experts have no biases
-        sums = [call.biases[0].sums(dh, groups), call.biases[1].sums(dy, groups, probs)]
-        found = [a.add_(b) for a, b in zip(found, sums, strict=True)] if found else sums
-    pairs = zip(call.biases, found, strict=True)
-    return [gradient for biases, sums in pairs for gradient in biases.as_gradients(sums)]
+@dataclass(slots=True)
+class _KeptPart:
+    """One part of what a call keeps for its backward: "rows" or "hidden", with autograd, or
+    wherever an Offload puts it meanwhile.
+
+    Autograd's own way, hooks for saved tensors, would give all tensors of a function to one taker,
+    and at one time. Here each part goes its own way, and the backward says when it needs a part
+    again and when it is done with it.
+
+    Attributes:
+        kinds: of each value its type where it is two tensors, else None.
+        count: tensors that autograd saves.
+        away: the others, or None.
+    """
+
+    kinds: tuple[Any, ...]
+    count: int
+    away: Offloaded | None
+
+    def values(self, saved: Iterator[Tensor]) -> list[Any]:
+        """What `_keep` was given. saved: of autograd, from this part's first tensor on."""
+        found = itertools.islice(saved, self.count) if self.away is None else iter(self.away.take())
+        return [kind(next(found), next(found)) if kind else next(found) for kind in self.kinds]
+
+    def finish(self) -> None:
+        """The values were used."""
+        if self.away is not None:
+            self.away.finish()
+
+
+def _keep(
+    part: str, values: Sequence[Any], offload: Offload | None
+) -> tuple[list[Tensor | None], _KeptPart]:
+    """Keep a part of a call: values that are a tensor, a named tuple of two, or None (which cannot
+    be put away). What autograd has to save, and the part."""
+    tensors: list[Tensor | None] = []
+    for value in values:
+        tensors += value if isinstance(value, tuple) else [value]
+    kinds = tuple(type(value) if isinstance(value, tuple) else None for value in values)
+    if offload is not None and part in offload.parts:
+        given = [tensor for tensor in tensors if tensor is not None]
+        if (away := offload.put(part, given)) is not None:
+            return [], _KeptPart(kinds, 0, away)
+    return tensors, _KeptPart(kinds, len(tensors), None)
 
 
 class _Experts(torch.autograd.Function):
@@ -348,16 +302,16 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, probs: Tensor | None, anchor: Tensor | None, call: Call,
+        ctx: Any, x: Tensor, probs: Tensor | None, anchor: Tensor | None, call: _State,
         *params: Tensor,
     ) -> Tensor:  # fmt: skip
         out, kept = forward_pass(call, x, probs, keep=True)
         rows = [x] if "rows" in call.recompute else [own for own, _, _ in kept]
-        first, ctx.rows = keep("rows", rows, call.offload)
-        second, ctx.hidden = keep("hidden", [hidden for _, _, hidden in kept], call.offload)
+        first, ctx.rows = _keep("rows", rows, call.offload)
+        second, ctx.hidden = _keep("hidden", [hidden for _, _, hidden in kept], call.offload)
         ctx.save_for_backward(*second, *first)
         ctx.routes = [(segment.probs, segment.groups) for _, segment, _ in kept]
-        ctx.call, ctx.versions = call, call.versions()
+        ctx.call, ctx.versions = call, call.experts.versions()
         # Of ctx.next_functions, which know tensors only; 0 without an anchor.
         ctx.anchor = 0 if anchor is None else 1 + (probs is not None)
         if call.bypasses_autograd:
@@ -369,10 +323,11 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # The first access refuses a second backward of a graph that was not kept.
         saved = iter(ctx.saved_tensors)
-        call: Call = ctx.call
-        kept_rows: KeptPart = ctx.rows
-        kept_hidden: KeptPart = ctx.hidden
-        if call.versions() != ctx.versions:
+        call: _State = ctx.call
+        experts = call.experts
+        kept_rows: _KeptPart = ctx.rows
+        kept_hidden: _KeptPart = ctx.hidden
+        if experts.versions() != ctx.versions:
             what = "expert weights were changed in place between forward and backward"
             raise RuntimeError(f"{call.name}: {what}")
         groups = [groups for _, groups in ctx.routes]
@@ -382,25 +337,25 @@ class _Experts(torch.autograd.Function):
         # Rows that only dW of fc1 needs are gathered when it is their turn.
         later = call.transport.regathers and set(call.recompute) == {"rows"}
         if "rows" in call.recompute and not later:
-            rows = _recomputed(call, rows[0])
+            rows = call.recomputed(rows[0])
         if "hidden" in call.recompute:
-            hidden = [_hidden(call, x, g) for x, g in zip(rows, groups, strict=True)]
+            hidden = [experts.hidden(x, g) for x, g in zip(rows, groups, strict=True)]
         consume = "hidden" in call.recompute or not graph_is_kept()
         exchange, dh, pairs2 = backward_pass(call, grad, ctx.routes, hidden, consume)
         del hidden
         rows = rows or kept_rows.values(saved)
 
-        def pairs1(rows: Sequence[Any] = rows, dh: Sequence[_Rows] = dh) -> _Pairs:
-            found = _recomputed(call, rows[0]) if later else rows
+        def pairs1(rows: Sequence[Any] = rows, dh: Sequence[Rows] = dh) -> _Pairs:
+            found = call.recomputed(rows[0]) if later else rows
             return list(zip(dh, found, strict=True))
 
         needed = ctx.needs_input_grad[4:]
-        db: list[Any] = [None] * len(call.bias_params())
+        db: list[Any] = [None] * len(experts.bias_params)
         if any(needed[len(needed) - len(db) :]):
-            db = _bias_grads(call, dh, pairs2, ctx.routes)
-        fc1 = functools.partial(_weight_grads, call, call.fc1, pairs1, groups)
+            db = experts.bias_grads(dh, pairs2, ctx.routes)
+        fc1 = functools.partial(_weight_grads, call, experts.fc1, pairs1, groups)
         second: Callable[[], _Pairs] = functools.partial(list, pairs2)
-        fc2 = functools.partial(_weight_grads, call, call.fc2, second, groups)
+        fc2 = functools.partial(_weight_grads, call, experts.fc2, second, groups)
         del saved, rows, dh, pairs1, pairs2, second
 
         dw: list[Tensor | None] = []
@@ -408,26 +363,26 @@ class _Experts(torch.autograd.Function):
         if call.deferred:
 
             def submit() -> None:
-                for number, fc, compute in ((2, call.fc2, fc2), (1, call.fc1, fc1)):
+                for number, fc, compute in ((2, experts.fc2, fc2), (1, experts.fc1, fc1)):
                     if wanted and fc.requires_grad():
                         call.scheduler.submit(f"{call.name} fc{number}", fc.params, compute)
 
             exchange.run_queued(call.scheduler, submit)
         elif call.ready.direct:
-            if wanted and call.fc2.requires_grad():
+            if wanted and experts.fc2.requires_grad():
                 fc2()
             del fc2
-            if wanted and call.fc1.requires_grad():
+            if wanted and experts.fc1.requires_grad():
                 fc1()
             del fc1
         else:
-            split, end = len(call.fc1.params), len(needed) - len(db)
+            split, end = len(experts.fc1.params), len(needed) - len(db)
             none: list[Any] = [None]
             dw2 = fc2() if any(needed[split:end]) else None
             del fc2  # and what dw2 was made of: dw1 may have the memory
             dw1 = fc1() if any(needed[:split]) else None
             del fc1
-            dw = [*(dw1 or none * split), *(dw2 or none * len(call.fc2.params))]
+            dw = [*(dw1 or none * split), *(dw2 or none * len(experts.fc2.params))]
         if wanted:
             call.ready.leave(ctx)
         if not graph_is_kept():

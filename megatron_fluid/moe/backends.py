@@ -1,4 +1,4 @@
-"""The transports of MoELayer, one row each in BACKENDS, and the choice between them.
+"""The transports of MoE layers, one row each in BACKENDS, and the choice between them.
 
 Triton is imported only by what needs it: rounds need torch alone.
 
@@ -10,94 +10,155 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fluid.comm.p2p_rounds import P2PRounds
-from megatron_fluid.config import current_config, moe_recompute
-from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation
+from megatron_fluid.moe.call import computed_dtype
 from megatron_fluid.moe.choose import ExchangeCase, choose_transport, nvlink_layer_reason
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.hierarchical.choice import ExpertShape
-from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
-from megatron_fluid.moe.local.transport import local_moe
+from megatron_fluid.moe.hierarchical.transport import HierarchicalTransport, plan_hierarchical
+from megatron_fluid.moe.local.transport import local_transport, plan_local
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
-from megatron_fluid.moe.rounds.transport import start_overlapped_moe
-from megatron_fluid.moe.router import Routing
+from megatron_fluid.moe.rounds.transport import RoundsTransport
+from megatron_fluid.moe.transport import TokenTransport
 
-__all__ = ["BACKENDS", "LayerBackend", "choose_backend"]
+__all__ = ["BACKENDS", "Backend", "LayerShape", "choose_backend"]
+
+
+type ExpertPair = tuple[ExpertWeights, ExpertWeights, Activation]  # fc1, fc2, activation
 
 _LOGGER = logging.getLogger("megatron_fluid")
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """What a backend has to know of a layer, once.
+
+    Attributes:
+        group: the expert-parallel group.
+        num_experts, top_k, ffn: E, K and F.
+        name: of the layer, for errors and to identify exchanges.
+        dx_chunks: as in MoEConfig.
+        capacity_factor: of bounded mode, None for exact mode.
+        capacity_setting: the setting that an overflow is raised under before the next optimizer
+            step; None: the next forward raises it.
+        room: how many times the tokens of the first call buffers are made for.
+    """
+
+    group: dist.ProcessGroup
+    num_experts: int
+    top_k: int
+    ffn: int
+    name: str
+    dx_chunks: int = 1
+    capacity_factor: float | None = None
+    capacity_setting: str | None = None
+    room: int = 1
+
+
 class ServedLayer(Protocol):
-    """What a backend asks of a layer."""
+    """What the choice of a backend asks of a layer."""
 
     config: MoEConfig
     rounds: P2PRounds
     activation: Activation
-    name: str
-    layout: str
     weight1: nn.Parameter
-    weight2: nn.Parameter
-    training: bool
-
-    def expert_weights(self) -> tuple[ExpertWeights, ExpertWeights]: ...
-
-    def shared_expert(self, tokens: Tensor) -> Tensor | None: ...
 
 
-type Results = tuple[Tensor, Tensor | None]  # of the experts and of the shared expert
+class Backend:
+    """How one layer moves its tokens, standalone or Megatron's, with experts that this package
+    computes or others. It holds no state of any call, and not the layer. One call::
 
+        plan = backend.plan(x, ids, probs, experts=..., again=recompute)
+        tokens, weights = backend.enter(plan, x, probs)
+        transport = backend.transport(plan, ...)
+        ...                                     # run_experts or OpenExchange over the transport
+        y = backend.leave(plan, y)
 
-class LayerBackend:
-    """How one MoELayer moves its tokens. It holds no state of any call, and not the layer.
+    A recomputation repeats all but the plan.
 
     Attributes:
         name: as in MoEConfig.backend.
+        ascending: whether sums depend on the order of a token's choices, and Megatron's is wanted:
+            experts in ascending order.
+        exact_over: where tokens go, if this has neither bounded mode nor fp8.
     """
 
     name: str
+    ascending = False
+    exact_over: str | None = None
 
-    def __init__(self, layer: ServedLayer) -> None:
-        """Raises ConfigError where a setting of the layer cannot be met."""
+    def __init__(self, shape: LayerShape, rounds: P2PRounds) -> None:
+        self.shape, self.rounds = shape, rounds
 
-    def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
-        """The experts' results [T, H] for x [T, H], and those of the shared expert."""
+    def plan(
+        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool,
+        learns: bool | None = None,
+    ) -> Any:  # fmt: skip
+        """The routing of one call.
+
+        Args:
+            x: tokens. [T, H]
+            ids: integers, -1 where dropped. [T, K]
+            probs: [T, K]
+            experts: fc1, fc2 and activation; None where others compute them.
+            again: whether the plan serves a recomputation, too.
+            learns: whether a backward may follow; None: where gradients are recorded.
+        """
         raise NotImplementedError
+
+    def enter(self, plan: Any, x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [T, H] and probabilities [T, K] as the transport takes them, differentiably."""
+        return x, probs
+
+    def transport(self, plan: Any) -> TokenTransport:
+        """The transport of one call."""
+        raise NotImplementedError
+
+    def leave(self, plan: Any, y: Tensor) -> Tensor:
+        """What the transport gave -> [T, H], differentiably."""
+        return y
 
     def check_overflow(self) -> None:
         """Raise FluidError where the capacity was exceeded."""
 
 
-class _Local(LayerBackend):
+class _Local(Backend):
     name = "local"
 
-    def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
-        ids, probs = routing.ids, routing.probs
-        weights: Sequence[Tensor | ExpertWeights] = layer.expert_weights()
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weights = x.to(dtype), [fc.params[0].to(dtype) for fc in layer.expert_weights()]
-        given = (x, ids, probs, weights[0], weights[1], layer.activation)
-        out = local_moe(layer.rounds.group, *given, **_settings(layer))
-        return out, layer.shared_expert(x)
+    def plan(
+        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool,
+        learns: bool | None = None,
+    ) -> Any:  # fmt: skip
+        if experts is None:
+            return plan_local(x, ids, probs, self.shape.num_experts, stacked=False)
+        fc1, fc2, activation = experts
+        stacked = fc1.stack is not None and fc2.stack is not None
+        dtype = computed_dtype(x)
+        return plan_local(x, ids, probs, fc1.num_experts, activation, stacked, dtype)
+
+    def transport(self, plan: Any) -> TokenTransport:
+        return local_transport(plan)
 
 
-class _Nvlink(LayerBackend):
+class _Nvlink(Backend):
     name = "nvlink"
 
-    def __init__(self, layer: ServedLayer) -> None:
-        from megatron_fluid.moe.nvlink.buffers import SizedBuffers
+    def __init__(self, shape: LayerShape, rounds: P2PRounds) -> None:
+        # Only this path needs Triton.
+        from megatron_fluid.moe.nvlink import buffers, transport
 
-        c = layer.config
-        shape = (c.ffn_hidden_size, c.top_k, c.num_experts)
-        self.sized = SizedBuffers(layer.rounds.group, *shape)
+        super().__init__(shape, rounds)
+        given = shape.ffn, shape.top_k, shape.num_experts
+        self.sized = buffers.SizedBuffers(shape.group, *given, shape.room)
+        self._transport = transport
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Nvlink:
         # A copy shares the buffers: they are used by one layer after the other.
@@ -105,100 +166,77 @@ class _Nvlink(LayerBackend):
         copied.sized = copy.copy(self.sized)
         return copied
 
-    def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
-        from megatron_fluid.moe.nvlink.transport import nvlink_moe
-
-        buffers = self.sized.of(x.shape[0], x.shape[1], x.dtype)
-        shared, capacity = layer.shared_expert(x), None
-        if (factor := layer.config.capacity_factor) is not None:
-            buffers.check_overflow()
+    def plan(
+        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool,
+        learns: bool | None = None,
+    ) -> Any:  # fmt: skip
+        buffers, capacity = self.sized.of(x.shape[0], x.shape[1], computed_dtype(x)), None
+        if (factor := self.shape.capacity_factor) is not None:
+            if self.shape.capacity_setting is None:
+                buffers.check_overflow()
+            else:
+                buffers.raise_overflow(factor, self.shape.capacity_setting)
             capacity = buffers.bounded_rows(factor)
-        ids, probs, activation = routing.ids, routing.probs.float(), layer.activation.name
-        arguments = (buffers, x, ids, probs, *layer.expert_weights(), activation, capacity)
-        return nvlink_moe(*arguments, grow=self.sized.grow, **_settings(layer)), shared
+        if not again:
+            return buffers, ids, None, capacity
+        given = buffers, ids, probs, capacity
+        handle = self._transport.plan_nvlink(*given, grow=self.sized.grow)
+        return self.sized.buffers, ids, handle, capacity
+
+    def transport(self, plan: Any) -> TokenTransport:
+        buffers, ids, handle, capacity = plan
+        make = self._transport.NvlinkTransport
+        return make(buffers, ids, handle, capacity, self.sized.grow)
 
     def check_overflow(self) -> None:
         if self.sized.buffers is not None:
             self.sized.buffers.check_overflow()
 
 
-class _Hierarchical(LayerBackend):
+class _Hierarchical(Backend):
     name = "hierarchical"
+    exact_over = "several hosts"
 
-    def __init__(self, layer: ServedLayer) -> None:
-        if (factor := layer.config.capacity_factor) is not None:
-            raise ConfigError.of("capacity_factor", factor, "None over several hosts")
-        if (recipe := layer.config.fp8_recipe) is not None:
-            raise ConfigError.of("fp8_recipe", recipe, "None over several hosts")
+    def plan(
+        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool,
+        learns: bool | None = None,
+    ) -> Any:  # fmt: skip
+        shape = None if experts is None else ExpertShape.of(*experts[:2])
+        row_bytes = x.shape[1] * computed_dtype(x).itemsize
+        given = ids, self.shape.num_experts, self.rounds, row_bytes
+        return plan_hierarchical(*given, name=self.shape.name, experts=shape, learns=learns)
 
-    def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
-        experts, rounds = layer.config.num_experts, layer.rounds
-        row_bytes = x.shape[1] * x.element_size()
-        weights = layer.expert_weights()
-        plan = plan_hierarchical(
-            *(routing.ids, experts, rounds, row_bytes),
-            name=layer.name,
-            experts=ExpertShape.of(*weights),
-            learns=torch.is_grad_enabled() or layer.training,
-        )
-        started = start_hierarchical_moe(
-            *(x, routing.probs, plan, *weights, layer.activation, rounds),
-            name=layer.name,
-            layout=layer.layout,
-            recompute=_recompute(layer),
-        )
-        shared = layer.shared_expert(x)
-        return started.finish(), shared
+    def transport(self, plan: Any) -> TokenTransport:
+        return HierarchicalTransport(plan, self.rounds, self.shape.name)
 
 
-class _Rounds(LayerBackend):
+class _Rounds(Backend):
     name = "rounds"
+    ascending, exact_over = True, "rounds"
 
-    def __init__(self, layer: ServedLayer) -> None:
-        if (factor := layer.config.capacity_factor) is not None:
-            raise ConfigError.of("capacity_factor", factor, "None over rounds")
-        if (recipe := layer.config.fp8_recipe) is not None:
-            raise ConfigError.of("fp8_recipe", recipe, "None over rounds")
+    def plan(
+        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool,
+        learns: bool | None = None,
+    ) -> Any:  # fmt: skip
+        operation = f"{self.shape.name} row counts"
+        return ExactPlan.from_topk(ids, self.shape.num_experts, self.rounds, operation)
 
-    def forward(self, layer: ServedLayer, x: Tensor, routing: Routing) -> Results:
-        c = layer.config
-        counts = c.num_experts, layer.rounds, f"{layer.name} row counts"
-        plan = ExactPlan.from_topk(routing.ids, *counts)
-        rows, probs = permute(x, plan), permute_probs(routing.probs, plan)
-        started = start_overlapped_moe(
-            *(rows, probs, plan, layer.weight1, layer.weight2, layer.activation, layer.rounds),
-            dx_chunks=current_config().dx_chunks if c.dx_chunks is None else c.dx_chunks,
-            name=layer.name,
-            layout=layer.layout,
-            recompute=_recompute(layer),
-        )
-        shared = layer.shared_expert(x)
-        return unpermute(started.finish(), plan), shared
+    def enter(self, plan: Any, x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        return permute(x, plan), permute_probs(probs, plan)
+
+    def transport(self, plan: Any) -> TokenTransport:
+        return RoundsTransport(plan, self.rounds, self.shape.name, self.shape.dx_chunks)
+
+    def leave(self, plan: Any, y: Tensor) -> Tensor:
+        return unpermute(y, plan)
 
 
-BACKENDS: dict[str, type[LayerBackend]] = {
+BACKENDS: dict[str, type[Backend]] = {
     backend.name: backend for backend in (_Local, _Nvlink, _Hierarchical, _Rounds)
 }
 
 
-def _recompute(layer: ServedLayer) -> tuple[str, ...]:
-    found = layer.config.recompute
-    return moe_recompute(current_config()) if found is None else tuple(found)
-
-
-def _settings(layer: ServedLayer) -> dict[str, Any]:
-    """Of a call over symmetric memory or on one rank."""
-    config = layer.config
-    gradients = config.fp8_weight_grads or current_config().moe_fp8_weight_grads
-    return {
-        "recompute": _recompute(layer),
-        "fp8": config.fp8_recipe is not None,
-        "fp8_weight_grads": gradients == "fp8",
-        "name": layer.name,
-    }
-
-
-def choose_backend(layer: ServedLayer, wanted: str) -> type[LayerBackend]:
+def choose_backend(layer: ServedLayer, wanted: str) -> type[Backend]:
     """What moves the tokens of a layer. Collective over its group the first time.
 
     Args:

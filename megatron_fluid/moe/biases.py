@@ -14,23 +14,34 @@ Shapes: N expert rows of this rank, El local experts, D width of the rows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm.launch import host_ends
-from megatron_fluid.moe.activations import RowBiases
-from megatron_fluid.moe.expert_weights import ExpertWeights, GivenWeights, Packed, params_and_values
-from megatron_fluid.moe.experts import RowGroups, have_triton
+from megatron_fluid.moe.activations import Activation, RowBiases
+from megatron_fluid.moe.expert_weights import (
+    ExpertWeights,
+    GivenBiases,
+    GivenWeights,
+    Packed,
+    params_and_values,
+)
+from megatron_fluid.moe.experts import (
+    RowGroups,
+    activation_backward,
+    activation_forward,
+    grouped_product,
+    have_triton,
+)
+from megatron_fluid.moe.plain_experts import Hidden, PlainExperts, Route, Rows
+from megatron_fluid.moe.transport import Exchange, Segment
 
-__all__ = ["ExpertBiases", "GivenBiases", "expert_biases"]
+__all__ = ["BiasedExperts", "ExpertBiases"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-# Of fc1 and of fc2: stacked [El, D], or one for each expert.
-type GivenBiases = tuple[GivenWeights, GivenWeights]
 
 
 class ExpertBiases:
@@ -141,21 +152,61 @@ def _spans(groups: RowGroups) -> Iterator[slice]:
     return itertools.starmap(slice, itertools.pairwise([0, *ends]))
 
 
-def expert_biases(
-    given: GivenBiases | None, fc1: ExpertWeights, fc2: ExpertWeights, name: str
-) -> tuple[ExpertBiases, ExpertBiases] | None:
-    """The biases of a layer, checked against its weights; None without any.
+class BiasedExperts(PlainExperts):
+    """Experts with biases. See PlainExperts.
 
     Raises:
         ConfigError: a number of experts or a width does not fit.
     """
-    if given is None:
-        return None
-    first, second = (
-        ExpertBiases(biases, fc.num_experts, fc.out_width, f"{name}: bias{number}")
-        for biases, fc, number in zip(given, (fc1, fc2), (1, 2), strict=True)
-    )
-    return first, second
+
+    def __init__(
+        self, fc1: ExpertWeights, fc2: ExpertWeights, activation: Activation, biases: GivenBiases,
+        name: str,
+    ) -> None:  # fmt: skip
+        super().__init__(fc1, fc2, activation)
+        (first, second), experts = biases, fc1.num_experts
+        self.bias1 = ExpertBiases(first, experts, fc1.out_width, f"{name}: bias1")
+        self.bias2 = ExpertBiases(second, experts, fc2.out_width, f"{name}: bias2")
+        self.bias_params = (*self.bias1.params, *self.bias2.params)
+
+    def versions(self) -> list[int]:
+        return super().versions() + [param._version for param in self.bias_params]
+
+    def forward(
+        self, rows: Rows, segment: Segment, exchange: Exchange, keep: bool
+    ) -> tuple[Rows, Hidden | None]:
+        groups, probs = segment.groups, segment.probs
+        h = self.hidden(rows, groups)
+        bias = self.bias1.of_rows(groups, h.shape[0])
+        activated = activation_forward(self.activation, h, probs, groups.count, bias)
+        product = grouped_product(activated, self.fc2.forward_matrices, groups)
+        exchange.combine_rows(segment, self.bias2.add_to(product, groups, probs))
+        return rows, h if keep else None
+
+    def backward(
+        self, dy: Rows, h: Hidden, route: Route, segment: Segment, exchange: Exchange, consume: bool
+    ) -> tuple[Rows, tuple[Rows, Rows]]:
+        assert isinstance(h, Tensor) and isinstance(dy, Tensor)
+        probs, groups = route
+        da = grouped_product(dy, self.fc2.backward_matrices, segment.groups)
+        bias = self.bias1.of_rows(groups, h.shape[0])
+        given = h, da, probs, groups
+        dh, activated, dprobs = activation_backward(self.activation, *given, consume, bias)
+        if dprobs is not None:
+            self.bias2.add_products(dprobs, dy, groups)
+        exchange.combine_product(segment, dh, self.fc1.backward_matrices, dprobs)
+        return dh, (dy, activated)
+
+    def bias_grads(
+        self, dh: Sequence[Rows], pairs2: Sequence[tuple[Rows, Rows]], routes: Sequence[Route]
+    ) -> list[Tensor]:
+        # Of several segments in fp32, rounded once.
+        found: list[Tensor] = []
+        for own, (dy, _), (probs, groups) in zip(dh, pairs2, routes, strict=True):
+            assert isinstance(own, Tensor) and isinstance(dy, Tensor)
+            sums = [self.bias1.sums(own, groups), self.bias2.sums(dy, groups, probs)]
+            found = [a.add_(b) for a, b in zip(found, sums, strict=True)] if found else sums
+        return self.bias1.as_gradients(found[0]) + self.bias2.as_gradients(found[1])
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

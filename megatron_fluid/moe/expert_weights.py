@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from megatron_fluid.moe.activations import Activation
 
 __all__ = [
     "ExpertWeights",
+    "GivenBiases",
     "GivenWeights",
     "KeptLayout",
     "Matrices",
@@ -36,6 +37,9 @@ type Matrices = Tensor | Sequence[Tensor]
 
 # As a caller has them: stacked, or one for each expert.
 type GivenWeights = Tensor | Packed | Sequence[Tensor]
+
+# Biases of fc1 and of fc2: stacked [El, D], or one for each expert.
+type GivenBiases = tuple[GivenWeights, GivenWeights]
 
 # Of a hundred parameters in every call: map, whose loop is in C.
 _requires_grad, _version, _main_grad, _is_leaf = map(
@@ -296,15 +300,24 @@ def params_and_values(given: GivenWeights) -> tuple[tuple[Tensor, ...], tuple[Te
     return params, params
 
 
+@overload
+def in_dtype(given: GivenWeights, dtype: torch.dtype) -> GivenWeights: ...
+@overload
 def in_dtype(
     given: GivenWeights | ExpertWeights, dtype: torch.dtype
-) -> Tensor | Packed | list[Tensor]:
-    """Weights or biases cast for one call, as autocast does; what has the dtype is not copied."""
+) -> GivenWeights | ExpertWeights: ...
+def in_dtype(
+    given: GivenWeights | ExpertWeights, dtype: torch.dtype
+) -> GivenWeights | ExpertWeights:
+    """Weights or biases cast for one call, as autocast does; what has the dtype is returned as it
+    is."""
     if isinstance(given, ExpertWeights):
+        if all(param.dtype == dtype for param in given.params):
+            return given
+        # Cast with the layout that it has now: a Packed one's parameter is the tensor.
         given = given.given
     if isinstance(given, Packed):
-        cast = given.param.to(dtype)
-        return given if cast is given.param else cast
+        return given if given.param.dtype == dtype else given.param.to(dtype)
     return given.to(dtype) if isinstance(given, Tensor) else [each.to(dtype) for each in given]
 
 
@@ -347,7 +360,7 @@ def expert_projections(
     fc1 = w1
     if not isinstance(fc1, ExpertWeights):
         fc1 = ExpertWeights(fc1, *given, f"{name}: weight1", hidden)
-    width, fc2 = activation.ffn_width(fc1.out_width), w2
+    width, fc2 = fc1.out_width // activation.gates, w2
     if not isinstance(fc2, ExpertWeights):
         fc2 = ExpertWeights(fc2, *given, f"{name}: weight2", width)
     if fc1.in_width != hidden or fc2.out_width != hidden:

@@ -16,6 +16,7 @@ import importlib.util
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,21 +26,17 @@ from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows,
 from megatron_fluid.kernels.grouped_gemm.launch import (
     add_weight_grads,
     can_add_weight_grads,
-    can_gate,
-    gated_matmul,
     grouped_matmul,
     grouped_weight_grad,
     host_ends,
     sends_rows,
     takes_main_grads,
 )
-from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack
 from megatron_fluid.moe.activations import Activation, RowBiases
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices
 
 __all__ = [
     "RowGroups",
-    "activated_product",
     "activation_backward",
     "activation_forward",
     "add_to_main_grads",
@@ -111,36 +108,6 @@ def grouped_product(x: Tensor | Fp8Rows, matrices: Matrices, groups: RowGroups) 
     return grouped_matmul(x, matrices, groups.offsets, groups.ends)
 
 
-def activated_product(
-    x: Tensor,
-    fc1: ExpertWeights,
-    groups: RowGroups,
-    activation: Activation,
-    probs: Tensor | None,
-    keep: bool = True,
-) -> tuple[Tensor | None, Tensor]:
-    """h = x @ w1.T and a = act(h) * p, in one kernel where there is one.
-
-    Args:
-        x: [N, H]
-        probs: [N] or longer, or None for ones.
-        keep: whether h is wanted.
-
-    Returns:
-        h [N, F1], None without `keep`; a [N, F].
-    """
-    matrices = fc1.forward_matrices
-    name = activation.name if activation.plain else ""
-    if probs is not None and can_gate(x, matrices, probs, name):
-        assert isinstance(matrices, Tensor | ReversedStack)
-        out = x.new_empty(x.shape[0], activation.ffn_width(fc1.out_width))
-        ends = groups.likely_ends if groups.ends is None else groups.ends  # tiles are chosen by it
-        h = gated_matmul(x, matrices, groups.offsets, probs, out, keep, ends=ends)
-        return h, out
-    h = grouped_product(x, matrices, groups)
-    return h if keep else None, activation_forward(activation, h, probs, groups.count)
-
-
 def adds_one_by_one(rows: int, experts: int) -> bool:
     """Whether main_grads of experts with so many rows in all take less time in one GEMM an expert
     than in the grouped kernel, whose tiles wait for their old sums.
@@ -203,7 +170,7 @@ def add_to_main_grads(fc: ExpertWeights, dy: Tensor, x: Tensor, groups: RowGroup
 
 
 def merge_rows(
-    pairs: Sequence[tuple[Tensor, Tensor]], groups: Sequence[RowGroups]
+    pairs: Sequence[tuple[Any, Any]], groups: Sequence[RowGroups]
 ) -> tuple[Tensor, Tensor, RowGroups]:
     """Pairs of row tensors of several sources, each sorted by expert, as one pair sorted by expert
     (sources in their order within).
@@ -301,7 +268,7 @@ def activation_forward(
     blocks = _blocks(activation, h)
     if len(blocks) == 1:
         return _activated(activation, h, probs, bias)
-    out = h.new_empty((h.shape[0], activation.ffn_width(h.shape[1])))
+    out = h.new_empty((h.shape[0], h.shape[1] // activation.gates))
     for rows in blocks:
         weights = None if probs is None else probs[rows]
         added = None if bias is None else bias.part(rows)

@@ -17,14 +17,14 @@ Legend: N rows (sorted by expert), El experts, H hidden, F width of fc2's input.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_fluid.cuda.streams import current_capture
+from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_casts.launch import (
-    cast_rows,
     cast_weights,
     restore_rows,
     swiglu_backward_cast,
@@ -33,28 +33,20 @@ from megatron_fluid.kernels.fp8_casts.launch import (
 )
 from megatron_fluid.kernels.fp8_casts.packed_rows import pack_rows, unpack_rows
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import (
-    CompandedRows,
     Fp8Matrices,
     Fp8Rows,
     fp8_grouped_matmul,
+    fp8_unsupported_reason,
 )
+from megatron_fluid.moe import fp8_weight_grads
+from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.experts import RowGroups
+from megatron_fluid.moe.fp8_weight_grads import cast_segment
+from megatron_fluid.moe.plain_experts import Hidden, PlainExperts, Route, Rows
+from megatron_fluid.moe.transport import Exchange, Segment
 
-__all__ = [
-    "WeightCast",
-    "arrived_rows",
-    "backward_product",
-    "cast_segment",
-    "forward_product",
-    "hidden_product",
-    "in_bf16",
-    "packed_tokens",
-    "weight_cast",
-]
-
-
-type _Rows = Tensor | Fp8Rows
+__all__ = ["Fp8Experts", "WeightCast", "fp8_experts", "weight_cast"]
 
 
 class WeightCast:
@@ -90,6 +82,9 @@ class WeightCast:
         assert self._cast is not None, "a forward comes first"
         return self._cast[1]
 
+    # Made in an evaluation, the cast is read by a backward later.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _make(self, fc: ExpertWeights) -> None:
         first = fc.matrices[0]
         experts, (out, width) = fc.num_experts, first.shape
@@ -121,83 +116,112 @@ def weight_cast(fc: ExpertWeights) -> WeightCast:
     return found
 
 
-def packed_tokens(x: Tensor) -> Tensor:
-    """Tokens [T, H] in fp8, as rows that a transport moves (kernels/fp8_casts)."""
-    return pack_rows(x.contiguous())
-
-
-def arrived_rows(rows: Tensor, hidden: int) -> Fp8Rows:
-    """Packed rows of a segment, [N, hidden] in fp8."""
-    return unpack_rows(rows, hidden)
-
-
-def cast_segment(rows: Tensor | Fp8Rows, groups: RowGroups) -> Fp8Rows:
-    """rows [N, H] in fp8, where they are not yet."""
-    if isinstance(rows, Fp8Rows):
-        return rows
-    return cast_rows(rows.contiguous(), groups.count)
-
-
 def _probs(rows: Tensor, probs: Tensor | None) -> Tensor:
     if probs is None:
         return torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
     return probs.float().contiguous()
 
 
-def hidden_product(x: Tensor | Fp8Rows, fc1: ExpertWeights, groups: RowGroups) -> Tensor:
-    """fc1's output bf16 [N, 2F]."""
-    rows = cast_segment(x, groups)
-    weights = weight_cast(fc1).forward_matrices(fc1)
-    return fp8_grouped_matmul(rows, weights, groups.offsets, groups.ends)
+class Fp8Experts(PlainExperts):
+    """Experts in fp8. See PlainExperts, and the passes above.
 
-
-def forward_product(
-    x: Tensor | Fp8Rows, fc1: ExpertWeights, fc2: ExpertWeights, groups: RowGroups,
-    probs: Tensor | None, keep: bool,
-) -> tuple[Fp8Rows, CompandedRows | None, Fp8Rows, Fp8Matrices]:  # fmt: skip
-    """x [N, H] in fp8, fc1's output [N, 2F] with `keep`, and the operands of fc2: [N, F], El times
-    [H, F].
-
-    probs: [N] or longer, None for ones.
+    Attributes:
+        in_fp8: whether weight gradients are computed in fp8, too; else in bf16.
     """
-    rows = cast_segment(x, groups)
-    h = hidden_product(rows, fc1, groups)
-    activated, kept = swiglu_cast(h, _probs(h, probs), keep, groups.count)
-    return rows, kept, activated, weight_cast(fc2).forward_matrices(fc2)
+
+    def __init__(
+        self, fc1: ExpertWeights, fc2: ExpertWeights, activation: Activation, in_fp8: bool
+    ) -> None:
+        super().__init__(fc1, fc2, activation)
+        self.in_fp8 = in_fp8
+
+    def packed(self, x: Tensor) -> Tensor:
+        return pack_rows(x.contiguous())
+
+    def unpacked(self, rows: Tensor) -> Fp8Rows:
+        return unpack_rows(rows, self.fc1.in_width)
+
+    def hidden(self, rows: Rows, groups: RowGroups) -> Tensor:
+        weights = weight_cast(self.fc1).forward_matrices(self.fc1)
+        return fp8_grouped_matmul(cast_segment(rows, groups), weights, groups.offsets, groups.ends)
+
+    def forward(
+        self, rows: Rows, segment: Segment, exchange: Exchange, keep: bool
+    ) -> tuple[Rows, Hidden | None]:
+        groups = segment.groups
+        cast = cast_segment(rows, groups)
+        h = self.hidden(cast, groups)
+        activated, kept = swiglu_cast(h, _probs(h, segment.probs), keep, groups.count)
+        matrices = weight_cast(self.fc2).forward_matrices(self.fc2)
+        exchange.combine_product(segment, activated, matrices)
+        return cast, kept
+
+    def backward(
+        self, dy: Rows, h: Hidden, route: Route, segment: Segment, exchange: Exchange, consume: bool
+    ) -> tuple[Rows, tuple[Rows, Rows]]:
+        probs, groups = route
+        rows = cast_segment(dy, groups)
+        weights = weight_cast(self.fc2).backward_matrices()
+        da = fp8_grouped_matmul(rows, weights, groups.offsets, groups.ends)
+        dh: Rows
+        pair: tuple[Rows, Rows]
+        if self.in_fp8:
+            cast, a, dprobs = swiglu_backward_in_fp8(h, da, _probs(da, probs), groups.count)
+            dh, pair = cast, (rows, a)
+        else:
+            found = swiglu_backward_cast(h, da, _probs(da, probs), groups.count)
+            dh, cast, activated, dprobs = found
+            pair = dy, activated
+        grads = None if probs is None else dprobs.to(probs.dtype)
+        exchange.combine_product(segment, cast, weight_cast(self.fc1).backward_matrices(), grads)
+        return dh, pair
+
+    def weight_grads(
+        self, fc: ExpertWeights, pairs: Callable[[], Sequence[tuple[Rows, Rows]]],
+        groups: Sequence[RowGroups], fused_main_grad: bool,
+    ) -> list[Tensor]:  # fmt: skip
+        if self.in_fp8:
+            return fp8_weight_grads.weight_grads(fc, pairs(), groups, fused_main_grad)
+        return super().weight_grads(fc, lambda: _in_bf16(pairs(), groups), groups, fused_main_grad)
+
+    def add_to_main_grads(
+        self, fc: ExpertWeights, pairs: Callable[[], Sequence[tuple[Rows, Rows]]],
+        groups: Sequence[RowGroups],
+    ) -> None:  # fmt: skip
+        if self.in_fp8:
+            fp8_weight_grads.add_to_main_grads(fc, pairs(), groups)
+        else:
+            super().add_to_main_grads(fc, lambda: _in_bf16(pairs(), groups), groups)
 
 
-def backward_product(
-    dy: Tensor | Fp8Rows, hidden: Tensor | CompandedRows, fc1: ExpertWeights, fc2: ExpertWeights,
-    groups: RowGroups, probs: Tensor | None, fp8_weight_grads: bool,
-) -> tuple[Fp8Rows, Fp8Matrices, _Rows, tuple[_Rows, _Rows], Tensor | None]:  # fmt: skip
-    """The operands of fc1's dgrad, [N, 2F] and El times [H, 2F]; dh [N, 2F]; dy [N, H] and a [N,
-    F], for the weight gradient of fc2; and dprobs [N] in probs' dtype or None. dh, dy and a in fp8
-    with `fp8_weight_grads`, else in bf16.
+def fp8_experts(
+    fc1: ExpertWeights, fc2: ExpertWeights, activation: Activation, in_fp8: bool, *, name: str,
+    biased: bool, offloaded: bool,
+) -> Fp8Experts:  # fmt: skip
+    """The experts of a call in fp8.
 
-    dy [N, H]; hidden: fc1's output [N, 2F].
+    Raises:
+        ConfigError: they cannot be computed so, or the GPU is no Hopper.
     """
-    rows = cast_segment(dy, groups)
-    weights = weight_cast(fc2).backward_matrices()
-    da = fp8_grouped_matmul(rows, weights, groups.offsets, groups.ends)
-    pair: tuple[_Rows, _Rows]
-    if fp8_weight_grads:
-        cast, a, dprobs = swiglu_backward_in_fp8(hidden, da, _probs(da, probs), groups.count)
-        dh: _Rows = cast
-        pair = rows, a
-    else:
-        found = swiglu_backward_cast(hidden, da, _probs(da, probs), groups.count)
-        dh, cast, activated, dprobs = found
-        pair = dy, activated
-    grads = None if probs is None else dprobs.to(probs.dtype)
-    return cast, weight_cast(fc1).backward_matrices(), dh, pair, grads
+    kind = activation.name if activation.built_in else f"{activation.name}, the caller's own"
+    weight = fc1.params[0]
+    shape = fc1.in_width, fc2.in_width
+    reason = fp8_unsupported_reason(*shape, kind, weight.dtype, weight.device)
+    if reason is None and biased:
+        reason = "fp8 experts have no biases"
+    if reason is None and offloaded:
+        reason = "what fp8 experts keep cannot be put away"
+    if reason is not None:
+        raise ConfigError.of(f"{name}: fp8_recipe", "blockwise", f"None, because {reason}")
+    return Fp8Experts(fc1, fc2, activation, in_fp8)
 
 
-def in_bf16(
-    pairs: Sequence[tuple[Tensor | Fp8Rows, Tensor | Fp8Rows]], groups: Sequence[RowGroups]
+def _in_bf16(
+    pairs: Sequence[tuple[Rows, Rows]], groups: Sequence[RowGroups]
 ) -> list[tuple[Tensor, Tensor]]:
     """Pairs of a weight gradient in bf16 in place of fp8, which stands for it."""
 
-    def restored(rows: Tensor | Fp8Rows, count: Tensor | None) -> Tensor:
+    def restored(rows: Rows, count: Tensor | None) -> Tensor:
         return restore_rows(rows, count) if isinstance(rows, Fp8Rows) else rows
 
     found = zip(pairs, groups, strict=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.main_grad import mark_all_added_to_main_grad
+from megatron_fluid.kernels.fp8_casts.launch import cast_rows
 from megatron_fluid.kernels.fp8_casts.turns import turn_rows
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.kernels.fp8_weight_grads.launch import (
@@ -27,12 +28,12 @@ from megatron_fluid.kernels.fp8_weight_grads.launch import (
 from megatron_fluid.kernels.grouped_gemm.launch import takes_main_grads
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.experts import RowGroups
-from megatron_fluid.moe.fp8_experts import cast_segment
+from megatron_fluid.moe.plain_experts import Rows
 
-__all__ = ["add_to_main_grads", "weight_grads"]
+__all__ = ["add_to_main_grads", "cast_segment", "weight_grads"]
 
 # Of one segment: gradient of the projection's output, its input. [N, out], [N, in]
-type _Pair = tuple[Tensor | Fp8Rows, Tensor | Fp8Rows]
+type _Pair = tuple[Rows, Rows]
 
 
 def weight_grads(
@@ -118,13 +119,19 @@ def _rows(pair: _Pair) -> int:
 
 
 def _turned(
-    fc: ExpertWeights, dy: Tensor | Fp8Rows, x: Tensor | Fp8Rows, groups: RowGroups
+    fc: ExpertWeights, dy: Rows, x: Rows, groups: RowGroups
 ) -> tuple[TurnedRows, TurnedRows, Tensor, Sequence[int] | None]:
     """Both operands in the order of the weights' layout, and the rows of each expert."""
     left, right = (x, dy) if fc.layout == "in_out" else (dy, x)
     return _turn(left, groups), _turn(right, groups), groups.offsets, groups.ends
 
 
-def _turn(rows: Tensor | Fp8Rows, groups: RowGroups) -> TurnedRows:
-    cast = rows if isinstance(rows, Fp8Rows) else cast_segment(rows, groups)
-    return turn_rows(cast, groups.offsets)
+def cast_segment(rows: Rows, groups: RowGroups) -> Fp8Rows:
+    """rows [N, H] in fp8, where they are not yet."""
+    if isinstance(rows, Fp8Rows):
+        return rows
+    return cast_rows(rows.contiguous(), groups.count)
+
+
+def _turn(rows: Rows, groups: RowGroups) -> TurnedRows:
+    return turn_rows(cast_segment(rows, groups), groups.offsets)

@@ -21,14 +21,15 @@ from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
 from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
 from megatron_fluid.comm.same_settings import compare_settings, refuse_uncompared
 from megatron_fluid.comm.symmetric import import_ahead
-from megatron_fluid.config import current_config
+from megatron_fluid.config import current_config, moe_recompute
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import compile_fp8_ahead
 from megatron_fluid.kernels.fp8_weight_grads.launch import compile_fp8_weight_grads_ahead
 from megatron_fluid.kernels.grouped_gemm.launch import compile_ahead
 from megatron_fluid.moe.activations import Activation, resolve_activation
-from megatron_fluid.moe.autograd import make_call, run_experts
-from megatron_fluid.moe.backends import LayerBackend, choose_backend
+from megatron_fluid.moe.autograd import run_experts, start_experts
+from megatron_fluid.moe.backends import Backend, LayerShape, choose_backend
+from megatron_fluid.moe.call import ExpertCall, prepare
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout
 from megatron_fluid.moe.local.transport import compile_local_ahead
@@ -40,7 +41,7 @@ from megatron_fluid.moe.rounds.plan import (
     permute_probs,
     unpermute,
 )
-from megatron_fluid.moe.rounds.transport import overlapped_moe
+from megatron_fluid.moe.rounds.transport import RoundsTransport
 from megatron_fluid.moe.router import TopKRouter
 
 __all__ = ["MoEBaseline", "MoELayer", "moe_multicard_p2p_overlap_forward"]
@@ -244,9 +245,19 @@ class MoEBaseline(_MoEModule):
         counts = self.config.num_experts, self.rounds, f"{self.name} row counts"
         plan = ExactPlan.from_topk(routing.ids, *counts)
         rows, probs = permute(flat, plan), permute_probs(routing.probs, plan)
+        w1, w2 = self.expert_weights()
+        call = ExpertCall(
+            x=rows,
+            probs=probs,
+            w1=w1,
+            w2=w2,
+            num_experts=self.num_local_experts,
+            activation=self.activation,
+            scheduler=_NOT_DEFERRED,
+            name=name,
+        )
         transport = AllToAllTransport(plan, self.rounds, name)
-        call = make_call(transport, self.activation, self.expert_weights(), _NOT_DEFERRED, name)
-        out = unpermute(run_experts(call, rows, probs), plan)
+        out = unpermute(run_experts(prepare(call), transport), plan)
         shared = self.shared_expert(flat)
         return (out if shared is None else out + shared).view(tokens.shape)
 
@@ -284,7 +295,7 @@ class MoELayer(_MoEModule):
 
     layout = "out_in"
 
-    _backend: LayerBackend | None = None  # chosen by the first forward
+    _backend: Backend | None = None  # chosen by the first forward
 
     def _backend_text(self) -> str:
         wanted = self.config.backend or current_config().moe_backend
@@ -298,10 +309,61 @@ class MoELayer(_MoEModule):
         """tokens [..., H] -> [..., H]"""
         flat = self._flat(tokens)
         if self._backend is None:
-            wanted = self.config.backend or current_config().moe_backend
-            self._backend = choose_backend(self, wanted)(self)
-        out, shared = self._backend.forward(self, flat, self.router(flat))
+            with torch.inference_mode(False):  # what it makes serves later training
+                self._backend = self._choose()
+        backend, routing = self._backend, self.router(flat)
+        fc1, fc2 = self.expert_weights()
+        plan = backend.plan(
+            *(flat, routing.ids, routing.probs),
+            experts=(fc1, fc2, self.activation),
+            again=False,
+            learns=torch.is_grad_enabled() or self.training,
+        )
+        x, probs = backend.enter(plan, flat, routing.probs)
+        call = prepare(self._call(x=x, probs=probs, w1=fc1, w2=fc2))
+        started = start_experts(call, backend.transport(plan))
+        shared = self.shared_expert(flat)
+        out = backend.leave(plan, started.finish())
         return (out if shared is None else out + shared).view(tokens.shape)
+
+    def _choose(self) -> Backend:
+        """The backend of this layer. Collective."""
+        kind = choose_backend(self, self.config.backend or current_config().moe_backend)
+        for setting in ("capacity_factor", "fp8_recipe"):
+            value = getattr(self.config, setting)
+            if value is not None and kind.exact_over is not None:
+                raise ConfigError.of(setting, value, f"None over {kind.exact_over}")
+        return kind(self.shape(), self.rounds)
+
+    def shape(self) -> LayerShape:
+        """What a backend has to know of this layer."""
+        c = self.config
+        return LayerShape(
+            group=self.rounds.group,
+            num_experts=c.num_experts,
+            top_k=c.top_k,
+            ffn=c.ffn_hidden_size,
+            name=self.name,
+            dx_chunks=current_config().dx_chunks if c.dx_chunks is None else c.dx_chunks,
+            capacity_factor=c.capacity_factor,
+        )
+
+    def _call(
+        self, *, x: Tensor, probs: Tensor, w1: ExpertWeights, w2: ExpertWeights
+    ) -> ExpertCall:
+        c, config = self.config, current_config()
+        return ExpertCall(
+            x=x,
+            probs=probs,
+            w1=w1,
+            w2=w2,
+            num_experts=self.num_local_experts,
+            activation=self.activation,
+            fp8=c.fp8_recipe is not None,
+            fp8_weight_grads=(c.fp8_weight_grads or config.moe_fp8_weight_grads) == "fp8",
+            recompute=moe_recompute(config) if c.recompute is None else c.recompute,
+            name=self.name,
+        )
 
     def check_overflow(self) -> None:
         """Raise FluidError if a forward wanted more rows than the capacity. Reads host memory only;
@@ -372,9 +434,15 @@ def moe_multicard_p2p_overlap_forward(
             allowed = f"{expected}, the sums of the counts of each expert"
             raise ConfigError.of(f"{name}: {setting}", found, allowed)
     plan = ExactPlan(rounds.rank, tuple(map(tuple, send)), tuple(map(tuple, recv)))
-    return overlapped_moe(
-        *(tokens, None, plan, weight1, weight2, activation_func, rounds),
-        dx_chunks=current_config().dx_chunks,
-        name=name,
+    call = ExpertCall(
+        x=tokens,
+        probs=None,
+        w1=weight1,
+        w2=weight2,
+        num_experts=num_local_experts,
+        activation=activation_func,
         layout="in_out",
+        name=name,
     )
+    transport = RoundsTransport(plan, rounds, name, current_config().dx_chunks)
+    return run_experts(prepare(call), transport)

@@ -68,8 +68,11 @@ class OpenExchange:
     def dispatch(self, x: Tensor, probs: Tensor) -> DispatchedRows:
         """Send x and probs to the experts; differentiable in both. Collective."""
         assert not self._groups, "an exchange is opened once"
+        dtype = probs.dtype
+        x, accepted = self._transport.accept(x, probs)
+        probs = _required(accepted)
         tokens, row_probs = _Dispatch.apply(x, probs, self)
-        return DispatchedRows(tokens, row_probs, self._counts)
+        return DispatchedRows(tokens, row_probs.to(dtype), self._counts)
 
     def combine(self, rows: Tensor) -> Tensor:
         """Send what the experts made of the rows [N, H] back and sum it; differentiable.

@@ -24,18 +24,20 @@ that their caller has permuted [N, H], with a probability each [N]; nvlink and l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
+from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.expert_weights import Matrices
-from megatron_fluid.moe.experts import RowGroups
+from megatron_fluid.moe.experts import RowGroups, grouped_product
 
-__all__ = ["Exchange", "Segment", "TokenTransport"]
+__all__ = ["Exchange", "Segment", "TokenTransport", "check_tokens"]
 
 
 @dataclass(slots=True)
@@ -77,9 +79,9 @@ class Exchange(Protocol):
     ) -> None:  # fmt: skip
         """Start sending the rows x[rows of e] @ matrices[e] back to where the segment came from:
         x [n, in], El matrices [in, H]; in a backward with the gradients of the probabilities [n].
-        fp8 rows come with their Fp8Matrices, if moe.autograd.make_call was told so.
+        fp8 rows come with their Fp8Matrices.
         """
-        ...
+        self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
 
     def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
         """combine_product for rows [n, H] that are ready."""
@@ -106,15 +108,30 @@ class TokenTransport(Protocol):
         carries_packed_rows: whether tokens, gradients and the x of recompute_rows may be packed
             rows of fp8 (kernels/fp8_casts), narrower than H: what a segment then holds,
             bit for bit. Results are [T, H] all the same.
+        starts_ahead: whether `start` launches anything, and a backward may leave dX on its way
+            (`finish(later=True)`) until `wait_returning`.
     """
 
     recomputable: Collection[str] = ("hidden",)
     regathers: bool = False
     carries_packed_rows: bool = False
+    starts_ahead: bool = False
+
+    def check_experts(self, activation: Activation, num_experts: int, biased: bool) -> None:
+        """Raise ConfigError where the experts cannot be computed over this transport."""
+        return None
+
+    def accept(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Tokens and probabilities as `forward` reads them, differentiably: contiguous, in a dtype
+        that the transport takes. Raises ConfigError where their shapes do not fit."""
+        return x, probs
 
     def start(self, x: Tensor, probs: Tensor | None) -> None:
-        """Launch what need not wait for `forward`, which follows with the same tensors. A transport
-        that has nothing to launch ahead leaves it."""
+        """Launch what need not wait for `forward`, which follows with the same tensors."""
+        return None
+
+    def wait_returning(self) -> None:
+        """Complete the dX that a backward left on its way."""
         return None
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> Exchange:
@@ -128,3 +145,10 @@ class TokenTransport(Protocol):
     def recompute_rows(self, x: Tensor) -> list[Tensor]:
         """The forward's segments' rows again, by another dispatch."""
         raise AssertionError("rows are not among `recomputable`")
+
+
+def check_tokens(x: Tensor, probs: Tensor | None, shape: Sequence[int]) -> None:
+    """Raise ConfigError unless x is [T, H] and probs [T, K], of choices of `shape` [T, K]."""
+    if x.shape[0] != shape[0] or (probs is not None and list(probs.shape) != list(shape)):
+        found = f"{list(x.shape)}, {None if probs is None else list(probs.shape)}"
+        raise ConfigError.of("x, probs", found, f"[{shape[0]}, H], {list(shape)}")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,14 @@ from megatron_fluid.moe.activations import Activation, Variant, resolve_activati
 from megatron_fluid.moe.expert_weights import ExpertWeights, GivenWeights, KeptLayout, Packed
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks, is_foreign
 
-__all__ = ["ExpertParameters", "activation_name", "expert_gemm", "expert_modules_reason", "resolve"]
+__all__ = [
+    "ExpertParameters",
+    "Looked",
+    "activation_name",
+    "expert_gemm",
+    "expert_modules_reason",
+    "resolve",
+]
 
 type Parameters = tuple[torch.nn.Parameter, ...]
 
@@ -167,6 +174,25 @@ def expert_gemm() -> Callable[..., Any]:
     return layers.linear_with_grad_accumulation_and_async_allreduce
 
 
+class Looked(NamedTuple):
+    """A layer's parameters as one call has found them. Not kept beyond it.
+
+    Attributes:
+        w1, w2: as of ExpertParameters.current().
+        addresses: where they lie.
+        leaves: whether they are parameters of one class, all of them trained or none.
+        state: numbers and classes to be compared in one go with those of another look: of which
+            classes the parameters are, where they lie, which are trained, and whether there are
+            others (a bias). Whether an object is the same does not matter, as each call reads it.
+    """
+
+    w1: Parameters
+    w2: Parameters
+    addresses: list[int]
+    leaves: bool
+    state: list[Any]
+
+
 class ExpertParameters:
     """The current parameters of a layer's experts, in the order in which one grouped GEMM can read
     them.
@@ -213,7 +239,6 @@ class ExpertParameters:
         self._name()
         self._kept: tuple[KeptLayout | None, KeptLayout | None] = None, None  # at these addresses:
         self._addresses: list[int] = []
-        self._looked: tuple[Parameters, Parameters, list[int]] | None = None
         self.biased = None not in self._found_biases()[-1]
 
     def _name(self) -> None:
@@ -234,20 +259,14 @@ class ExpertParameters:
         w2 = tuple(map(operator.getitem, fc2, names))
         return w1, w2
 
-    def matrices(self) -> tuple[ExpertWeights, ExpertWeights]:
+    def matrices(self, looked: Looked | None = None) -> tuple[ExpertWeights, ExpertWeights]:
         """`current()` as grouped GEMMs take it, for one call. Where the parameters lie is looked at
-        anew only when one has moved."""
-        looked, self._looked = self._looked, None
-        if looked is None:
-            w1, w2 = self.current()
-            addresses = self._addresses_of((*w1, *w2))
-        else:
-            w1, w2, addresses = looked
+        again only when one has moved. looked: of this call, if there is one."""
+        w1, w2, addresses, leaves, _ = self.look() if looked is None else looked
         kept1, kept2 = self._kept if addresses == self._addresses else (None, None)
-        settings: dict[str, Any] = {"num_experts": len(self.order), "leaves": looked is not None}
-        given1, given2 = self._given(w1, self.packed[0]), self._given(w2, self.packed[0])
-        first = ExpertWeights(given1, name="w1", kept=kept1, **settings)
-        second = ExpertWeights(given2, name="w2", kept=kept2, **settings)
+        given, packed = (len(self.order), leaves), self.packed[0]
+        first = _weights(self._given(w1, packed), *given, "w1", kept1)
+        second = _weights(self._given(w2, packed), *given, "w2", kept2)
         self._kept, self._addresses = (first.kept, second.kept), addresses
         return first, second
 
@@ -266,13 +285,8 @@ class ExpertParameters:
         shape = len(self.order), *parameter.shape[1:]
         return Packed(parameter, _values(parameter).detach().view(shape))
 
-    def state(self, hand_on: bool = False) -> list[Any]:
-        """Of which classes the parameters are, where they lie, which are trained, and whether there
-        are others (a bias): numbers and classes to be compared in one go. Whether an object is the
-        same does not matter, as each call reads it anew, and none is kept alive.
-
-        hand_on: `matrices` follows in this call, and need not look again at parameters that are all
-        trained, or all frozen.
+    def look(self) -> Looked:
+        """The parameters as they are now.
 
         Raises:
             AttributeError, KeyError, RuntimeError: a parameter is missing or has no memory.
@@ -281,18 +295,13 @@ class ExpertParameters:
         both = (*w1, *w2)
         addresses = self._addresses_of(both)
         kinds, trained = [*map(type, both)], [*map(_TRAINED, both)]
-        found: list[Any] = [*addresses, *kinds, *trained]
+        state: list[Any] = [*addresses, *kinds, *trained]
         if self.packed[0]:
-            found += [(_values(weight).dtype, weight.shape) for weight in both]
-        found += map(type, map(dict.get, self._held, itertools.repeat("bias")))
-        found += map(len, self._held)
+            state += [(_values(weight).dtype, weight.shape) for weight in both]
+        state += map(type, map(dict.get, self._held, itertools.repeat("bias")))
+        state += map(len, self._held)
         alike = trained.count(trained[0]) == len(both) == kinds.count(kinds[0])
-        self._looked = (w1, w2, addresses) if hand_on and alike else None
-        return found
-
-    def forget(self) -> None:
-        """Nothing is handed on: `matrices` looks for itself."""
-        self._looked = None
+        return Looked(w1, w2, addresses, alike, state)
 
     def biases(self) -> tuple[GivenWeights, GivenWeights] | None:
         """(b1, b2): El parameters [F1] and El parameters [H], in the order of `current()`, or two
@@ -361,6 +370,12 @@ class ExpertParameters:
         return not any(self.packed) and all(_descends(each) for each in self.current())
 
 
+def _weights(
+    given: GivenWeights, experts: int, leaves: bool, name: str, kept: KeptLayout | None
+) -> ExpertWeights:
+    return ExpertWeights(given, experts, name=name, kept=kept, leaves=leaves)
+
+
 def _values(parameter: Any) -> torch.Tensor:
     """Where the values of a packed parameter lie.
 
@@ -392,7 +407,8 @@ def share_storage(weights: tuple[torch.nn.Parameter, ...]) -> None:
     owned = all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
     if len(weights) == 1 or len(kinds) != 1 or not weights[0].is_contiguous() or not owned:
         return
-    with torch.no_grad():
+    # In an evaluation, too, parameters stay tensors that can be trained.
+    with torch.inference_mode(False), torch.no_grad():
         stack = weights[0].new_empty((len(weights), *weights[0].shape))
         for place, weight in zip(stack, weights, strict=True):
             place.copy_(weight)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.moe.expert_parameters import (
     ExpertParameters,
+    Looked,
     expert_gemm,
     expert_modules_reason,
 )
@@ -39,10 +40,7 @@ class ExpertWatch:
 
     Attributes:
         hooks: those of the experts' modules.
-        hands_on: whether `weights.matrices()` follows each look, in the same call.
     """
-
-    hands_on = False
 
     def __init__(self, layer: MoELayer, weights: ExpertParameters) -> None:
         self._weights = weights
@@ -50,7 +48,7 @@ class ExpertWatch:
         self._mlps = [vars(module) for module in layer.experts.modules()]
         self._mlps = [attributes for attributes in self._mlps if "activation_func" in attributes]
         self._known = self._surroundings(layer)
-        self._state = weights.state()
+        self._state = weights.look().state
 
     def _surroundings(self, layer: MoELayer) -> tuple[Any, ...]:
         """What decides beside the experts' own modules and parameters; none of it compares by
@@ -65,8 +63,8 @@ class ExpertWatch:
             [*map(dict.get, self._mlps, itertools.repeat("activation_func"))],
         )
 
-    def changed(self, layer: MoELayer) -> str | None:
-        """What has changed that the path does not honour, or None."""
+    def look(self, layer: MoELayer) -> Looked | str:
+        """The parameters as they are now; or what has changed that the path does not honour."""
         found = self._surroundings(layer)
         if found != self._known:
             pairs = zip(_SURROUNDINGS, found, self._known, strict=True)
@@ -74,20 +72,20 @@ class ExpertWatch:
         if (reason := self.hooks.replaced() or self.hooks.foreign()) is not None:
             return reason
         try:
-            state = self._weights.state(self.hands_on)
+            looked = self._weights.look()
+            if looked.state == self._state:
+                return looked
         except (AttributeError, KeyError, RuntimeError, TypeError):  # missing, or without memory
-            state = []
-        if state == self._state:
-            return None
-        self._weights.forget()
+            pass
         if (reason := expert_modules_reason(layer.experts)) is not None:
             return reason
         now = ExpertParameters(layer.experts)
         if (now.biased, now.packed) != (self._weights.biased, self._weights.packed):
             return "biases of the experts were added or taken away, or their parameters packed"
         self._weights.share_storages()
-        self._state = self._weights.state()
-        return None
+        looked = self._weights.look()
+        self._state = looked.state
+        return looked
 
 
 _SURROUNDINGS = (

@@ -30,13 +30,17 @@ from megatron_fluid.backward.weight_grads import (
     get_backward_scheduler,
 )
 from megatron_fluid.config import FluidConfig, moe_recompute
-from megatron_fluid.moe.expert_rows import expert_rows
+from megatron_fluid.moe.autograd import run_experts
+from megatron_fluid.moe.call import ExpertCall, prepare
+from megatron_fluid.moe.expert_rows import InPlace
 from megatron_fluid.patches.gradient_readiness import ParameterGathers
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts
 from megatron_fluid.patches.moe.offload import offload_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from megatron_fluid.patches.moe.expert_parameters import Looked
 
 __all__ = ["OwnExperts", "SeparateExperts", "delayed_gradients"]
 
@@ -73,6 +77,16 @@ class OwnExperts:
         self.fused_main_grad = bool(layer.config.gradient_accumulation_fusion)
         self.fp8 = computes_in_fp8(layer)
         self.name = f"{'MTP ' if layer.is_mtp_layer else ''}MoE layer {layer.layer_number}"
+
+    def look(self, layer: MoELayer) -> Looked | str:
+        """The parameters as they are now; or what has changed of the experts that this may not
+        honour."""
+        return self._watch.look(layer)
+
+    def changed(self, layer: MoELayer) -> str | None:
+        """What has changed, or None."""
+        looked = self.look(layer)
+        return looked if isinstance(looked, str) else None
 
     def gather_parameters(self) -> None:
         """Wait for the parameters, as calling the experts' modules would have done."""
@@ -117,38 +131,45 @@ class SeparateExperts(OwnExperts):
     def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
         super().__init__(layer, config, ordered=False)
         self._probs_on_input = bool(layer.config.moe_apply_probs_on_input)
-        self._settings: dict[str, Any] = {
-            "fused_main_grad": self.fused_main_grad,
-            "recompute": set(moe_recompute(config)) & {"hidden"},
-            "fp8": self.fp8,
-            "fp8_weight_grads": config.moe_fp8_weight_grads == "fp8",
-            "offload": offload_of(layer.config, config),
-            "name": self.name,
-        }
+        self._recompute = set(moe_recompute(config)) & {"hidden"}
+        self._offload = offload_of(layer.config, config)
+        self._scheduler: WeightGradScheduler | None = None
         if layer.config.delay_wgrad_compute:
-            self._settings["scheduler"] = _delayed.setdefault(layer, _DelayedGradients())
+            self._scheduler = _delayed.setdefault(layer, _DelayedGradients())
         elif config.defer_weight_grads:
             get_backward_scheduler().enable()
 
     def start(self, descends: Sequence[bool]) -> None:
         """What the first call needs of all ranks: nothing."""
 
-    def changed(self, layer: MoELayer) -> str | None:
-        """What has changed of the experts that these may not honour; or None."""
-        return self._watch.changed(layer)
-
     def compute(self, layer: MoELayer, rows: Tensor, counts: list[int], probs: Tensor) -> Tensor:
         """rows [N, H], their probabilities [N], counts [El] -> [N, H]. A dispatcher may give more
         rows than it counts: what they become is zero."""
         self.gather_parameters()
+        w1, w2 = self.weights.matrices()
         if self.fp8:
-            expire_casts(layer, self.weights.matrices)
+            expire_casts(layer, lambda: (w1, w2))
         probs, spare = probs.reshape(-1), rows.shape[0] - sum(counts)
         if spare:
             rows, probs = rows[: len(rows) - spare], probs[: len(probs) - spare]
         scale: Tensor | None = probs
         if self._probs_on_input:
             rows, scale = (probs.unsqueeze(1) * rows).to(rows.dtype), None
-        given = rows, scale, counts, *self.weights.matrices(), self.activation
-        output = expert_rows(*given, biases=self.weights.biases(), **self._settings)
+        call = ExpertCall(
+            x=rows,
+            probs=scale,
+            w1=w1,
+            w2=w2,
+            num_experts=len(counts),
+            activation=self.activation,
+            biases=self.weights.biases(),
+            fp8=self.fp8,
+            fp8_weight_grads=self.config.moe_fp8_weight_grads == "fp8",
+            fused_main_grad=self.fused_main_grad,
+            recompute=self._recompute,
+            offload=self._offload,
+            scheduler=self._scheduler,
+            name=self.name,
+        )
+        output = run_experts(prepare(call), InPlace(counts))
         return F.pad(output, (0, 0, 0, spare)) if spare else output

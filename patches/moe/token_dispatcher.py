@@ -33,20 +33,17 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.errors import FluidError
-from megatron_fluid.moe.local.transport import local_transport
+from megatron_fluid.moe.backends import BACKENDS, LayerShape
 from megatron_fluid.moe.open_exchange import OpenExchange
-from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
-from megatron_fluid.moe.rounds.transport import RoundsTransport
 from megatron_fluid.moe.transport import TokenTransport
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
 from megatron_fluid.patches.moe.own_experts import SeparateExperts
 
-__all__ = ["EXCHANGES", "ExchangedLayer", "FluidTokenDispatcher", "install"]
+__all__ = ["ExchangedLayer", "FluidTokenDispatcher", "install"]
 
 
 @dataclass
@@ -73,23 +70,28 @@ class _Call:
 
 
 class ExchangedLayer:
-    """The exchange of one layer from call to call: what it does on every transport. It holds no
-    state of any call, and not the layer. Made in the layer's first forward.
+    """The exchange of one layer from call to call. It holds no state of any call, and not the
+    layer. Made in the layer's first forward.
 
     Attributes:
+        backend: name of what moves the tokens.
         experts: what computes between dispatch and combine; None for Megatron's modules.
     """
 
-    backend: str
-
     def __init__(
-        self, layer: MoELayer, config: FluidConfig, experts: SeparateExperts | None
+        self, layer: MoELayer, config: FluidConfig, backend: str, experts: SeparateExperts | None
     ) -> None:
-        self.config, self.group = config, layer.ep_group
-        self.experts = experts
+        self.backend, self.experts = backend, experts
         self.top_k = int(layer.config.moe_router_topk)
-        self.num_experts = int(layer.config.num_moe_experts)
-        self.name = f"{'MTP ' if layer.is_mtp_layer else ''}MoE layer {layer.layer_number}"
+        shape = LayerShape(
+            group=layer.ep_group,
+            num_experts=int(layer.config.num_moe_experts),
+            top_k=self.top_k,
+            ffn=int(layer.config.moe_ffn_hidden_size),
+            name=f"{'MTP ' if layer.is_mtp_layer else ''}MoE layer {layer.layer_number}",
+            room=microbatch_room(),
+        )
+        self.transports = BACKENDS[backend](shape, shared_rounds(layer.ep_group, config.timeout_s))
 
     def start(self, descends: Sequence[bool]) -> None:
         """What the first call needs of all ranks: nothing."""
@@ -100,62 +102,11 @@ class ExchangedLayer:
         """What is sent of tokens [T, H], routing_map bool [T, E], probs [T, E]: x and its
         probabilities as the transport takes them, the transport, and what makes tokens [T, H] of
         the results. Differentiable in tokens and probs. Collective."""
-        raise NotImplementedError
-
-
-class _RoundsExchange(ExchangedLayer):
-    backend = "rounds"
-
-    def start(self, descends: Sequence[bool]) -> None:
-        self.rounds = shared_rounds(self.group, self.config.timeout_s)
-
-    def prepare(
-        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
-    ) -> tuple[Tensor, Tensor, TokenTransport, Callable[[Tensor], Tensor]]:
-        plan, ids = ExactPlan.from_routing_map(routing_map, self.top_k, self.rounds)
-        rows = permute(tokens, plan)
-        row_probs = permute_probs(probs.gather(1, ids.clamp(min=0)), plan)
-        transport = RoundsTransport(plan, self.rounds, self.name, 1, get_backward_scheduler())
-        return rows, row_probs, transport, functools.partial(unpermute, plan=plan)
-
-
-class _LocalExchange(ExchangedLayer):
-    backend = "local"
-
-    def prepare(
-        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
-    ) -> tuple[Tensor, Tensor, TokenTransport, Callable[[Tensor], Tensor]]:
         ids, chosen = chosen_of(probs, routing_map, self.top_k)
-        tokens, transport = local_transport(tokens, ids, chosen, self.num_experts)
-        return tokens, chosen, transport, lambda y: y
-
-
-class _NvlinkExchange(ExchangedLayer):
-    backend = "nvlink"
-
-    def __init__(
-        self, layer: MoELayer, config: FluidConfig, experts: SeparateExperts | None
-    ) -> None:
-        super().__init__(layer, config, experts)
-        # Only this path needs Triton.
-        from megatron_fluid.moe.nvlink import buffers, transport
-
-        shape = int(layer.config.moe_ffn_hidden_size), self.top_k, self.num_experts
-        self._buffers = buffers.SizedBuffers(self.group, *shape, microbatch_room())
-        self._transport = transport.nvlink_transport
-
-    def prepare(
-        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
-    ) -> tuple[Tensor, Tensor, TokenTransport, Callable[[Tensor], Tensor]]:
-        ids, chosen = chosen_of(probs, routing_map, self.top_k)
-        buffers = self._buffers.of(tokens.shape[0], tokens.shape[1], tokens.dtype)
-        tokens, transport = self._transport(buffers, tokens, ids, chosen, self._buffers.grow)
-        return tokens, chosen, transport, lambda y: y
-
-
-EXCHANGES: dict[str, type[ExchangedLayer]] = {
-    kind.backend: kind for kind in (_RoundsExchange, _LocalExchange, _NvlinkExchange)
-}
+        plan = self.transports.plan(tokens, ids, chosen, experts=None, again=False)
+        x, weights = self.transports.enter(plan, tokens, chosen)
+        finish = functools.partial(self.transports.leave, plan)
+        return x, weights, self.transports.transport(plan), finish
 
 
 def install(layer: MoELayer, path_of: Callable[[MoELayer], Any]) -> None:

@@ -26,17 +26,17 @@ CASES = [
 
 
 def body(rank: int, world: int, cases: list[Case], folder: str) -> tuple[dict[str, Run], int]:
-    from megatron_fluid.patches.moe import layer
+    from megatron_fluid.moe.backends import BACKENDS, Backend
 
     os.environ["MEGATRON_FLUID_NVLINK_DOMAIN"] = f"host{rank // 2}"
     calls: list[int] = []
-    real = layer.HierarchicalLayer.experts
+    real = BACKENDS["hierarchical"].transport
 
-    def counted(path: layer.HierarchicalLayer, *arguments: torch.Tensor) -> object:
+    def counted(backend: Backend, plan: object) -> object:
         calls.append(1)
-        return real(path, *arguments)
+        return real(backend, plan)
 
-    layer.HierarchicalLayer.experts = counted  # type: ignore[assignment]
+    BACKENDS["hierarchical"].transport = counted  # type: ignore[method-assign, assignment]
     return run_cases(rank, world, cases, folder), len(calls)
 
 

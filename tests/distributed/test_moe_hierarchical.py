@@ -19,10 +19,10 @@ from megatron_fluid.moe.hierarchical import choice, transport, wire
 from megatron_fluid.moe.hierarchical.choice import ExpertCost, ExpertShape
 from megatron_fluid.moe.hierarchical.model import FORMS, Form, Wire
 from megatron_fluid.moe.hierarchical.plan import rows_between_hosts
-from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
+from megatron_fluid.moe.hierarchical.transport import plan_hierarchical
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
-from megatron_fluid.moe.rounds.transport import overlapped_moe
 from megatron_fluid.topology import HostLayout
+from tests.support.expert_calls import hierarchical_moe, overlapped_moe
 from tests.support.launch import run_ranks
 from tests.support.moe_cases import ROUTINGS, Case, run_cases
 
@@ -78,7 +78,7 @@ def one_level_body(rank: int, world: int, hosts: Sequence[int]) -> None:
         x, probs, w1, w2 = (t.clone().requires_grad_() for t in drawn)
         if form is not None:
             routed = plan_hierarchical(ids, EXPERTS, rounds, 0, form)
-            y = start_hierarchical_moe(x, probs, routed, w1, w2, "swiglu", rounds).finish()
+            y = hierarchical_moe(x, probs, routed, w1, w2, "swiglu", rounds)
         else:
             plan = ExactPlan.from_topk(ids, EXPERTS, rounds)
             rows = permute(x, plan), permute_probs(probs, plan)
@@ -111,7 +111,7 @@ def bytes_body(
     w2 = torch.randn(EXPERTS // world, HIDDEN, FFN)
     if form is not None:
         routed = plan_hierarchical(ids[rank], EXPERTS, rounds, 0, form)
-        y = start_hierarchical_moe(x, probs, routed, w1, w2, "swiglu", rounds).finish()
+        y = hierarchical_moe(x, probs, routed, w1, w2, "swiglu", rounds)
     else:
         plan = ExactPlan.from_topk(ids[rank], EXPERTS, rounds)
         rows = permute(x, plan), permute_probs(probs, plan)

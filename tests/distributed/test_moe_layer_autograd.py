@@ -17,7 +17,7 @@ from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.backends import BACKENDS
 from megatron_fluid.moe.rounds.plan import ExactPlan
-from megatron_fluid.moe.rounds.transport import start_overlapped_moe
+from tests.support.expert_calls import start_rounds
 from tests.support.launch import run_ranks
 from tests.support.moe_layers import CONFIG, F64, LIMIT_S, close, group, stack, tokens_of
 
@@ -164,7 +164,7 @@ def test_backward_twice(deferred: bool) -> None:
 def copied_buffers_body(rank: int, world: int) -> None:
     """What a layer keeps for the NVLink path: a copy shares buffers, and reads its own weights."""
     layer = MoELayer(CONFIG, group(), dtype=F64)
-    layer._backend = kept = BACKENDS["nvlink"](layer)
+    layer._backend = kept = BACKENDS["nvlink"](layer.shape(), layer.rounds)
     unsized = copy.deepcopy(layer)
     buffers = kept.sized.buffers = object()
     layer.expert_weights()
@@ -189,17 +189,17 @@ def other_work_body(rank: int, world: int) -> list[str]:
         torch.ones(1, 8, 4, dtype=F64, requires_grad=True),
     )
     x = torch.ones(5, 8, dtype=F64, requires_grad=True)
-    started = start_overlapped_moe(x * 1, None, plan, w1, w2, "gelu", rounds)
+    started = start_rounds(x * 1, None, plan, w1, w2, "gelu", rounds)
     order: list[str] = []
     other = (x * 2).sin()
     other.register_hook(
         lambda gradient: order.append(
-            f"other work, {len(started.call.transport.returning)} rounds travelling"
+            f"other work, {len(started._state.transport.returning)} rounds travelling"
         )
     )
     x.register_hook(
         lambda gradient: order.append(
-            f"dX, {len(started.call.transport.returning)} rounds travelling"
+            f"dX, {len(started._state.transport.returning)} rounds travelling"
         )
     )
     (started.finish() + other).sum().backward()

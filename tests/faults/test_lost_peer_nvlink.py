@@ -22,7 +22,7 @@ from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.moe.nvlink import steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
-from megatron_fluid.moe.nvlink.transport import nvlink_moe
+from tests.support.expert_calls import nvlink_moe
 from tests.support.machine import NEEDS_INTERPRETER
 from tests.support.simulated_workspace import SimulatedWorkspace
 

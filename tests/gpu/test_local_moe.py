@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.moe.activations import Variant, resolve_activation
-from megatron_fluid.moe.local.transport import local_moe
+from tests.support.expert_calls import local_moe
 from tests.support.machine import GPUS
 from tests.support.moe_reference import moe_reference
 
@@ -77,7 +77,7 @@ class Call:
     def run(self, group: dist.ProcessGroup, **settings: tuple[str, ...]) -> list[Tensor]:
         x, probs, w1, w2, *biases = self.leaves
         kind, given = (GPT_OSS, (biases[0], biases[1])) if biases else ("swiglu", None)
-        y = local_moe(group, x, self.ids, probs, w1, w2, kind, biases=given, **settings)  # type: ignore[arg-type]
+        y = local_moe(x, self.ids, probs, w1, w2, kind, biases=given, **settings)  # type: ignore[arg-type]
         return [y.detach(), *torch.autograd.grad(y, self.leaves, self.grad)]
 
     def right(self) -> list[Tensor]:
@@ -187,7 +187,7 @@ def test_matrices_that_lie_apart(group: dist.ProcessGroup) -> None:
     call = Call.of(SHAPES["fine"], torch.bfloat16)
     x, probs, w1, w2 = call.leaves
     apart = [[m.detach().clone().requires_grad_() for m in w.flip(0)][::-1] for w in (w1, w2)]
-    y = local_moe(group, x, call.ids, probs, *apart)  # type: ignore[arg-type]
+    y = local_moe(x, call.ids, probs, *apart)  # type: ignore[arg-type]
     dx, dprobs, *dw = torch.autograd.grad(y, [x, probs, *apart[0], *apart[1]], call.grad)
     count = len(apart[0])
     check([y.detach(), dx, dprobs, torch.stack(dw[:count]), torch.stack(dw[count:])], call)

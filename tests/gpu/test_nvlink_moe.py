@@ -25,7 +25,8 @@ from megatron_fluid.kernels.fp8_casts.reference import cast_rows, restore_rows
 from megatron_fluid.moe.nvlink import steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import CANDIDATES, Schedule
-from megatron_fluid.moe.nvlink.transport import NvlinkTransport, nvlink_moe
+from megatron_fluid.moe.nvlink.transport import NvlinkTransport
+from tests.support.expert_calls import nvlink_moe
 from tests.support.machine import RANKS
 from tests.support.nvlink_calls import (
     KINDS,

@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import CANDIDATES, Schedule
-from megatron_fluid.moe.nvlink.transport import nvlink_moe, plan_nvlink
+from megatron_fluid.moe.nvlink.transport import plan_nvlink
+from tests.support.expert_calls import nvlink_moe
 from tests.support.machine import RANKS
 from tests.support.nvlink_calls import (
     SENT,

@@ -135,7 +135,7 @@ def test_no_further_from_fp32_than_transformer_engine(name: str) -> None:
 
 def _experts(descending: bool, dtype: torch.dtype, counts: list[int]) -> list[Tensor]:
     """Output and every gradient of experts whose matrices lie in ascending or descending order."""
-    from megatron_fluid.moe.expert_rows import expert_rows
+    from tests.support.expert_calls import expert_rows
 
     g = torch.Generator("cuda").manual_seed(3)
     experts, hidden, ffn = len(counts), 256, 128

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_fluid.kernels.fp8_casts import reference
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import CompandedRows, Fp8Matrices, Fp8Rows
 from megatron_fluid.kernels.fp8_weight_grads.launch import TurnedRows
-from megatron_fluid.moe import autograd, fp8_experts, fp8_weight_grads
+from megatron_fluid.moe import fp8_experts, fp8_weight_grads
 
 __all__ = ["emulate"]
 
@@ -71,11 +71,13 @@ def _turn_rows(x: Fp8Rows, offsets: Tensor) -> TurnedRows:
 def emulate(replace: Callable[[object, str, object], None] = setattr, casts: bool = True) -> None:
     """Have fp8 experts run on a CPU; `replace` puts a value in a module's place. Without `casts`
     the casts stay Triton's."""
-    replace(autograd, "fp8_unsupported_reason", lambda *given: None)
+    replace(fp8_experts, "fp8_unsupported_reason", lambda *given: None)
     if casts:
         for function in (
             *(_cast_rows, _restore_rows, _pack_rows, _unpack_rows, _cast_weights),
             *(_swiglu_cast, _swiglu_backward_cast, _swiglu_backward_in_fp8),
         ):
-            replace(fp8_experts, function.__name__.removeprefix("_"), function)
+            name = function.__name__.removeprefix("_")
+            owner = fp8_weight_grads if name == "cast_rows" else fp8_experts
+            replace(owner, name, function)
         replace(fp8_weight_grads, "turn_rows", _turn_rows)

@@ -19,9 +19,9 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.moe.hierarchical.model import Form
-from megatron_fluid.moe.hierarchical.transport import plan_hierarchical, start_hierarchical_moe
+from megatron_fluid.moe.hierarchical.transport import plan_hierarchical
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
-from megatron_fluid.moe.rounds.transport import overlapped_moe
+from tests.support.expert_calls import hierarchical_moe, overlapped_moe
 from tests.support.moe_reference import moe_reference
 
 __all__ = ["ROUTINGS", "TOLERANCE", "Case", "check_case", "compare", "relative_error", "run_cases"]
@@ -252,14 +252,14 @@ def overlapped(case: Case, group: dist.ProcessGroup, device: torch.device) -> di
             if case.form is not None:
                 ids, total = inputs.ids[layer][mine].to(device), case.experts_per_rank * world
                 routed = plan_hierarchical(ids, total, rounds, 0, case.form)
-                started = start_hierarchical_moe(
+                out = hierarchical_moe(
                     torch.tanh(y), probs[layer], routed,
                     w1 if case.weights == "tuple" else w1[0],
                     w2 if case.weights == "tuple" else w2[0],
-                    _activation(case), rounds, scheduler, f"layer {layer}",
-                    "in_out" if case.weights == "in_out" else "out_in",
+                    _activation(case), rounds, scheduler=scheduler, name=f"layer {layer}",
+                    layout="in_out" if case.weights == "in_out" else "out_in",
                 )  # fmt: skip
-                y = y + case.gain * started.finish()
+                y = y + case.gain * out
                 continue
             plan = ExactPlan.from_topk(
                 inputs.ids[layer][mine].to(device), case.experts_per_rank * world, rounds
@@ -267,8 +267,8 @@ def overlapped(case: Case, group: dist.ProcessGroup, device: torch.device) -> di
             rows = overlapped_moe(
                 permute(torch.tanh(y), plan), permute_probs(probs[layer], plan), plan,
                 w1 if case.weights == "tuple" else w1[0], w2 if case.weights == "tuple" else w2[0],
-                _activation(case), rounds, case.dx_chunks, scheduler, f"layer {layer}",
-                "in_out" if case.weights == "in_out" else "out_in",
+                _activation(case), rounds, case.dx_chunks, scheduler=scheduler,
+                name=f"layer {layer}", layout="in_out" if case.weights == "in_out" else "out_in",
             )  # fmt: skip
             y = y + case.gain * unpermute(rows, plan)
         y.backward(inputs.grad[mine].to(device, case.dtype))

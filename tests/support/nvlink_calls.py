@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import Schedule
-from megatron_fluid.moe.nvlink.transport import nvlink_moe
+from tests.support.expert_calls import nvlink_moe
 from tests.support.kernel_references import activation_reference
 from tests.support.launch import take_gpu
 

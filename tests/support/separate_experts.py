@@ -46,7 +46,7 @@ def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
     from megatron_fluid.patches.moe import own_experts
 
     calls: list[int] = []
-    real = own_experts.expert_rows
+    real = own_experts.run_experts
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -55,7 +55,7 @@ def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
     grouped = "megatron_fluid.patches.moe.expert_parameters._te_linear_types"
     with (
         tiny_gpt.plug_in(on, **fields) as fused,
-        mock.patch.object(own_experts, "expert_rows", counted),
+        mock.patch.object(own_experts, "run_experts", counted),
         mock.patch(grouped, return_value=(tiny_gpt.GroupedLinear,)),
         mock.patch("megatron_fluid.patches.moe.decision.cpu_mode_active", return_value=False),
     ):

@@ -70,18 +70,15 @@ def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
     """Inside, Megatron's MoELayer is patched or its own; yields a list that grows with each
     overlapped call."""
     calls: list[int] = []
-    real = seam.start_overlapped_moe, seam.local_moe
+    real = seam.start_experts
 
-    def counting(function: Any) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            calls.append(1)
-            return function(*args, **kwargs)
-
-        return counted
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return real(*args)
 
     patches.revert(*MOE_PATCHES)
     set_config(FluidConfig(**{"moe_backend": "rounds" if on else "auto", **fields}))
-    seam.start_overlapped_moe, seam.local_moe = map(counting, real)
+    seam.start_experts = counted
     try:
         if on:
             with patches.patched(*MOE_PATCHES):
@@ -89,7 +86,7 @@ def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
         else:
             yield calls
     finally:
-        seam.start_overlapped_moe, seam.local_moe = real
+        seam.start_experts = real
         set_config(None)
         get_backward_scheduler().disable()
 

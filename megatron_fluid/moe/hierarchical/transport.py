@@ -17,7 +17,7 @@ Legend: T tokens of this rank, K top-k, H hidden, n rows of a piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,18 +26,7 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, SeveralRounds
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
-from megatron_fluid.moe.activations import Activation, resolve_activation
-from megatron_fluid.moe.autograd import make_call
-from megatron_fluid.moe.biases import GivenBiases, expert_biases
-from megatron_fluid.moe.expert_weights import (
-    ExpertWeights,
-    GivenWeights,
-    Matrices,
-    expert_projections,
-    in_dtype,
-)
-from megatron_fluid.moe.experts import grouped_product
+from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.hierarchical.choice import ExpertShape, choose_form
 from megatron_fluid.moe.hierarchical.model import Form
 from megatron_fluid.moe.hierarchical.plan import Batch, HierarchicalPlan, gather_ids, make_plan
@@ -49,11 +38,10 @@ from megatron_fluid.moe.hierarchical.rows import (
     sum_parts,
     transfers_of,
 )
-from megatron_fluid.moe.rounds.transport import Arrive, StartedMoE
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 from megatron_fluid.topology import HostLayout
 
-__all__ = ["HierarchicalTransport", "plan_hierarchical", "start_hierarchical_moe"]
+__all__ = ["HierarchicalTransport", "plan_hierarchical"]
 
 # On a GPU exchanges run one after the other: so many pieces cross before the first is handed on.
 _AHEAD = 2
@@ -102,23 +90,46 @@ class _Returning:
 
 
 class HierarchicalTransport(TokenTransport):
-    """Moves the tokens of one call over two levels. Each batch of the plan is a segment."""
+    """Moves the tokens of one call over two levels. Each batch of the plan is a segment. Collective
+    over the group.
+
+    Args:
+        plan: of plan_hierarchical. Keep it and pass it again in a recomputation.
+        rounds, name, scheduler: as for RoundsTransport.
+    """
 
     recomputable = ("hidden",)
+    starts_ahead = True
 
     def __init__(
-        self, plan: HierarchicalPlan, rounds: P2PRounds, name: str, scheduler: WeightGradScheduler
-    ) -> None:
-        self.plan, self.rounds, self.name, self.scheduler = plan, rounds, name, scheduler
+        self, plan: HierarchicalPlan, rounds: P2PRounds, name: str,
+        scheduler: WeightGradScheduler | None = None,
+    ) -> None:  # fmt: skip
+        self.plan, self.rounds, self.name = plan, rounds, name
+        self.scheduler = get_backward_scheduler() if scheduler is None else scheduler
         self.probs_dtype: torch.dtype | None = None
         self.returning: _HierarchicalExchange | None = None
         self._started: _HierarchicalExchange | None = None
 
-    def start(self, tokens: Tensor, probs: Tensor | None) -> None:
+    def check_experts(self, activation: Activation, num_experts: int, biased: bool) -> None:
+        allowed = self.plan.num_local_experts
+        if num_experts != allowed:
+            raise ConfigError.of(f"{self.name}: experts of a rank", num_experts, allowed)
+
+    def accept(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x [T, H], probs [T, K]"""
+        shape = [self.plan.num_tokens, self.plan.top_k]
+        if x.shape[0] != shape[0] or probs is None or list(probs.shape) != shape:
+            found = f"{list(x.shape)}, {None if probs is None else list(probs.shape)}"
+            raise ConfigError.of(f"{self.name}: x, probs", found, f"[{shape[0]}, H], {shape}")
+        wide = torch.promote_types(probs.dtype, torch.float32)
+        return x.contiguous(), probs.to(wide).contiguous()
+
+    def start(self, x: Tensor, probs: Tensor | None) -> None:
         """Launch the first pieces of the forward."""
         self.probs_dtype = None if probs is None else probs.dtype
-        sent = [tokens] if probs is None else [tokens, probs]
-        self._started = _HierarchicalExchange(self, sent, [torch.empty_like(tokens)], "")
+        sent = [x] if probs is None else [x, probs]
+        self._started = _HierarchicalExchange(self, sent, [torch.empty_like(x)], "")
         self._started.launch()
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _HierarchicalExchange:
@@ -138,7 +149,6 @@ class HierarchicalTransport(TokenTransport):
         return exchange
 
     def wait_returning(self) -> None:
-        """Complete the dX that a backward left on its way."""
         exchange, self.returning = self.returning, None
         if exchange is not None:
             exchange.complete()
@@ -286,12 +296,6 @@ class _HierarchicalExchange(Exchange):
 
     # Combine
 
-    def combine_product(
-        self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
-        row_grad: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
-
     def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
         batch = self.plan.batches[segment.index]
         made = [rows] if row_grad is None else [rows, row_grad[: rows.shape[0]]]
@@ -363,7 +367,7 @@ class _HierarchicalExchange(Exchange):
             self.complete()
             return
         self.transport.returning = self
-        # Arrive completes it, unless autograd was asked for other inputs only and leaves it out.
+        # Its node in the graph completes it, unless autograd was asked for other inputs only.
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
         engine.queue_callback(self.transport.wait_returning)
 
@@ -381,60 +385,3 @@ class _HierarchicalExchange(Exchange):
                     yield places if tokens is None else tokens.index_select(0, places), rows
 
         sum_into(self.results, parts())
-
-
-def start_hierarchical_moe(
-    x: Tensor,
-    probs: Tensor,
-    plan: HierarchicalPlan,
-    w1: GivenWeights | ExpertWeights,
-    w2: GivenWeights | ExpertWeights,
-    activation: str | Activation | Callable[[Tensor], Tensor],
-    rounds: P2PRounds,
-    scheduler: WeightGradScheduler | None = None,
-    name: str = "moe",
-    layout: str = "out_in",
-    fused_main_grad: bool = False,
-    recompute: Collection[str] = (),
-    biases: GivenBiases | None = None,
-) -> StartedMoE:
-    """Start to send tokens to their experts over two levels; finished, the call gives the sum over
-    k of probs[t, k] * expert(ids[t, k])(x[t]), [T, H]. Collective over the group.
-
-    Args:
-        x: [T, H]
-        probs: [T, K]
-        plan: of plan_hierarchical. Keep it and pass it again in a recomputation.
-        w1, w2, activation, name, layout: as for start_overlapped_moe (moe/rounds/transport.py).
-        rounds: of the group.
-        scheduler, fused_main_grad, recompute: see moe.autograd.make_call. Only "hidden" can be
-            recomputed.
-        biases: of fc1 and fc2, as for start_overlapped_moe, or None.
-
-    Raises:
-        ConfigError: shapes, dtypes or the plan do not fit together.
-        PeerTimeoutError: a peer did not answer (on a CPU; on a GPU the monitor reports it).
-    """
-    shape = [plan.num_tokens, plan.top_k]
-    if x.dim() != 2 or x.shape[0] != plan.num_tokens or list(probs.shape) != shape:
-        found = f"{list(x.shape)}, {list(probs.shape)}"
-        raise ConfigError.of(f"{name}: x, probs", found, f"[{shape[0]}, H], {shape}")
-    scheduler = get_backward_scheduler() if scheduler is None else scheduler
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, w1, w2 = x.to(dtype), in_dtype(w1, dtype), in_dtype(w2, dtype)
-        if biases is not None:
-            biases = in_dtype(biases[0], dtype), in_dtype(biases[1], dtype)
-    act = resolve_activation(activation)
-    experts = plan.num_local_experts
-    fcs = expert_projections(w1, w2, experts, x, act, name, layout)
-    added = expert_biases(biases, *fcs, name)
-    transport = HierarchicalTransport(plan, rounds, name, scheduler)
-    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added)
-    x, probs = x.contiguous(), probs.contiguous()
-    passed: Tensor | None = probs
-    if torch.is_grad_enabled() and (x.requires_grad or probs.requires_grad):
-        x, passed = Arrive.apply(transport, x, probs)
-    assert passed is not None
-    transport.start(x.detach(), passed.detach())
-    return StartedMoE(call, x, passed)

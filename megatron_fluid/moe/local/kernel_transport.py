@@ -21,7 +21,6 @@ from torch import Tensor
 from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two, rehearse
 from megatron_fluid.kernels.fp8_casts.packed_rows import compile_packed_ahead
 from megatron_fluid.kernels.fp8_casts.reference import packed_width
-from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.kernels.grouped_gemm.launch import host_ends
 from megatron_fluid.kernels.move_tokens.kernel import row_pieces
 from megatron_fluid.kernels.move_tokens.permute import (
@@ -30,9 +29,8 @@ from megatron_fluid.kernels.move_tokens.permute import (
     sort_choices_kernel,
     unpermute_kernel,
 )
-from megatron_fluid.moe.expert_weights import Matrices
-from megatron_fluid.moe.experts import RowGroups, grouped_product
-from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
+from megatron_fluid.moe.experts import RowGroups
+from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport, check_tokens
 
 __all__ = [
     "KernelPlan",
@@ -44,6 +42,8 @@ __all__ = [
     "unpermute",
 ]
 
+# Of probabilities, as kernels read them; their gradients are rounded to the same.
+PROB_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAN_TOKENS = 32  # of one program of the plan
 _WARPS = 4  # of a program that moves rows, one token each
 
@@ -202,6 +202,13 @@ class KernelTransport(TokenTransport):
     def __init__(self, plan: KernelPlan) -> None:
         self.plan = plan
 
+    def accept(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x [T, H], probs [T, K]"""
+        check_tokens(x, probs, self.plan.inverse.shape)
+        if probs is not None and probs.dtype not in PROB_DTYPES:
+            probs = probs.float()
+        return aligned(x), probs
+
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _KernelExchange:
         return _KernelExchange(self.plan, x)
 
@@ -220,12 +227,6 @@ class _KernelExchange(Exchange):
     def segments(self) -> Iterator[Segment]:
         plan = self.plan
         yield Segment(permute(plan, self.x), plan.groups, plan.row_prob)
-
-    def combine_product(
-        self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
-        row_grad: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
 
     def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
         out, grads = unpermute(self.plan, aligned(rows), row_grad)

@@ -96,7 +96,7 @@ class NvlinkBuffers:
         self.workspace, self.schedule = workspace, schedule
         self.max_tokens, self.hidden, self.top_k = max_tokens, hidden, top_k
         self.num_experts, self.dtype = num_experts, dtype
-        self.abort = workspace.errors.abort
+        self.errors, self.abort = workspace.errors, workspace.errors.abort
         self.ranks, self.rank = ranks, workspace.rank
         self.local_experts = num_experts // ranks
         self.shift = (max_tokens * top_k - 1).bit_length()  # by which ranks are told from choices

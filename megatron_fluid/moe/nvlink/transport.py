@@ -1,7 +1,7 @@
 """The NVLink transport: tokens move over symmetric memory, sent by kernels of this project.
 
     buffers = shared_buffers(group, max_tokens, hidden, ffn, top_k, num_experts)  # collective, once
-    y = nvlink_moe(buffers, x, topk_ids, probs, w1, w2, "swiglu")
+    y = run_experts(call, NvlinkTransport(buffers, topk_ids))
 
 Exact mode (capacity None) sizes activations by the rows that arrive; the host reads the experts'
 row counts while tokens are on the wire. Bounded mode (capacity = rows for this rank) reads nothing
@@ -20,40 +20,43 @@ first), N expert rows of this rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.cuda.triton_launch import aligned
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation.kernel import ACTIVATIONS
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows, fp8_sent_matmul
 from megatron_fluid.kernels.grouped_gemm.launch import can_send, sent_matmul
-from megatron_fluid.moe.activations import Activation, resolve_activation
-from megatron_fluid.moe.autograd import make_call, run_experts
-from megatron_fluid.moe.biases import GivenBiases, expert_biases
-from megatron_fluid.moe.expert_weights import (
-    ExpertWeights,
-    GivenWeights,
-    Matrices,
-    expert_projections,
-)
+from megatron_fluid.moe.activations import Activation
+from megatron_fluid.moe.expert_weights import Matrices
 from megatron_fluid.moe.experts import RowGroups, grouped_product
 from megatron_fluid.moe.nvlink import steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
-__all__ = ["NvlinkTransport", "nvlink_moe", "nvlink_transport", "plan_nvlink"]
+__all__ = ["NvlinkTransport", "plan_nvlink"]
 
 
 type Grow = Callable[[int], NvlinkBuffers]  # tokens of this rank -> larger buffers; collective
 
 
 class NvlinkTransport(TokenTransport):
-    """Moves the tokens of one call over NVLink; arguments as for nvlink_moe. All sources' rows are
-    one segment."""
+    """Moves the tokens of one call over NVLink. All sources' rows are one segment. Collective over
+    the buffers' ranks, in one stream order.
+
+    Args:
+        buffers: of shared_buffers.
+        ids: integers, -1 where dropped. A token names an expert once: of more rows than there are
+            local experts a token's sum may leave some out. [T, K]
+        handle: of plan_nvlink, in place of planning here; the ids and probs must be those it was
+            made of.
+        capacity: None for exact mode, or the rows of bounded mode.
+        grow: makes larger buffers, on all ranks at once, where one has more tokens than these hold
+            (SizedBuffers.grow). In exact mode; None refuses such a call on every rank.
+    """
 
     recomputable = ("rows", "hidden")
     carries_packed_rows = True
@@ -64,6 +67,28 @@ class NvlinkTransport(TokenTransport):
     ) -> None:  # fmt: skip
         self.buffers, self.ids, self.handle, self.capacity = buffers, ids, handle, capacity
         self._grow = grow
+
+    def check_experts(self, activation: Activation, num_experts: int, biased: bool) -> None:
+        if not activation.built_in or activation.name not in ACTIVATIONS:
+            raise ConfigError.of("activation", activation.name, ", ".join(ACTIVATIONS))
+        if biased and self.capacity is not None:
+            allowed = "None (exact mode) for experts with biases"
+            raise ConfigError.of("capacity", self.capacity, allowed)
+        if num_experts != self.buffers.local_experts:
+            raise ConfigError.of("experts of a rank", num_experts, self.buffers.local_experts)
+
+    def accept(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x [T, H] of the buffers' dtype, probs [T, K].
+
+        Raises:
+            ConfigError: they do not fit the buffers.
+            PeerTimeoutError: an earlier call of this rank waited for a peer, which did not come.
+        """
+        assert probs is not None
+        probs = probs.float()
+        self.buffers.errors.check()
+        self.buffers.check(x, self.ids, probs, self.capacity is not None)
+        return aligned(x), probs
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _NvlinkExchange:
         planned = self.handle is not None
@@ -220,17 +245,17 @@ def plan_nvlink(
     buffers: NvlinkBuffers, topk_ids: Tensor, probs: Tensor, capacity: int | None = None,
     grow: Grow | None = None,
 ) -> RoutingHandle:  # fmt: skip
-    """The routing of one call, to be passed to nvlink_moe and passed again in its recomputation.
+    """The routing of one call, for its NvlinkTransport and for that of its recomputation.
     Collective. It belongs to the buffers that `grow` made last, if it did.
 
-    topk_ids integers [T, K], -1 where dropped, and no expert twice for a token; probs fp32 [T, K]
-    (their values are part of the plan). The nvlink_moe of this handle comes before the next plan on
-    the same buffers (and before any other call of the same workspace): peers may still read what
-    was published here until that call.
+    topk_ids integers [T, K], -1 where dropped, and no expert twice for a token; probs [T, K] (their
+    values are part of the plan). The call of this handle comes before the next plan on the same
+    buffers (and before any other call of the same workspace): peers may still read what was
+    published here until that call.
     """
     while True:
         steps.take_turn(buffers, "plan")
-        handle = steps.publish(buffers, topk_ids, probs.detach(), capacity)
+        handle = steps.publish(buffers, topk_ids, probs.detach().float(), capacity)
         steps.make_plan(buffers, handle)
         if capacity is not None:
             return handle
@@ -238,76 +263,3 @@ def plan_nvlink(
         if (wanted := buffers.most_wanted()) is None:
             return handle
         buffers = _grown(buffers, grow, topk_ids.shape[0], wanted)
-
-
-def nvlink_transport(
-    buffers: NvlinkBuffers, x: Tensor, topk_ids: Tensor, probs: Tensor, grow: Grow | None = None
-) -> tuple[Tensor, NvlinkTransport]:
-    """For experts that this package does not compute (moe/open_exchange.py): x [T, H] as the
-    transport takes it, and the transport of one call. Arguments and errors as for nvlink_moe, in
-    exact mode."""
-    buffers.workspace.check_errors()
-    buffers.check(x, topk_ids, probs)
-    return aligned(x), NvlinkTransport(buffers, topk_ids, grow=grow)
-
-
-def nvlink_moe(
-    buffers: NvlinkBuffers,
-    x: Tensor,
-    topk_ids: Tensor,
-    probs: Tensor,
-    w1: GivenWeights | ExpertWeights,
-    w2: GivenWeights | ExpertWeights,
-    activation: str | Activation = "swiglu",
-    capacity: int | None = None,
-    *,
-    handle: RoutingHandle | None = None,
-    scheduler: WeightGradScheduler | None = None,
-    fused_main_grad: bool = False,
-    recompute: Collection[str] = (),
-    name: str = "moe",
-    biases: GivenBiases | None = None,
-    fp8: bool = False,
-    fp8_weight_grads: bool = True,
-    grow: Grow | None = None,
-) -> Tensor:
-    """sum over k of probs[t, k] * expert(topk_ids[t, k])(x[t]): [T, H]. Collective over the
-    buffers' ranks, in one stream order. Differentiable in x, probs, w1 and w2.
-
-    Args:
-        buffers: of shared_buffers.
-        x: tokens, of the buffers' dtype. [T, H]
-        topk_ids: integers, -1 where dropped. A token names an expert once: of more rows than there
-            are local experts a token's sum may leave some out. [T, K]
-        probs: fp32; each multiplies its expert's activation before fc2. [T, K]
-        w1, w2: [El, F1, H] and [El, H, F], strided as they may be, or El matrices each (Megatron's
-            parameters). Matrices that lie in memory at equal distances are as good as a stacked
-            tensor; others are computed one by one. An ExpertWeights made of them before spares
-            looking at each again, as long as their memory stays.
-        activation: a name in ACTIVATIONS of megatron_fluid.kernels.activation, or a variant of one.
-        capacity: None for exact mode, or the rows of bounded mode.
-        handle: of plan_nvlink, in place of planning here; the ids and probs must be those it was
-            made of.
-        scheduler, fused_main_grad, recompute, name, fp8, fp8_weight_grads: see
-            moe.autograd.make_call.
-        biases: of fc1 [El, F1] and fc2 [El, H] (see moe/biases.py), or None. In exact mode.
-        grow: makes larger buffers, on all ranks at once, where one has more tokens than these hold
-            (SizedBuffers.grow). In exact mode; None refuses such a call on every rank.
-
-    Raises:
-        ConfigError: an argument does not fit the buffers.
-        PeerTimeoutError: an earlier call of this rank waited for a peer in vain.
-    """
-    act = resolve_activation(activation)
-    if act.name not in ACTIVATIONS or not act.built_in:
-        raise ConfigError.of("activation", act.name, ", ".join(ACTIVATIONS))
-    if biases is not None and capacity is not None:
-        raise ConfigError.of("capacity", capacity, "None (exact mode) for experts with biases")
-    buffers.workspace.check_errors()
-    buffers.check(x, topk_ids, probs, capacity is not None)
-    fcs = expert_projections(w1, w2, buffers.local_experts, x, act, name)
-    transport = NvlinkTransport(buffers, topk_ids, handle, capacity, grow)
-    added = expert_biases(biases, *fcs, name)
-    settings = scheduler, name, fused_main_grad, recompute, added, fp8, fp8_weight_grads
-    call = make_call(transport, act, fcs, *settings)
-    return run_experts(call, aligned(x), probs)

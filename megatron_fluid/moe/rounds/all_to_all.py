@@ -15,9 +15,7 @@ from torch import Tensor
 
 from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
-from megatron_fluid.moe.expert_weights import Matrices
-from megatron_fluid.moe.experts import RowGroups, grouped_product
+from megatron_fluid.moe.experts import RowGroups
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
@@ -99,12 +97,6 @@ class _AllToAllExchange(Exchange):
         offsets = torch.stack([plan.recv_offsets(source, rows.device) for source in sources])
         totals = [sum(column) for column in zip(*plan.recv_counts, strict=True)]
         yield Segment(rows, RowGroups.of_counts(totals, offsets.sum(0, dtype=torch.int32)), probs)
-
-    def combine_product(
-        self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
-        row_grad: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
 
     def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
         plan = self.transport.plan

@@ -8,24 +8,16 @@ With 4 ranks, forward and backward of one call (`||`: at the same time)::
     combine 1 || peer 2                    last dX travelling || dW of fc2 and fc1
     combine 2
 
-Standalone use::
+Use::
 
-    plan = ExactPlan.from_topk(ids, num_experts, context.rounds(group))
+    plan = ExactPlan.from_topk(ids, num_experts, rounds)
     rows, row_probs = permute(x, plan), permute_probs(probs, plan)
-    y = unpermute(overlapped_moe(rows, row_probs, plan, w1, w2, "swiglu", context), plan)
+    call = prepare(ExpertCall(x=rows, probs=row_probs, w1=w1, w2=w2, num_experts=El))
+    started = start_experts(call, RoundsTransport(plan, rounds, "layer 1"))   # first round leaves
+    shared = shared_expert(x)               # anything else, while the first tokens travel
+    y = unpermute(started.finish(), plan) + shared
 
-Under Megatron, whose dispatcher has permuted the tokens by expert, with its own parameters::
-
-    plan = ExactPlan.from_counts(tokens_per_expert, context.rounds(ep_group))   # [E] of this rank
-    w1 = [expert.linear_fc1.weight for expert in experts.local_experts]         # each [F1, H]
-    y = overlapped_moe(permuted_tokens, permuted_probs, plan, w1, w2, "swiglu", context)
-
-Something else (a shared expert) can be computed while the first tokens travel, forward and
-backward::
-
-    started = start_overlapped_moe(...)         # the first round leaves
-    shared = shared_expert(x)
-    y = started.finish() + shared
+A caller that has permuted its tokens by expert makes its plan of counts: `ExactPlan.from_counts`.
 
 Legend: N rows of this rank sorted by (destination rank, expert), El local experts, H hidden, F1 / F
 widths of the experts.
@@ -33,35 +25,23 @@ widths of the experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
-from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound
-from megatron_fluid.config import shows_fields_of
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
-from megatron_fluid.moe.activations import Activation, resolve_activation
-from megatron_fluid.moe.autograd import Call, make_call, run_experts
-from megatron_fluid.moe.biases import GivenBiases, expert_biases
-from megatron_fluid.moe.expert_weights import (
-    ExpertWeights,
-    GivenWeights,
-    Matrices,
-    expert_projections,
-    in_dtype,
-)
+from megatron_fluid.moe.activations import Activation
+from megatron_fluid.moe.expert_weights import Matrices
 from megatron_fluid.moe.experts import RowGroups, grouped_product
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
-__all__ = ["Arrive", "RoundsTransport", "StartedMoE", "overlapped_moe", "start_overlapped_moe"]
+__all__ = ["RoundsTransport"]
 
 
 @dataclass
@@ -85,28 +65,66 @@ def _segment(tensors: Sequence[Tensor], groups: RowGroups, index: int) -> Segmen
 
 class RoundsTransport(TokenTransport):
     """Moves the rows of one call in rounds. Each source's rows are a segment, own rows first.
+    Collective over the group.
+
+    Args:
+        plan: the counts of this call. Keep it and pass it again in a recomputation.
+        rounds: of the group.
+        name: of the layer, to identify exchanges: use another for each layer.
+        dx_chunks: pieces in which each peer's dX is computed and sent back in backward.
+        scheduler: of the call, None for the process-wide one.
 
     Attributes:
         returning: rounds of a backward whose dX is still travelling.
+
+    Raises:
+        ConfigError: the plan is another rank's or group's, or dx_chunks is not at least 1.
     """
 
     recomputable = ("hidden",)  # rows that arrive are no fewer than rows that are sent
+    starts_ahead = True
 
     def __init__(
-        self, plan: ExactPlan, rounds: P2PRounds, name: str, dx_chunks: int,
-        scheduler: WeightGradScheduler,
+        self, plan: ExactPlan, rounds: P2PRounds, name: str, dx_chunks: int = 1,
+        scheduler: WeightGradScheduler | None = None,
     ) -> None:  # fmt: skip
-        self.plan, self.rounds, self.name = plan, rounds, name
-        self.dx_chunks, self.scheduler = dx_chunks, scheduler
+        if isinstance(dx_chunks, bool) or not isinstance(dx_chunks, int) or dx_chunks < 1:
+            raise ConfigError.of("dx_chunks", dx_chunks, "an integer of at least 1")
+        if plan.world_size != rounds.world_size or plan.rank != rounds.rank:
+            raise ConfigError(
+                f"{name}: the plan is for rank {plan.rank} of {plan.world_size}, the group's rank "
+                f"is {rounds.rank} of {rounds.world_size}"
+            )
+        self.plan, self.rounds, self.name, self.dx_chunks = plan, rounds, name, dx_chunks
+        self.scheduler = get_backward_scheduler() if scheduler is None else scheduler
         self.probs_dtype: torch.dtype | None = None
         self.returning: list[PendingRound] = []
         self._started: _RoundsExchange | None = None
 
-    def start(self, tokens: Tensor, probs: Tensor | None) -> None:
+    def check_experts(self, activation: Activation, num_experts: int, biased: bool) -> None:
+        allowed = self.plan.num_local_experts
+        if num_experts != allowed:
+            raise ConfigError.of(f"{self.name}: experts of a rank", num_experts, allowed)
+
+    def accept(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Rows [N, H] sorted by (destination rank, expert), as `permute` and Megatron's dispatcher
+        give them; probs [N], which travel with them."""
+        count = self.plan.num_rows
+        if x.shape[0] != count:
+            allowed = f"[{count}, hidden] as the plan says"
+            raise ConfigError.of(f"{self.name}: tokens", list(x.shape), allowed)
+        if probs is None:
+            return x.contiguous(), None
+        if list(probs.shape) != [count]:
+            allowed = f"[{count}], one for each row"
+            raise ConfigError.of(f"{self.name}: probs", list(probs.shape), allowed)
+        return x.contiguous(), probs.contiguous()
+
+    def start(self, x: Tensor, probs: Tensor | None) -> None:
         """Launch the first round of the forward."""
-        rows = [tokens] if probs is None else [tokens, probs]
+        rows = [x] if probs is None else [x, probs]
         self.probs_dtype = None if probs is None else probs.dtype
-        self._started = _RoundsExchange(self, rows, [torch.empty_like(tokens)])
+        self._started = _RoundsExchange(self, rows, [torch.empty_like(x)])
         self._started.launch_dispatch()
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _RoundsExchange:
@@ -127,7 +145,6 @@ class RoundsTransport(TokenTransport):
         return exchange
 
     def wait_returning(self) -> None:
-        """Wait for the dX that a backward left travelling."""
         returning, self.returning = self.returning, []
         for pending in returning:
             pending.wait()
@@ -204,7 +221,7 @@ class _RoundsExchange(Exchange):
         self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
         row_grad: Tensor | None = None,
     ) -> None:  # fmt: skip
-        assert isinstance(x, Tensor), "make_call's caller leaves fp8 out"
+        assert isinstance(x, Tensor), "rounds carry no fp8"
 
         def product(begin: int, end: int) -> Tensor:
             return grouped_product(x[begin:end], matrices, segment.groups.part(begin, end))
@@ -247,134 +264,8 @@ class _RoundsExchange(Exchange):
         transport = self.transport
         transport.returning, self.returning = self.returning, []
         if later:
-            # Arrive waits, unless autograd was asked for other inputs only and leaves it out.
+            # Its node in the graph waits, unless autograd was asked for other inputs only.
             engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
             engine.queue_callback(transport.wait_returning)
         else:
             transport.wait_returning()
-
-
-class Arrive(torch.autograd.Function):
-    """The identity in forward. Its backward waits for dX, so that whatever was recorded between it
-    and the experts runs its own backward while dX travels: autograd goes through nodes latest
-    first."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, transport: RoundsTransport, tokens: Tensor, probs: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.transport = transport
-        ctx.set_materialize_grads(False)
-        return tokens.view_as(tokens), None if probs is None else probs.view_as(probs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_tokens: Tensor | None, grad_probs: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        ctx.transport.wait_returning()
-        return None, grad_tokens, grad_probs
-
-
-@dataclass
-class StartedMoE:
-    """A call whose first tokens are travelling. Finish it exactly once."""
-
-    call: Call
-    tokens: Tensor
-    probs: Tensor | None
-
-    def finish(self) -> Tensor:
-        """Compute, combine, and give the result. [N, H]"""
-        with torch.autocast(self.tokens.device.type, enabled=False):
-            return run_experts(self.call, self.tokens, self.probs)
-
-
-def start_overlapped_moe(
-    tokens: Tensor,
-    probs: Tensor | None,
-    plan: ExactPlan,
-    w1: GivenWeights | ExpertWeights,
-    w2: GivenWeights | ExpertWeights,
-    activation: str | Activation | Callable[[Tensor], Tensor],
-    context: MultiCardOverlapContext | P2PRounds,
-    dx_chunks: int = 1,
-    scheduler: WeightGradScheduler | None = None,
-    name: str = "moe",
-    layout: str = "out_in",
-    fused_main_grad: bool = False,
-    recompute: Collection[str] = (),
-    biases: GivenBiases | None = None,
-) -> StartedMoE:
-    """Start to send rows to their experts, compute, and bring the results back, overlapped: the
-    first round of tokens leaves. Collective over the group.
-
-    Args:
-        tokens: rows sorted by (destination rank, expert), as `permute` and Megatron's dispatcher
-            give them. [N, H]
-        probs: what each row's activation is multiplied with before fc2; they travel with the
-            tokens. [N] or None
-        plan: the counts of this call. Keep it and pass it again in a recomputation.
-        w1, w2: weights of the local experts in tokens' dtype: stacked ([El, F1, H], [El, H, F]), or
-            one matrix for each expert ([F1, H], [H, F]), e.g. Megatron's parameters; see `layout`.
-            Never copied.
-        activation: a name in moe.activations.ACTIVATIONS, or a callable.
-        context: a MultiCardOverlapContext bound to the group, or the group's P2PRounds.
-        dx_chunks: pieces in which each peer's dX is computed and sent back in backward.
-        name: of this layer, for errors and to identify exchanges: use another for each layer.
-        layout: "out_in" as above, or "in_out" ([El, H, F1], [El, F, H], also folded into two
-            dimensions).
-        scheduler, fused_main_grad, recompute: see moe.autograd.make_call. Only "hidden" can be
-            recomputed.
-        biases: of fc1 [El, F1] and fc2 [El, H], stacked or one for each expert (see
-            moe/biases.py), or None.
-
-    Raises:
-        ConfigError: shapes, dtypes or the plan do not fit together.
-        PeerTimeoutError: a peer did not answer (on a CPU; on a GPU the monitor reports it).
-    """
-    rounds = context if isinstance(context, P2PRounds) else context.rounds()
-    scheduler = get_backward_scheduler() if scheduler is None else scheduler
-    if isinstance(dx_chunks, bool) or not isinstance(dx_chunks, int) or dx_chunks < 1:
-        raise ConfigError.of("dx_chunks", dx_chunks, "an integer of at least 1")
-    if plan.world_size != rounds.world_size or plan.rank != rounds.rank:
-        raise ConfigError(
-            f"{name}: the plan is for rank {plan.rank} of {plan.world_size}, the group's rank is "
-            f"{rounds.rank} of {rounds.world_size}"
-        )
-    count = plan.num_rows
-    if tokens.dim() != 2 or tokens.shape[0] != count:
-        allowed = f"[{count}, hidden] as the plan says"
-        raise ConfigError.of(f"{name}: tokens", list(tokens.shape), allowed)
-    if probs is not None and list(probs.shape) != [count]:
-        allowed = f"[{count}], one for each row"
-        raise ConfigError.of(f"{name}: probs", list(probs.shape), allowed)
-    device_type = tokens.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        tokens = tokens.to(dtype)
-        w1, w2 = in_dtype(w1, dtype), in_dtype(w2, dtype)
-        if biases is not None:
-            biases = in_dtype(biases[0], dtype), in_dtype(biases[1], dtype)
-    act = resolve_activation(activation)
-    fcs = expert_projections(w1, w2, plan.num_local_experts, tokens, act, name, layout)
-    transport = RoundsTransport(plan, rounds, name, dx_chunks, scheduler)
-    added = expert_biases(biases, *fcs, name)
-    call = make_call(transport, act, fcs, scheduler, name, fused_main_grad, recompute, added)
-    tokens, probs = tokens.contiguous(), None if probs is None else probs.contiguous()
-    wanted = tokens.requires_grad or (probs is not None and probs.requires_grad)
-    if torch.is_grad_enabled() and wanted:
-        tokens, probs = Arrive.apply(transport, tokens, probs)
-    transport.start(tokens.detach(), None if probs is None else probs.detach())
-    return StartedMoE(call, tokens, probs)
-
-
-@shows_fields_of(start_overlapped_moe)
-def overlapped_moe(*arguments: Any, **settings: Any) -> Tensor:
-    """start_overlapped_moe, finished at once: rows to their experts and back. Collective over the
-    group.
-
-    Returns:
-        The experts' results, in the order of tokens. [N, H]
-    """
-    return start_overlapped_moe(*arguments, **settings).finish()

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fluid.backward.deferred_linear import deferred_linear
 from megatron_fluid.backward.readiness import ReadyGate, gate_with, readiness_of, set_gradient_owner
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
-from megatron_fluid.moe.activations import resolve_activation
-from megatron_fluid.moe.autograd import make_call, run_experts
+from megatron_fluid.moe.autograd import run_experts
+from megatron_fluid.moe.call import ExpertCall, prepare
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.local.transport import LocalPlan, LocalTransport
 
@@ -100,8 +100,9 @@ class Model:
         fcs = self.experts[:EXPERTS], self.experts[EXPERTS:]
         weights = ExpertWeights(fcs[0], EXPERTS), ExpertWeights(fcs[1], EXPERTS)
         transport = LocalTransport(LocalPlan.of(ids, EXPERTS))
-        call = make_call(transport, resolve_activation("swiglu"), weights, scheduler)
-        return run_experts(call, x, probs)
+        given = {"w1": weights[0], "w2": weights[1], "num_experts": EXPERTS}
+        call = ExpertCall(x=x, probs=probs, scheduler=scheduler, **given)  # type: ignore[arg-type]
+        return run_experts(prepare(call), transport)
 
     def plain(self, x: Tensor) -> Tensor:
         """The layer by autograd alone."""

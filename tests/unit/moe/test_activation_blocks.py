@@ -21,7 +21,7 @@ def test_blocks_are_bitwise_the_whole(
 ) -> None:
     activation = resolve_activation(name)
     h = torch.randn(ROWS, WIDTH).to(dtype)
-    da = torch.randn(ROWS, activation.ffn_width(WIDTH)).to(dtype)
+    da = torch.randn(ROWS, WIDTH // activation.gates).to(dtype)
     probs = torch.rand(ROWS) if weighted else None
     found = []
     for block in (2**20, 4 * WIDTH):  # one block; ten, the last of one row

@@ -3,21 +3,19 @@ by the kernels (interpreted on a CPU), against plain torch."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe import autograd, biases
+from megatron_fluid.moe import biases
 from megatron_fluid.moe.activations import Variant, resolve_activation
-from megatron_fluid.moe.biases import ExpertBiases
+from megatron_fluid.moe.biases import BiasedExperts
+from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.experts import RowGroups
 from megatron_fluid.moe.local import transport
-from megatron_fluid.moe.local.transport import local_moe
+from tests.support.expert_calls import local_moe
 
 T, K, E, H, F = 11, 2, 5, 16, 8
 GPT_OSS = resolve_activation("quick_geglu", variant=Variant(0.5, 1.0))
@@ -34,7 +32,7 @@ class _Group:
 @pytest.fixture(params=["torch", pytest.param("kernels", marks=pytest.mark.interpreter)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kernels = request.param == "kernels"
-    monkeypatch.setattr(transport, "_kernels_serve", lambda x, activation: kernels)
+    monkeypatch.setattr(transport, "_kernels_serve", lambda *given: kernels)
     return str(request.param)
 
 
@@ -73,7 +71,7 @@ def test_outputs_and_every_gradient_agree_with_plain_torch(
     ids, leaves, grad = _make(gated)
     x, probs, w1, w2, *biases = leaves
     y = local_moe(  # type: ignore[misc]
-        _Group(), x, ids, probs, w1, w2, activation, biases=biases, recompute=recompute  # type: ignore[arg-type]
+        x, ids, probs, w1, w2, activation, biases=biases, recompute=recompute  # type: ignore[arg-type]
     )  # fmt: skip
     right = _expected(ids, leaves, activation)
     torch.testing.assert_close(y, right, rtol=1e-5, atol=1e-6)
@@ -88,13 +86,13 @@ def test_on_a_gpu_the_host_reads_no_row_counts(
     monkeypatch: pytest.MonkeyPatch, recompute: tuple[str, ...]
 ) -> None:
     """Rows of choices that were dropped are then left at the tensors' ends."""
-    monkeypatch.setattr(transport, "_kernels_serve", lambda x, activation: True)
+    monkeypatch.setattr(transport, "_kernels_serve", lambda *given: True)
     monkeypatch.setattr(transport, "groups_on_device", lambda device, dtype: True)
     monkeypatch.setattr(biases, "host_ends", None)
     ids, leaves, grad = _make(True)
     assert (ids < 0).any()
     x, probs, w1, w2, *added = leaves
-    y = local_moe(_Group(), x, ids, probs, w1, w2, GPT_OSS, biases=added, recompute=recompute)  # type: ignore[arg-type]
+    y = local_moe(x, ids, probs, w1, w2, GPT_OSS, biases=added, recompute=recompute)  # type: ignore[arg-type]
     right = _expected(ids, leaves, GPT_OSS)
     torch.testing.assert_close(y, right, rtol=1e-5, atol=1e-6)
     found = torch.autograd.grad(y, leaves, grad)
@@ -108,7 +106,7 @@ def test_products_of_fc1_are_rounded_before_the_bias_and_not_behind_it(way: str)
     x, probs, w1, w2, b1, b2 = (leaf.detach().to(torch.float16) for leaf in leaves)
     probs, b1 = probs.float().abs(), b1 + 1.0  # all that relu lets pass
     given = [leaf.requires_grad_() for leaf in (x, probs, w1, w2, b1, b2)]
-    y = local_moe(_Group(), x, ids, probs, w1, w2, "relu2", biases=(b1, b2))  # type: ignore[arg-type]
+    y = local_moe(x, ids, probs, w1, w2, "relu2", biases=(b1, b2))  # type: ignore[arg-type]
     found = torch.autograd.grad(y, given, grad.half())
 
     def right(dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -141,13 +139,12 @@ def test_gradients_of_several_segments_are_rounded_once(stacked: bool) -> None:
     dh, dy = ([torch.randn(sum(c), w, generator=g).half() for c in counts] for w in (2 * F, H))
     probs = [torch.rand(sum(count), generator=g) for count in counts]
     tables = [torch.zeros(3, width, dtype=torch.float16) for width in (2 * F, H)]
-    added = [
-        ExpertBiases(table if stacked else list(table.unbind(0)), 3, table.shape[1])
-        for table in tables
-    ]
+    added = [table if stacked else list(table.unbind(0)) for table in tables]
+    shapes = (3, 2 * F, H), (3, H, F)
+    fcs = [ExpertWeights(torch.zeros(*shape, dtype=torch.float16), 3) for shape in shapes]
+    experts = BiasedExperts(fcs[0], fcs[1], GPT_OSS, (added[0], added[1]), "moe")
     pairs = [(rows, rows) for rows in dy]
-    call: Any = SimpleNamespace(biases=tuple(added))
-    found = autograd._bias_grads(call, dh, pairs, list(zip(probs, groups, strict=True)))
+    found = experts.bias_grads(dh, pairs, list(zip(probs, groups, strict=True)))
     weighted = [rows.float() * p[:, None] for rows, p in zip(dy, probs, strict=True)]
     parts = ([rows.float() for rows in dh], weighted)
     sums = [
@@ -176,7 +173,7 @@ def test_deferred_weights_leave_biases_their_gradients_at_once() -> None:
     )  # one parameter for each expert, as Megatron has them
     scheduler = WeightGradScheduler()
     scheduler.enable()
-    y = local_moe(_Group(), x, ids, probs, w1, w2, GPT_OSS, biases=(b1, b2), scheduler=scheduler)  # type: ignore[arg-type]
+    y = local_moe(x, ids, probs, w1, w2, GPT_OSS, biases=(b1, b2), scheduler=scheduler)  # type: ignore[arg-type]
     y.backward(grad)
     scheduler.finish_batch()
     for params, value in zip((w1, w2, b1, b2), expected[2:], strict=True):
@@ -188,4 +185,4 @@ def test_deferred_weights_leave_biases_their_gradients_at_once() -> None:
 def test_biases_that_do_not_fit_are_named() -> None:
     ids, (x, probs, w1, w2, b1, b2), _ = _make(True)
     with pytest.raises(ConfigError, match=r"moe: bias2: found \[\[4, 16\]\].*5 local experts"):
-        local_moe(_Group(), x, ids, probs, w1, w2, biases=(b1, b2[1:]))  # type: ignore[arg-type]
+        local_moe(x, ids, probs, w1, w2, biases=(b1, b2[1:]))  # type: ignore[arg-type]

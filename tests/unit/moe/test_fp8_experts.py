@@ -17,7 +17,7 @@ from megatron_fluid.kernels.fp8_casts import reference
 from megatron_fluid.moe import fp8_experts
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.local import transport
-from megatron_fluid.moe.local.transport import local_moe
+from tests.support.expert_calls import local_moe
 from tests.support.fp8_emulation import emulate
 from tests.support.moe_reference import moe_reference
 
@@ -33,7 +33,7 @@ class _Group:
 def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dist.ProcessGroup:
     monkeypatch.setattr(group_resources, "_resources", {})
     monkeypatch.setattr(group_resources, "is_destroyed", lambda group: False)
-    monkeypatch.setattr(transport, "_kernels_serve", lambda x, activation: False)
+    monkeypatch.setattr(transport, "_kernels_serve", lambda *given: False)
     emulate(monkeypatch.setattr, casts=getattr(request, "param", "torch") == "torch")
     return _Group()  # type: ignore[return-value]
 
@@ -124,7 +124,7 @@ def test_outputs_and_every_gradient_follow_the_recipe(
 ) -> None:
     ids, leaves, grad = make(outliers)
     x, probs, w1, w2 = leaves
-    y = local_moe(group, x, ids, probs, w1, w2, fp8=True, fp8_weight_grads=fp8_weight_grads)
+    y = local_moe(x, ids, probs, w1, w2, fp8=True, fp8_weight_grads=fp8_weight_grads)
     found = gradients(y, leaves, grad)
     expected = by_the_recipe(ids, leaves, grad, fp8_weight_grads)
     for value, right in zip(found, expected, strict=True):
@@ -134,7 +134,7 @@ def test_outputs_and_every_gradient_follow_the_recipe(
     errors = [gap(v, r) for v, r in zip(found, oracle(ids, leaves, grad), strict=True)]
     # fp8's rounding is 2^-4 at most, of both operands; dprobs and gradients see several of them.
     assert max(errors) < 0.09, errors
-    plain = gradients(local_moe(group, x, ids, probs, w1, w2), leaves, grad)
+    plain = gradients(local_moe(x, ids, probs, w1, w2), leaves, grad)
     bf16 = [gap(v, r) for v, r in zip(plain, oracle(ids, leaves, grad), strict=True)]
     assert all(e > 2 * b for e, b in zip(errors, bf16, strict=True)), "this was not fp8"
 
@@ -144,12 +144,12 @@ def test_outputs_and_every_gradient_follow_the_recipe(
 def test_over_nvlink_the_same_numbers(group: dist.ProcessGroup, capacity: int | None) -> None:
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
     from megatron_fluid.moe.nvlink.schedule import Schedule
-    from megatron_fluid.moe.nvlink.transport import nvlink_moe
+    from tests.support.expert_calls import nvlink_moe
     from tests.support.simulated_workspace import SimulatedWorkspace
 
     ids, leaves, grad = make()
     x, probs, w1, w2 = leaves
-    expected = gradients(local_moe(group, x, ids, probs, w1, w2, fp8=True), leaves, grad)
+    expected = gradients(local_moe(x, ids, probs, w1, w2, fp8=True), leaves, grad)
     workspace = SimulatedWorkspace(1, torch.device("cpu")).rank(0)
     schedule = Schedule(sent_rows=capacity is None)
     buffers = NvlinkBuffers(workspace, T, H, K, E, torch.bfloat16, schedule=schedule)
@@ -212,9 +212,9 @@ def over_one_rank(
     x, probs, w1, w2 = leaves
     fp8 = {"fp8": True, "fp8_weight_grads": fp8_weight_grads}
     if over == "local":
-        return local_moe(group, x, ids, probs, w1, w2, recompute=recompute, **fp8)
+        return local_moe(x, ids, probs, w1, w2, recompute=recompute, **fp8)
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
-    from megatron_fluid.moe.nvlink.transport import nvlink_moe
+    from tests.support.expert_calls import nvlink_moe
     from tests.support.simulated_workspace import SimulatedWorkspace
 
     workspace = SimulatedWorkspace(1, torch.device("cpu")).rank(0)
@@ -249,11 +249,11 @@ def test_no_tokens(group: dist.ProcessGroup) -> None:
 def test_recomputation_and_main_grads(group: dist.ProcessGroup, recompute: tuple[str, ...]) -> None:
     ids, leaves, grad = make()
     x, probs, w1, w2 = leaves
-    kept = gradients(local_moe(group, x, ids, probs, w1, w2, fp8=True), leaves, grad)
+    kept = gradients(local_moe(x, ids, probs, w1, w2, fp8=True), leaves, grad)
     for w in (w1, w2):
         w.main_grad = torch.ones_like(w, dtype=torch.float32)  # type: ignore[attr-defined]
     settings = {"fp8": True, "recompute": recompute, "fused_main_grad": True}
-    y = local_moe(group, x, ids, probs, w1, w2, **settings)  # type: ignore[arg-type]
+    y = local_moe(x, ids, probs, w1, w2, **settings)  # type: ignore[arg-type]
     y.backward(grad)
     assert torch.equal(y.detach().float(), kept[0])
     sums = [w.main_grad - 1.0 for w in (w1, w2)]  # type: ignore[attr-defined]
@@ -273,7 +273,7 @@ def test_what_is_kept_for_backward_takes_a_byte_a_value(group: dist.ProcessGroup
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            local_moe(group, x, ids, probs, w1, w2, fp8=fp8)
+            local_moe(x, ids, probs, w1, w2, fp8=fp8)
         rows = {t.dtype for t in saved if t.numel() >= H * T}
         assert rows == ({torch.float8_e4m3fn, torch.int8} if fp8 else {torch.bfloat16})
         memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
@@ -295,17 +295,17 @@ def test_weights_are_cast_once_and_again_when_they_change(
     )
     fcs = ExpertWeights(w1, E), ExpertWeights(list(w2.detach().unbind(0)), E)
     for _ in range(2):  # microbatches
-        local_moe(group, x, ids, probs, *fcs, fp8=True).backward(grad)
+        local_moe(x, ids, probs, *fcs, fp8=True).backward(grad)
     assert len(casts) == 2
     with torch.no_grad():
         w1.mul_(2.0)
-    local_moe(group, x, ids, probs, *fcs, fp8=True)
+    local_moe(x, ids, probs, *fcs, fp8=True)
     assert len(casts) == 3
     w1.data.mul_(2.0)  # past the version counter
     fp8_experts.weight_cast(fcs[0]).expire()  # as Megatron's layer does in each step
-    y = local_moe(group, x, ids, probs, *fcs, fp8=True)
+    y = local_moe(x, ids, probs, *fcs, fp8=True)
     assert len(casts) == 4
-    assert torch.equal(y, local_moe(group, x, ids, probs, w1, w2, fp8=True))
+    assert torch.equal(y, local_moe(x, ids, probs, w1, w2, fp8=True))
 
 
 def test_weights_are_cast_once_in_each_capture_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ def test_a_nan_or_an_infinity_in_a_token_reaches_that_tokens_output_alone(
         ids, (x, probs, w1, w2), _ = make()
         with torch.no_grad():
             x[3, 200] = bad
-        y = local_moe(group, x, ids, probs, w1, w2, fp8=True).detach()
+        y = local_moe(x, ids, probs, w1, w2, fp8=True).detach()
         assert bool(y[3].isnan().all())
         assert bool(y[[t for t in range(T) if t != 3]].isfinite().all())
 

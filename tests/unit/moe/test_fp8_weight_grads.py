@@ -4,6 +4,7 @@ the setting chooses them."""
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,19 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid import MoEConfig
+from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm import group_resources
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_casts import reference
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
-from megatron_fluid.moe import autograd, backends, fp8_experts, fp8_weight_grads
-from megatron_fluid.moe.expert_rows import expert_rows
+from megatron_fluid.moe import fp8_experts, fp8_weight_grads
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.experts import RowGroups
 from megatron_fluid.moe.local import transport
-from megatron_fluid.moe.local.transport import local_moe
+from tests.support.expert_calls import expert_rows, local_moe
 from tests.support.fp8_emulation import emulate
 
 T, K, E, H, F = 9, 2, 4, 128, 256
@@ -39,7 +39,7 @@ class _Group:
 def group(monkeypatch: pytest.MonkeyPatch) -> dist.ProcessGroup:
     monkeypatch.setattr(group_resources, "_resources", {})
     monkeypatch.setattr(group_resources, "is_destroyed", lambda group: False)
-    monkeypatch.setattr(transport, "_kernels_serve", lambda x, activation: False)
+    monkeypatch.setattr(transport, "_kernels_serve", lambda *given: False)
     emulate(monkeypatch.setattr)
     return _Group()  # type: ignore[return-value]
 
@@ -138,7 +138,7 @@ def test_a_gradient_for_main_grads_of_fp32_is_not_rounded(group: dist.ProcessGro
 
 def gradients_of(group: dist.ProcessGroup, recompute: tuple[str, ...] = (), **settings: Any) -> Any:
     ids, (x, probs, w1, w2), grad = leaves_of()
-    y = local_moe(group, x, ids, probs, w1, w2, fp8=True, recompute=recompute, **settings)
+    y = local_moe(x, ids, probs, w1, w2, fp8=True, recompute=recompute, **settings)
     y.backward(grad)
     return x.grad, probs.grad, w1.grad, w2.grad
 
@@ -163,7 +163,7 @@ def test_deferred_they_are_computed_when_the_scheduler_says(
     waiting: list[Any] = []
     plain = scheduler.submit
     monkeypatch.setattr(scheduler, "submit", lambda *given: waiting.append(given))
-    y = local_moe(group, x, ids, probs, w1, w2, fp8=True, scheduler=scheduler)
+    y = local_moe(x, ids, probs, w1, w2, fp8=True, scheduler=scheduler)
     y.backward(grad)
     assert [name for name, *_ in waiting] == ["moe fc2", "moe fc1"]
     assert w1.grad is None and w2.grad is None
@@ -204,7 +204,7 @@ def test_rows_are_turned_when_a_weight_gradient_is_computed_and_never_in_bf16(
     turned.clear()
     ids, (x, probs, w1, w2), grad = leaves_of()
     w1.requires_grad_(False)
-    local_moe(group, x, ids, probs, w1, w2, fp8=True).backward(grad)
+    local_moe(x, ids, probs, w1, w2, fp8=True).backward(grad)
     assert turned == [H, F]
 
 
@@ -231,11 +231,11 @@ def test_the_setting_of_a_layer_and_of_the_process(monkeypatch: pytest.MonkeyPat
     shape = {"hidden_size": 128, "ffn_hidden_size": 128, "num_experts": 2, "top_k": 1}
 
     def chosen(**settings: Any) -> bool:
-        class Layer:
-            config = MoEConfig.of(shape | {"fp8_recipe": "blockwise"} | settings)
-            name = "layer"
-
-        return bool(backends._settings(Layer())["fp8_weight_grads"])  # type: ignore[arg-type]
+        config = MoEConfig.of(shape | {"fp8_recipe": "blockwise"} | settings)
+        fields = {"config": config, "num_local_experts": 2, "activation": None, "name": "layer"}
+        none: Any = None
+        call = MoELayer._call(SimpleNamespace(**fields), x=none, probs=none, w1=none, w2=none)  # type: ignore[arg-type]
+        return call.fp8_weight_grads
 
     try:
         for own, process, wanted in (
@@ -252,4 +252,3 @@ def test_the_setting_of_a_layer_and_of_the_process(monkeypatch: pytest.MonkeyPat
         MoEConfig.of(shape | {"fp8_weight_grads": "fp32"})
     with pytest.raises(ConfigError, match="moe_fp8_weight_grads"):
         FluidConfig(moe_fp8_weight_grads="fp16")
-    assert not autograd.Call.__dataclass_fields__["fp8_weight_grads"].default

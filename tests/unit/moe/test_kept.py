@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.expert_rows import expert_rows
-from megatron_fluid.moe.local.transport import local_moe
+from tests.support.expert_calls import expert_rows, local_moe
 from tests.support.fp8_emulation import emulate
 
 T, K, E, H, F = 11, 2, 3, 6, 5
@@ -62,7 +61,7 @@ def _local(**settings: Any) -> tuple[Tensor, list[Tensor]]:
     leaves = _leaves((T, H), (T, K), (E, 2 * F, H), (E, H, F), (E, 2 * F), (E, H))
     x, probs, w1, w2, *biases = leaves
     ids = torch.arange(T * K).view(T, K) % E
-    given = _Group(), x, ids, probs, w1, w2, "swiglu"
+    given = x, ids, probs, w1, w2, "swiglu"
     return local_moe(*given, biases=tuple(biases), **settings), leaves  # type: ignore[arg-type]
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm import group_resources
-from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import activations
 from megatron_fluid.moe.local import kernel_transport, transport
-from megatron_fluid.moe.local.transport import local_moe, plan_local
+from megatron_fluid.moe.local.transport import local_unsupported_reason, plan_local
+from tests.support.expert_calls import local_moe
 from tests.support.kernel_references import plan_reference
 from tests.support.moe_reference import moe_reference
 
@@ -42,7 +42,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> dist.ProcessGroup:
 @pytest.fixture(params=["torch", pytest.param("kernels", marks=pytest.mark.interpreter)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kernels = request.param == "kernels"
-    monkeypatch.setattr(transport, "_kernels_serve", lambda x, activation: kernels)
+    monkeypatch.setattr(transport, "_kernels_serve", lambda *given: kernels)
     monkeypatch.setattr(transport, "groups_on_device", lambda device, dtype: True)
     return str(request.param)
 
@@ -95,7 +95,7 @@ def test_outputs_and_gradients_agree_with_the_reference(
 ) -> None:
     ids, leaves, grad = make(kind)
     x, probs, w1, w2 = leaves
-    check(gradients(local_moe(group, x, ids, probs, w1, w2), leaves, grad), expected_of(kind))
+    check(gradients(local_moe(x, ids, probs, w1, w2), leaves, grad), expected_of(kind))
 
 
 @pytest.mark.parametrize("what", [("rows",), ("hidden",), ("rows", "hidden")], ids=str)
@@ -104,7 +104,7 @@ def test_what_is_not_kept_is_computed_again(
 ) -> None:
     ids, leaves, grad = make("dropped", gated=False)
     x, probs, w1, w2 = leaves
-    y = local_moe(group, x, ids, probs, w1, w2, "relu2", recompute=what)
+    y = local_moe(x, ids, probs, w1, w2, "relu2", recompute=what)
     assert y.grad_fn is not None
     kept = {tuple(t.shape) for t in y.grad_fn.saved_tensors if t is not None}  # type: ignore[attr-defined]
     assert "rows" not in what or all(shape[0] == T or shape[1] != H for shape in kept)
@@ -150,8 +150,8 @@ def test_narrow_probabilities_are_those_that_were_widened_before_and_gradients_a
     ids, (x, probs, w1, w2), grad = make(kind)
     narrow = probs.detach().to(dtype).requires_grad_()
     leaves = [x, narrow, w1, w2]
-    found = gradients(local_moe(group, x, ids, narrow, w1, w2), leaves, grad)
-    wide = gradients(local_moe(group, x, ids, narrow.float(), w1, w2), leaves, grad)
+    found = gradients(local_moe(x, ids, narrow, w1, w2), leaves, grad)
+    wide = gradients(local_moe(x, ids, narrow.float(), w1, w2), leaves, grad)
     (dprobs, right), others = (each.pop(2) for each in (found, wide)), zip(found, wide, strict=True)
     assert all(torch.equal(*pair) for pair in others)
     assert dprobs.dtype == dtype and dprobs.any()
@@ -192,7 +192,7 @@ def test_a_recomputation_replays_its_plan(group: dist.ProcessGroup, way: str) ->
 
     def layer(*tensors: Tensor) -> Tensor:
         x, probs, w1, w2 = tensors
-        return local_moe(group, x, ids, probs, w1, w2, plan=plan)
+        return local_moe(x, ids, probs, w1, w2, plan=plan)
 
     y = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)
     check(gradients(y, leaves, grad), expected_of("random"))
@@ -212,7 +212,7 @@ def test_one_matrix_for_each_expert(
         scheduler.enable()
     for m in (*matrices[0], *matrices[1]):
         m.main_grad = torch.ones_like(m)  # type: ignore[attr-defined]
-    y = local_moe(*(group, x, ids, probs, *matrices), scheduler=scheduler, fused_main_grad=fused)
+    y = local_moe(*(x, ids, probs, *matrices), scheduler=scheduler, fused_main_grad=fused)
     y.backward(grad)
     found = [
         torch.stack([m.main_grad - 1 if fused else m.grad for m in w])  # type: ignore[attr-defined]
@@ -227,7 +227,7 @@ def test_any_dtype_and_any_callable(group: dist.ProcessGroup) -> None:
     leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
     x, probs, w1, w2 = leaves
     for activation in (torch.nn.functional.mish, "gelu_tanh"):
-        y = local_moe(group, x, ids, probs, w1, w2, activation)
+        y = local_moe(x, ids, probs, w1, w2, activation)
         right = moe_reference(x, ids, probs, w1, w2, activation)
         both = (gradients(y, leaves, grad.double()), gradients(right, leaves, grad.double()))
         check(*both)
@@ -237,12 +237,11 @@ def test_no_tokens(group: dist.ProcessGroup) -> None:
     _, (_, _, w1, w2), _ = make("random")
     x = torch.zeros(0, H, requires_grad=True)
     ids, probs = torch.zeros(0, K, dtype=torch.long), torch.zeros(0, K)
-    y = local_moe(group, x, ids, probs, w1, w2)
+    y = local_moe(x, ids, probs, w1, w2)
     y.sum().backward()
     assert y.shape == (0, H) and w1.grad is not None and not w1.grad.any()
 
 
 def test_several_ranks_are_refused() -> None:
-    ids, (x, probs, w1, w2), _ = make("random")
-    with pytest.raises(ConfigError, match="2 ranks.*the group has 2"):
-        local_moe(_Group(2), x, ids, probs, w1, w2)  # type: ignore[arg-type]
+    reason = local_unsupported_reason(_Group(2))  # type: ignore[arg-type]
+    assert reason == "it is for one rank, and the group has 2"

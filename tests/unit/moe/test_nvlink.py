@@ -15,12 +15,13 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm.launch import Owners, grouped_matmul
-from megatron_fluid.moe import autograd, experts
+from megatron_fluid.moe import experts, plain_experts
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.nvlink import transport as nvlink_transport
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import CANDIDATES, NO_OVERLAP, Schedule
-from megatron_fluid.moe.nvlink.transport import nvlink_moe, plan_nvlink
+from megatron_fluid.moe.nvlink.transport import plan_nvlink
+from tests.support.expert_calls import nvlink_moe
 from tests.support.nvlink_layer import DEVICE, SENT, E, F, H, K, T, gradients, make, reference
 from tests.support.simulated_workspace import SimulatedWorkspace
 
@@ -312,14 +313,14 @@ def test_inference_keeps_nothing_even_of_parameters(monkeypatch: pytest.MonkeyPa
     buffers, ids, (x, probs, *weights), _ = make()
     w1, w2 = (torch.nn.Parameter(w.detach()) for w in weights)
     kept = []
-    real = autograd.activated_product
+    real = plain_experts.PlainExperts.forward
 
-    def noted(rows: Tensor, *args: Any) -> Any:
-        out = real(rows, *args)
-        kept.append((weakref.ref(rows), out[0] is not None))
+    def noted(self: Any, rows: Tensor, *args: Any) -> Any:
+        out = real(self, rows, *args)
+        kept.append((weakref.ref(rows), out[1] is not None))
         return out
 
-    monkeypatch.setattr(autograd, "activated_product", noted)
+    monkeypatch.setattr(plain_experts.PlainExperts, "forward", noted)
     with torch.no_grad():
         y = nvlink_moe(buffers, x, ids, probs, w1, w2)
     assert not y.requires_grad
@@ -356,7 +357,7 @@ def test_a_backward_holds_what_it_needs_and_no_more(
     assert y.grad_fn is not None
     [hidden] = [t.data_ptr() for t in y.grad_fn.saved_tensors if t.shape[1] == 2 * F]  # type: ignore[attr-defined]
     steps: list[tuple[int, list[Any]]] = []
-    real = autograd.weight_grads
+    real = experts.weight_grads
 
     def noted(fc: ExpertWeights, dy: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
         alive = [ref() is not None for _, refs in steps for ref in refs]
@@ -364,7 +365,7 @@ def test_a_backward_holds_what_it_needs_and_no_more(
         steps.append((dy.data_ptr(), [weakref.ref(dy), weakref.ref(x)]))
         return real(fc, dy, x, *rest)
 
-    monkeypatch.setattr(autograd, "weight_grads", noted)
+    monkeypatch.setattr(plain_experts, "weight_grads", noted)
     y.backward(grad, retain_graph=kept)
     (_, _), (grad_hidden, _) = steps
     assert (grad_hidden == hidden) != kept

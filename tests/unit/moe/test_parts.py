@@ -33,7 +33,7 @@ def test_activations_against_autograd(name: str, with_probs: bool) -> None:
     h, p, da = (
         normal(9, 8, grad=True),
         normal(9, seed=1, grad=True),
-        normal(9, act.ffn_width(8), seed=2),
+        normal(9, 8 // act.gates, seed=2),
     )
     probs = p if with_probs else None
     a = act.forward(h) * (p.unsqueeze(1) if with_probs else 1.0)
@@ -79,7 +79,7 @@ def test_activations_from_callables() -> None:
         resolve(f.glu),
     ):
         h = normal(6, 8, grad=True)
-        dv = normal(6, act.ffn_width(8), seed=3)
+        dv = normal(6, 8 // act.gates, seed=3)
         act.forward(h).backward(dv)
         torch.testing.assert_close(act.backward(h.detach(), dv), h.grad)
     with pytest.raises(ConfigError, match="activation: found 'swish', allowed: geglu.*swiglu"):

@@ -135,12 +135,12 @@ def test_one_parameter_of_all_experts_is_read_where_its_values_lie(plain: bool) 
 def test_values_that_were_moved_are_found_and_counted_as_a_change_of_the_parameter() -> None:
     experts = _packed()
     weights, weight = ExpertParameters(experts), experts.linear_fc1.weight
-    before, state = weights.matrices()[0], weights.state()
+    before, state = weights.matrices()[0], weights.look().state
     versions = before.versions()
     buffer = torch.zeros(500)  # as DistributedDataParallel does, in its buffer
     buffer[7:103].copy_(weight.rowwise_data)
     weight.rowwise_data = buffer[7:103]
-    assert weights.state() != state
+    assert weights.look().state != state
     moved = weights.matrices()[0]
     assert moved.stack is not None and moved.stack.data_ptr() == buffer[7:].data_ptr()
     assert moved.kept is not before.kept and weights.matrices()[0].kept is moved.kept
@@ -156,4 +156,4 @@ def test_a_parameter_without_values_is_no_state() -> None:
     weights = ExpertParameters(experts)
     experts.linear_fc2.weight.rowwise_data = None
     with pytest.raises(RuntimeError, match="without values"):
-        weights.state()
+        weights.look()

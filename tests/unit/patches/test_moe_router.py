@@ -63,9 +63,10 @@ def _routed(layer: Any, columns: torch.Tensor | None, gradient: torch.Tensor) ->
     becomes."""
     from megatron_fluid.patches.moe import layer as seam
 
-    path = seam.NvlinkLayer.__new__(seam.NvlinkLayer)
-    path.top_k, path.columns, path.padded, path.fp8 = TOP_K, columns, False, False
-    path._indices = None if columns is None else columns.argsort().int()
+    path = seam.OverlappedLayer.__new__(seam.OverlappedLayer)
+    path.top_k, path.columns, path.padded = TOP_K, columns, False
+    path.transports = SimpleNamespace(ascending=False)
+    path._indices = None if columns is None else columns.argsort()
     generator = torch.Generator().manual_seed(1)
     hidden = (
         torch.randn(TOKENS // 2, 2, 32, generator=generator)
@@ -98,12 +99,12 @@ def _routed_locally() -> dict[str, Any]:
     from megatron_fluid.patches.moe.router import route
 
     layer = _layer({**CASES["bf16"][0], "moe_router_dtype": None})
-    path = seam.LocalLayer.__new__(seam.LocalLayer)
-    path.config = SimpleNamespace(timeout_s=1.0, defer_weight_grads=False)
-    path.group, path.weights = None, SimpleNamespace(order=range(EXPERTS))
-    path._indices, path.columns, path.fp8 = None, None, False
-    with mock.patch.object(seam, "shared_rounds", return_value=SimpleNamespace(device="cpu")):
-        path.start([True])
+    path = seam.OverlappedLayer.__new__(seam.OverlappedLayer)
+    path.config = SimpleNamespace(defer_weight_grads=False)
+    path.weights = SimpleNamespace(order=range(EXPERTS))
+    path.rounds, path._indices, path.columns = SimpleNamespace(device="cpu"), None, None
+    path.transports = SimpleNamespace(ascending=False)
+    path.start([True])
     hidden = torch.randn(TOKENS, 1, 32, dtype=torch.bfloat16)
     with _Ops() as ops:
         probs, ids, _ = route(layer, hidden, None)
@@ -224,11 +225,9 @@ def over_nvlink(layer: Any, tokens: int, factor: float | None = None) -> Iterato
     rounds = SimpleNamespace(device=torch.device("cpu"))
     with mock.patch.object(seam, "shared_rounds", return_value=rounds):
         config = FluidConfig(moe_backend="nvlink", moe_capacity_factor=factor)
-        path = seam.NvlinkLayer(layer, config)
+        path = seam.OverlappedLayer(layer, config, "nvlink")
         path.start([path.weights.order[0] != 0])
-    path._buffers = SimpleNamespace(  # type: ignore[assignment]
-        of=lambda *args: buffers, buffers=buffers, grow=None
-    )
+    path.transports.sized = SimpleNamespace(of=lambda *args: buffers, buffers=buffers, grow=None)
     yield path
 
 
@@ -334,18 +333,19 @@ def _bounded(rank: int, world_size: int) -> dict[str, Any]:
     for name, factor, biases in cases:
         layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**shape, add_bias_linear=biases))
         with over_nvlink(layer, TOKENS, factor) as path:
-            buffers = path._buffers.buffers
+            buffers = path.transports.sized.buffers
             found["rows"] = buffers.bounded_rows(1.5)
             for again in (False, True):
-                transport = path._transport = mock.Mock()
-                plan, probs = path.route(layer, torch.randn(TOKENS, 1, 32), None, again)
-                path.experts(torch.randn(TOKENS, 32), plan, probs)()
+                transport = path.transports._transport = mock.Mock()
+                fcs = path.weights.matrices()
+                plan, _ = path.route(layer, torch.randn(TOKENS, 1, 32), None, again, fcs)
+                path.transports.transport(plan)
                 planned = transport.plan_nvlink.call_args
-                given = transport.nvlink_moe.call_args.kwargs
+                _, _, handle, capacity, _ = transport.NvlinkTransport.call_args.args
                 found[name, again] = (
                     planned and planned.args[3],
-                    given["capacity"],
-                    given["handle"] is (transport.plan_nvlink.return_value if again else None),
+                    capacity,
+                    handle is (transport.plan_nvlink.return_value if again else None),
                 )
             found[name] = len(buffers.workspace.errors.further)
     for recompute in (False, True):
@@ -356,7 +356,7 @@ def _bounded(rank: int, world_size: int) -> dict[str, Any]:
         with over_nvlink(layer, TOKENS, 1.0) as path:
             ours = _step(lambda x, path=path, layer=layer: path.forward(layer, x, None)[0], layer)
             found["step", recompute] = stock, ours
-            path._buffers.buffers.workspace.check_errors()
+            path.transports.sized.buffers.workspace.check_errors()
         with over_nvlink(layer, TOKENS, 0.5) as path:
             try:
                 for _ in range(2):

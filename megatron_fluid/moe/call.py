@@ -1,0 +1,133 @@
+"""One call of a layer's experts: what its caller wants, checked and cast alike for all transports.
+
+    call = prepare(ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=El))
+    y = run_experts(call, transport)                       # moe/autograd.py
+
+Shapes: T tokens, K top-k, N expert rows of this rank, El local experts, H hidden, F1 width of fc1's
+output, F width of fc2's input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.activations import Activation, resolve_activation
+from megatron_fluid.moe.expert_weights import (
+    ExpertWeights,
+    GivenBiases,
+    GivenWeights,
+    expert_projections,
+    in_dtype,
+)
+from megatron_fluid.moe.offloading import Offload
+from megatron_fluid.moe.plain_experts import PlainExperts
+
+__all__ = ["ExpertCall", "PreparedCall", "computed_dtype", "prepare"]
+
+
+@dataclass(kw_only=True, slots=True)
+class ExpertCall:
+    """What a caller wants of its experts, once.
+
+    Attributes:
+        x: tokens, as the call's transport takes them. [T, H] or [N, H]
+        probs: what the activation of each row is multiplied with, None for ones. [T, K] or [N]
+        w1, w2: [El, F1, H] and [El, H, F], stacked or one matrix for each expert; never copied. An
+            ExpertWeights made of them before spares looking at each again.
+        num_experts: El.
+        activation: a name in moe.activations.ACTIVATIONS, or a callable.
+        layout: "out_in" as above, or "in_out": [El, H, F1] and [El, F, H], also folded into two
+            dimensions. An ExpertWeights has its own.
+        biases: of fc1 [El, F1] and fc2 [El, H] (see moe/biases.py), or None.
+        fp8: compute forward and dgrad in fp8 e4m3 with a scale for each block.
+        fp8_weight_grads: with fp8: compute weight gradients so, too. False: in bf16.
+        fused_main_grad: add weight gradients straight to `param.main_grad` (Megatron's gradient
+            accumulation fusion). Parameters with an owner (backward/readiness.py) get theirs there
+            in any case.
+        recompute: what the backward makes again in place of keeping it: "rows", the dispatched
+            tokens (by another dispatch), "hidden", the output of fc1 (by another GEMM).
+        offload: what puts rows or hidden away between forward and backward, or None. Its parts are
+            not recomputed.
+        scheduler: None takes the process-wide one. If it is enabled and the weights are leaves,
+            their gradients are deferred.
+        name: of the layer, for errors.
+    """
+
+    x: Tensor
+    probs: Tensor | None
+    w1: GivenWeights | ExpertWeights
+    w2: GivenWeights | ExpertWeights
+    num_experts: int
+    activation: str | Activation | Callable[[Tensor], Tensor] = "swiglu"
+    layout: str = "out_in"
+    biases: GivenBiases | None = None
+    fp8: bool = False
+    fp8_weight_grads: bool = True
+    fused_main_grad: bool = False
+    recompute: Collection[str] = ()
+    offload: Offload | None = None
+    scheduler: WeightGradScheduler | None = None
+    name: str = "moe"
+
+
+@dataclass(slots=True)
+class PreparedCall:
+    """A call that was checked: under autocast in its dtype.
+
+    Attributes:
+        experts: what computes it.
+    """
+
+    call: ExpertCall
+    x: Tensor
+    probs: Tensor | None
+    experts: PlainExperts
+
+
+def computed_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a call with tokens x is computed: autocast's where that is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def prepare(call: ExpertCall) -> PreparedCall:
+    """Check a call and, under autocast, cast its tokens, weights and biases: before any transport,
+    and so alike on all of them.
+
+    Raises:
+        ConfigError: shapes or dtypes do not fit together; fp8 of experts that cannot be computed
+            so, or on a GPU that is no Hopper.
+    """
+    x, w1, w2, biases = call.x, call.w1, call.w2, call.biases
+    layout = w1.layout if isinstance(w1, ExpertWeights) else call.layout
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, w1, w2 = x.to(dtype), in_dtype(w1, dtype), in_dtype(w2, dtype)
+        if biases is not None:
+            biases = in_dtype(biases[0], dtype), in_dtype(biases[1], dtype)
+    if x.dim() != 2:
+        raise ConfigError.of(f"{call.name}: dimensions of the tokens", x.dim(), 2)
+    act = call.activation
+    if not isinstance(act, Activation):
+        act = resolve_activation(act)
+    fcs = expert_projections(w1, w2, call.num_experts, x, act, call.name, layout)
+    if call.fp8:
+        from megatron_fluid.moe.fp8_experts import fp8_experts  # needs Triton
+
+        experts: PlainExperts = fp8_experts(
+            *fcs, act, call.fp8_weight_grads, name=call.name,
+            biased=biases is not None, offloaded=call.offload is not None,
+        )  # fmt: skip
+    elif biases is not None:
+        from megatron_fluid.moe.biases import BiasedExperts
+
+        experts = BiasedExperts(*fcs, act, biases, call.name)
+    else:
+        experts = PlainExperts(*fcs, act)
+    return PreparedCall(call, x, call.probs, experts)
