@@ -47,19 +47,11 @@ class KernelCache:
     Args:
         folder: None takes `default_folder()`.
         wait_s: bound on the wait for another process that makes the same file.
-        suffix: of the files.
-        what: they hold, for messages.
     """
 
-    def __init__(
-        self,
-        folder: Path | None = None,
-        wait_s: float = 120.0,
-        suffix: str = ".cubin",
-        what: str = "compiled kernels",
-    ) -> None:
+    def __init__(self, folder: Path | None = None, wait_s: float = 120.0) -> None:
         self.folder = default_folder() if folder is None else folder
-        self.wait_s, self.suffix, self.what = wait_s, suffix, what
+        self.wait_s = wait_s
         self._temporary: Path | None = None
         self._told: set[str] = set()
         self._lock = threading.Lock()
@@ -82,7 +74,7 @@ class KernelCache:
                     lock = _try_lock(folder / f"{key}.lock")
                 except OSError as error:  # no wait could end: nobody else holds a lock either
                     reason = (error.strerror or str(error)).lower()
-                    self._tell(f"no locks in {folder} ({reason}): {self.what} are made per process")
+                    self._tell(f"no locks in {folder} ({reason}): kernels are compiled per process")
                     break
                 if lock is not None:
                     try:
@@ -120,9 +112,9 @@ class KernelCache:
                 written = file.name
                 file.write(_checksum(key, code) + code)
                 os.fchmod(file.fileno(), 0o644)
-            os.replace(written, folder / f"{key}{self.suffix}")
+            os.replace(written, folder / f"{key}.cubin")
         except OSError as error:
-            self._tell(f"{self.what} could not be kept in {folder}: {error.strerror}")
+            self._tell(f"compiled kernels could not be kept in {folder}: {error.strerror}")
             if written is not None:
                 Path(written).unlink(missing_ok=True)
 
@@ -141,11 +133,11 @@ class KernelCache:
                 shared = Path(tempfile.mkdtemp(prefix="megatron_fluid-"))
             self._temporary = shared
         place = "the cache folder" if self.folder is None else str(self.folder)
-        self._tell(f"{place}: {reason}; {self.what} are kept in {shared} instead")
+        self._tell(f"{place}: {reason}; compiled kernels are kept in {shared} instead")
         return shared
 
     def _read(self, folder: Path, key: str) -> bytes | None:
-        path = folder / f"{key}{self.suffix}"
+        path = folder / f"{key}.cubin"
         try:
             if not _trusted(os.stat(folder)):
                 return None
