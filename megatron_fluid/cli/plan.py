@@ -154,58 +154,51 @@ def _wanted(args: argparse.Namespace) -> dict[str, Model]:
     return models
 
 
+# Megatron's flag of each field, and its default; None: there is none, or another flag gives it.
+_FLAGS: Mapping[str, tuple[str, int | None]] = {
+    "hidden": ("hidden-size", None), "heads": ("num-attention-heads", None),
+    "kv_heads": ("num-query-groups", 1), "head_dim": ("kv-channels", None),
+    "ffn": ("ffn-hidden-size", None), "expert_ffn": ("moe-ffn-hidden-size", None),
+    "experts": ("num-experts", 0), "top_k": ("moe-router-topk", 2),
+    "sequence": ("seq-length", None), "batch": ("micro-batch-size", 1),
+    "context": ("context-parallel-size", 1), "tensor": ("tensor-model-parallel-size", 1),
+    "expert": ("expert-model-parallel-size", 1), "rotated": ("qk-pos-emb-head-dim", 64),
+    "value_dim": ("v-head-dim", 128), "q_rank": ("q-lora-rank", 0), "kv_rank": ("kv-lora-rank", 32),
+}  # fmt: skip
+
+
 def model_of_flags(flags: Sequence[str]) -> Model:
-    """The model of a Megatron command line.
+    """Return the model of a Megatron command line.
 
     Raises:
         ConfigError: a flag that the model needs is not there.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    integers = {
-        "hidden-size": None, "num-attention-heads": None, "num-query-groups": None,
-        "kv-channels": None, "ffn-hidden-size": None, "moe-ffn-hidden-size": None,
-        "num-experts": 0, "moe-router-topk": 2, "seq-length": None, "micro-batch-size": 1,
-        "context-parallel-size": 1, "tensor-model-parallel-size": 1,
-        "expert-model-parallel-size": 1, "qk-head-dim": 128, "qk-pos-emb-head-dim": 64,
-        "v-head-dim": 128, "q-lora-rank": None, "kv-lora-rank": 32,
-    }  # fmt: skip
-    for name, default in integers.items():
-        parser.add_argument(f"--{name}", type=positive, default=default)
-    for name in ("group-query-attention", "multi-latent-attention"):
-        parser.add_argument(f"--{name}", action="store_true")
+    for field, (flag, default) in _FLAGS.items():
+        parser.add_argument(f"--{flag}", dest=field, type=positive, default=default)
+    parser.add_argument("--qk-head-dim", type=positive, default=128)
     parser.add_argument("--window-size", default="")
-    found, _ = parser.parse_known_args(flags)
-    for name in ("hidden_size", "num_attention_heads", "seq_length"):
-        if getattr(found, name) is None:
-            flag = f"--from-args: --{name.replace('_', '-')}"
+    parser.add_argument("--group-query-attention", action="store_true")
+    parser.add_argument("--multi-latent-attention", action="store_true")
+    found = parser.parse_known_args(flags)[0]
+    for field in ("hidden", "heads", "sequence"):
+        if getattr(found, field) is None:
+            flag = f"--from-args: --{_FLAGS[field][0]}"
             raise ConfigError.of(flag, "no such flag", "an integer")
-    heads, latent = found.num_attention_heads, found.multi_latent_attention
-    grouped = found.group_query_attention and not latent
-    ffn = found.ffn_hidden_size or 4 * found.hidden_size
-    head_dim = found.kv_channels or found.hidden_size // heads
-    if latent:
-        head_dim = found.qk_head_dim + found.qk_pos_emb_head_dim
+    sizes = {field: getattr(found, field) for field in _FLAGS}
+    ffn = found.ffn or 4 * found.hidden
+    if found.experts:
+        sizes |= {"ffn": 0, "expert_ffn": found.expert_ffn or ffn}
+    else:
+        sizes |= {"ffn": ffn, "expert_ffn": 0, "top_k": 0}
+    if found.multi_latent_attention:
+        sizes |= {"kv_heads": found.heads, "head_dim": found.qk_head_dim + found.rotated}
+    else:
+        sizes |= {"value_dim": 0, "q_rank": 0, "kv_rank": 0}
+        sizes["head_dim"] = found.head_dim or found.hidden // found.heads
+        sizes["kv_heads"] = found.kv_heads if found.group_query_attention else found.heads
     before = found.window_size.strip("()[] ").split(",")[0].strip()
-    return Model(
-        hidden=found.hidden_size,
-        heads=heads,
-        kv_heads=(found.num_query_groups or 1) if grouped else heads,
-        head_dim=head_dim,
-        value_dim=found.v_head_dim if latent else 0,
-        ffn=0 if found.num_experts else ffn,
-        expert_ffn=(found.moe_ffn_hidden_size or ffn) if found.num_experts else 0,
-        experts=found.num_experts,
-        top_k=found.moe_router_topk if found.num_experts else 0,
-        q_rank=(found.q_lora_rank or 0) if latent else 0,
-        kv_rank=found.kv_lora_rank if latent else 0,
-        rotated=found.qk_pos_emb_head_dim,
-        window=int(before) + 1 if before.isdecimal() else 0,
-        sequence=found.seq_length,
-        batch=found.micro_batch_size,
-        context=found.context_parallel_size,
-        tensor=found.tensor_model_parallel_size,
-        expert=found.expert_model_parallel_size,
-    )
+    return Model(**sizes, window=int(before) + 1 if before.isdecimal() else 0)
 
 
 def _check(name: str, model: Model) -> None:
@@ -231,7 +224,7 @@ def _figures(machine: Machine) -> str:
     copies = link("copies", machine.copies) if machine.copies else ""
 
     text = (
-        f"machine: {machine.device}, {machine.flops_per_s / 1e9:.4g} GFLOP/s, memory "
+        f"machine: {machine.device}, {machine.flops_per_s / 1e12:.4g} TFLOP/s, memory "
         f"{machine.bytes_per_s / 1e9:.4g} GB/s, {machine.operation_s * 1e6:.3g} us of the host an "
         f"operation{copies}{link('all-to-all', machine.collective)} "
         f"({machine.source})"
