@@ -1,0 +1,186 @@
+"""Break the package on purpose, one way at a time, and see which tests notice.
+
+    python -m tools.mutations                     # every mutation of tools/mutations.toml
+    python -m tools.mutations --only router       # those whose names hold a word
+    python -m tools.mutations --tests tests/unit  # the same tests for each, in place of its own
+
+Each mutation is an exact text of one file, what takes its place, what that breaks, and the tests
+that are expected to fail. It is applied in a copy of the tree, never in place. A text that is not
+in its file exactly once is an error, by the mutation's name: the list follows the code.
+
+Exit status: 0 all were caught, 1 some were not, 2 some could not be tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["LIST", "ROOT", "Mutation", "MutationError", "main", "mutations", "mutated", "try_one"]
+
+ROOT = Path(__file__).resolve().parents[1]
+LIST = ROOT / "tools" / "mutations.toml"
+_COPIED = ("megatron_fluid", "patches", "tests", "tools", "benchmarks", "examples")
+_CAUGHT, _PASSED = 1, 0  # exit statuses of pytest: tests failed, all passed
+
+
+class MutationError(Exception):
+    """A mutation that cannot be tried; the text begins with its name."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One way to break the package.
+
+    Attributes:
+        name: unique in the list.
+        file: relative to the root of the tree.
+        old, new: an exact text that the file has once, and what takes its place.
+        breaks: what a user would see.
+        tests: arguments of pytest: a file, with -k where that is quicker.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    breaks: str
+    tests: str
+
+
+def mutations(path: Path = LIST) -> list[Mutation]:
+    """Read the list.
+
+    Raises:
+        MutationError: two of one name.
+    """
+    found = [Mutation(**entry) for entry in tomllib.loads(path.read_text())["mutation"]]
+    names = [mutation.name for mutation in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise MutationError(f"{name}: this name is in the list twice")
+    return found
+
+
+def mutated(mutation: Mutation, root: Path = ROOT) -> str:
+    """Return the text of the mutation's file with the mutation in it.
+
+    Raises:
+        MutationError: no such file, or the text is not in it exactly once.
+    """
+    path = root / mutation.file
+    if not path.is_file():
+        raise MutationError(f"{mutation.name}: there is no file {mutation.file}")
+    text = path.read_text()
+    if (count := text.count(mutation.old)) != 1:
+        raise MutationError(
+            f"{mutation.name}: {mutation.file} has its text {count} times, needed: once"
+        )
+    return text.replace(mutation.old, mutation.new)
+
+
+def _copy(root: Path, target: Path) -> None:
+    """Copy the folders that tests need, and the files beside them."""
+    for name in _COPIED:
+        shutil.copytree(
+            root / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "results")
+        )
+    for path in root.iterdir():
+        if path.is_file():
+            shutil.copy2(path, target)
+
+
+def _run(tree: Path, tests: str, timeout_s: float) -> int:
+    """Run pytest in a tree; its exit status. A run that hangs has noticed, too."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        return subprocess.run(
+            [*command, *shlex.split(tests)],
+            cwd=tree,
+            env=env,
+            timeout=timeout_s,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return _CAUGHT
+
+
+def try_one(mutation: Mutation, tree: Path, tests: str = "", timeout_s: float = 600.0) -> bool:
+    """Apply a mutation in `tree`, run its tests (or `tests`), restore the file; whether they
+    failed.
+
+    Raises:
+        MutationError: its text is not found once, or pytest ran no test.
+    """
+    path = tree / mutation.file
+    before = path.read_text() if path.is_file() else ""
+    path.write_text(mutated(mutation, tree)) if before else mutated(mutation, tree)
+    try:
+        status = _run(tree, tests or mutation.tests, timeout_s)
+    finally:
+        path.write_text(before)
+    if status not in (_CAUGHT, _PASSED):
+        raise MutationError(f"{mutation.name}: pytest ended with status {status}")
+    return status == _CAUGHT
+
+
+def _sound(chosen: Iterable[Mutation], tests: str, tree: Path, timeout_s: float) -> list[str]:
+    """Commands that fail without any mutation, which so could notice none."""
+    commands = {tests} if tests else {mutation.tests for mutation in chosen}
+    return [each for each in sorted(commands) if _run(tree, each, timeout_s) != _PASSED]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Try mutations; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="words in names")
+    parser.add_argument("--tests", default="", help="arguments of pytest for every mutation")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a run of tests")
+    parser.add_argument("--check", action="store_true", help="look only whether texts are found")
+    parser.add_argument("--sound", action="store_true", help="run the tests unmutated first")
+    args = parser.parse_args(argv)
+    chosen = [m for m in mutations() if any(word in m.name for word in args.only)]
+    missed, errors = [], []
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        tree = Path(folder)
+        _copy(ROOT, tree)
+        if args.sound:
+            errors += [f"fails unmutated: {each}" for each in _sound(chosen, args.tests, tree, 600)]
+        for number, mutation in enumerate(chosen, 1):
+            begin = time.monotonic()
+            try:
+                if args.check:
+                    mutated(mutation, tree)
+                    continue
+                caught = try_one(mutation, tree, args.tests, args.timeout)
+            except MutationError as error:
+                errors.append(str(error))
+                print(f"{number}/{len(chosen)} ERROR {error}", flush=True)
+                continue
+            if not caught:
+                missed.append(mutation.name)
+            said = "caught" if caught else "NOT CAUGHT"
+            took = time.monotonic() - begin
+            print(f"{number}/{len(chosen)} {said} {mutation.name} ({took:.0f} s)", flush=True)
+    print(f"{len(chosen)} mutations: {len(missed)} not caught, {len(errors)} errors")
+    for name in missed:
+        print(f"not caught: {name}")
+    for error in errors:
+        print(f"error: {error}")
+    return 2 if errors else 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
