@@ -600,7 +600,7 @@ class TrainingWorld:
                 raise AssertionError(
                     f"{actions}: no answer of ranks {missing}\n" + "\n".join(errors)
                 )
-            time.sleep(0.001)
+            time.sleep(0.003)
         done = [pickle.loads(self._store.get(key)) for key in keys]
         for key in (f"ask {number}", *keys):
             self._store.delete_key(key)
