@@ -308,8 +308,18 @@ class Agreement:
             for rank in range(self.size)
             if (got := self._get(f"{token}/{number}/{rank}")) is not None
         }
-        absent = [rank for rank in range(self.size) if rank not in found]
+        absent = [
+            rank
+            for rank in range(self.size)
+            if rank not in found and not self._stands_at_the_door(rank)
+        ]
         return [], absent or [0], self._elsewhere(found)
+
+    def _stands_at_the_door(self, rank: int) -> bool:
+        """Return whether a rank has said hello and got no answer: the first rank is missing, and
+        not this one."""
+        hello = self._get(f"{self._door}/hello/{rank}")
+        return hello is not None and self._get(f"{self._door}/welcome/{hello[0]}") is None
 
     def _elsewhere(self, found: dict[int, tuple[str, Any]]) -> str:
         """Say which ranks are in which operations; "" where it is one."""

@@ -57,6 +57,22 @@ def test_one_process_that_began_again_meets_the_others_in_their_new_life() -> No
     assert on_all(second, lambda w: w.gather("step", w.rank)) == [[0, 1]] * 2
 
 
+def test_a_first_rank_that_stops_in_the_handshake_is_the_one_that_is_named() -> None:
+    """It has let one rank in, which finds no word of the other: that one waits at the door."""
+    first, *others = agreements(3, timeout_s=0.5)
+
+    def stop_half_way() -> None:
+        first._set(f"{first._token}/0/0", ("meet", None))
+        while (hello := first._get(f"{first._door}/hello/1")) is None:
+            time.sleep(0.001)
+        first._set(f"{first._door}/welcome/{hello[0]}", first._token)
+
+    threading.Thread(target=stop_half_way).start()
+    for error in on_all(others, lambda w: w.gather("meet", w.rank)):
+        assert isinstance(error, PeerTimeoutError)
+        assert error.peer == 0 and "rank 0 did not come" in str(error)
+
+
 def test_published_words_are_of_this_life_and_the_newest_counts() -> None:
     store = dist.HashStore()
     for life in range(3):
