@@ -12,6 +12,7 @@ import math
 import operator
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ _NAMED = {
 }
 # What a setting that is None or a number may be.
 _ABOVE_ZERO = {
-    "timeout_s": "a finite number of seconds above 0",
+    "timeout_s": "a number of seconds above 0, at most 31536000 (a year)",
     "moe_capacity_factor": "a finite number above 0",
 }
 
@@ -224,13 +225,14 @@ class FluidConfig:
         return cls(**settings)
 
     def shared(self) -> dict[str, Any]:
-        """Return the settings that must be the same on all ranks. Timeouts and folders may differ,
-        and so may the file of `machine`: that of a group's first rank counts."""
+        """Return what must be the same on all ranks: the package's version and the settings.
+        Timeouts and folders may differ, and so may the file of `machine`: that of a group's first
+        rank counts."""
         found = {name: getattr(self, name) for name in _fields()}
         del found["timeout_s"], found["profile_dir"]
         if self.machine not in MACHINES:
             found["machine"] = "a file"
-        return found
+        return found | {"version": sys.modules["megatron_fluid"].__version__}
 
 
 def moe_recompute(config: FluidConfig) -> tuple[str, ...]:
@@ -275,9 +277,9 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
         fits = is_number and isinstance(value, int) and value >= 1
         allowed = "an integer of at least 1"
     elif name in _ABOVE_ZERO:
-        fits = value is None or (
-            is_number and isinstance(value, int | float) and 0 < value < math.inf
-        )
+        # Above a year, clocks of torch and of kernels overflow.
+        limit = 31_536_001 if name == "timeout_s" else math.inf
+        fits = value is None or (is_number and isinstance(value, int | float) and 0 < value < limit)
         allowed = _ABOVE_ZERO[name]
     elif name == "profile_steps":
         text = isinstance(value, str) and re.fullmatch(r"[1-9]\d*:[1-9]\d*", value)

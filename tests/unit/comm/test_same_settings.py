@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import megatron_fluid
 from megatron_fluid.comm import same_settings
 from megatron_fluid.comm.agreement import Agreement, agreement
 from megatron_fluid.comm.group_resources import close_group
@@ -51,10 +52,20 @@ def _differing(rank: int, world: int) -> list[str]:
         with pytest.raises(ConfigError) as caught:
             case()
         texts.append(str(caught.value))
-    set_config(FluidConfig(dx_chunks=1 + rank, timeout_s=50.0 + rank))
+    own: dict[str, Any] = {"timeout_s": 50.0 + rank, "profile_dir": f"/host{rank}"}
+    set_config(FluidConfig(dx_chunks=1 + rank, **own))
     with pytest.raises(ConfigError) as caught:
         _moe()
     texts.append(str(caught.value))
+    with mock.patch.object(megatron_fluid, "__version__", f"0.{rank}"):
+        set_config(FluidConfig(**own))
+        with pytest.raises(ConfigError) as caught:
+            _moe()
+        texts.append(str(caught.value))
+        with pytest.raises(ConfigError) as caught:
+            exchange(Finding(None), group, FluidConfig(**own), "overlapped MoE layer", "1")
+        texts.append(str(caught.value))
+    exchange(Finding(None), group, FluidConfig(**own), "overlapped MoE layer", "2")
     assert time.monotonic() - started < 30, "differences are not waited for"
     return texts
 
@@ -73,11 +84,13 @@ def test_every_rank_names_the_settings_that_differ() -> None:
             "SelfAttention: window: found 'None' on rank 0, '3' on rank 1",
             "AllToAll: max_num_tokens: found '4' on rank 0, '5' on rank 1",
             "MoELayer: FluidConfig.dx_chunks: found '1' on rank 0, '2' on rank 1; allowed",
+            "MoELayer: FluidConfig.version: found '0.0' on rank 0, '0.1' on rank 1; allowed",
+            "overlapped MoE layer: version: found '0.0' on rank 0, '0.1' on rank 1; allowed",
         ),
         strict=True,
     ):
         assert words in text
-    assert "timeout_s" not in first[-1]
+    assert not any("timeout_s" in text or "profile_dir" in text for text in first)
 
 
 def _other_room(rank: int, world: int) -> list[str]:
