@@ -38,6 +38,7 @@ __all__ = [
     "reduce_push_kernel",
     "row_pieces",
     "scatter_kernel",
+    "sum_pieces",
 ]
 
 
@@ -225,6 +226,34 @@ def inside(column, WIDTH: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
+def sum_pieces(
+    y, rows, h, COUNT: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """UNROLL sums in fp32, [ROWS, BLOCK] each, of columns h and following of rows y[rows[j]], j from
+    0 to COUNT - 1 in this order. A row of -1 adds nothing. Four rows are in flight."""
+    totals = ()
+    for _ in tl.static_range(UNROLL):
+        totals = totals + (tl.zeros((ROWS, BLOCK), tl.float32),)
+    for first in tl.static_range(0, COUNT, 4):
+        values = ()
+        for j in tl.static_range(first, min(first + 4, COUNT)):
+            source = y + rows[j].to(tl.int64)[:, None] * H
+            for u in tl.static_range(UNROLL):
+                column = h + u * BLOCK + tl.arange(0, BLOCK)
+                mask = (rows[j] >= 0)[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
+                values = values + (tl.load(source + column[None, :], mask=mask, other=0.0),)
+        sums = ()
+        for u in tl.static_range(UNROLL):
+            total = totals[u]
+            for j in tl.static_range(min(4, COUNT - first)):
+                total += values[j * UNROLL + u].to(tl.float32)
+            sums = sums + (total,)
+        totals = sums
+    return totals
+
+
+@triton.jit
 def reduce_push_kernel(
     y,  # [N, H]
     inverse,  # int32 [W * C, K]: row, -1 not here, -2 over capacity
@@ -288,24 +317,7 @@ def reduce_push_kernel(
         apart = tl.multiple_of((tl.load(combine_addresses + owner) - own) // unit, 8)
         line = apart + (rank * C + t).to(tl.int64) * H
         for h in range(0, H, BLOCK * UNROLL):
-            totals = ()
-            for _ in tl.static_range(UNROLL):
-                totals = totals + (tl.zeros((ROWS, BLOCK), tl.float32),)
-            for first in tl.static_range(0, SLOTS, 4):
-                values = ()
-                for j in tl.static_range(first, min(first + 4, SLOTS)):
-                    source = y + rows[j].to(tl.int64)[:, None] * H
-                    for u in tl.static_range(UNROLL):
-                        column = h + u * BLOCK + tl.arange(0, BLOCK)
-                        mask = (rows[j] >= 0)[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
-                        values = values + (tl.load(source + column[None, :], mask=mask, other=0.0),)
-                sums = ()
-                for u in tl.static_range(UNROLL):
-                    total = totals[u]
-                    for j in tl.static_range(min(4, SLOTS - first)):
-                        total += values[j * UNROLL + u].to(tl.float32)
-                    sums = sums + (total,)
-                totals = sums
+            totals = sum_pieces(y, rows, h, SLOTS, H, ROWS, BLOCK, UNROLL)
             for u in tl.static_range(UNROLL):
                 column = h + u * BLOCK + tl.arange(0, BLOCK)
                 mask = send[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]

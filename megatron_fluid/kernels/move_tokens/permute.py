@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fluid.kernels.move_tokens.kernel import inside
+from megatron_fluid.kernels.move_tokens.kernel import inside, sum_pieces
 
 __all__ = ["count_choices_kernel", "permute_kernel", "sort_choices_kernel", "unpermute_kernel"]
 
@@ -160,24 +160,7 @@ def unpermute_kernel(
             tl.store(grads + t * K + k, owed.to(grads.dtype.element_ty), mask=real)
     line = out + t.to(tl.int64)[:, None] * H
     for h in range(0, H, BLOCK * UNROLL):
-        totals = ()
-        for _ in tl.static_range(UNROLL):
-            totals = totals + (tl.zeros((ROWS, BLOCK), tl.float32),)
-        for first in tl.static_range(0, K, 4):
-            values = ()
-            for k in tl.static_range(first, min(first + 4, K)):
-                source = y + rows[k].to(tl.int64)[:, None] * H
-                for u in tl.static_range(UNROLL):
-                    column = h + u * BLOCK + tl.arange(0, BLOCK)
-                    mask = (rows[k] >= 0)[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
-                    values = values + (tl.load(source + column[None, :], mask=mask, other=0.0),)
-            sums = ()
-            for u in tl.static_range(UNROLL):
-                total = totals[u]
-                for j in tl.static_range(min(4, K - first)):
-                    total += values[j * UNROLL + u].to(tl.float32)
-                sums = sums + (total,)
-            totals = sums
+        totals = sum_pieces(y, rows, h, K, H, ROWS, BLOCK, UNROLL)
         for u in tl.static_range(UNROLL):
             column = h + u * BLOCK + tl.arange(0, BLOCK)
             mask = real[:, None] & inside(column, H, BLOCK * UNROLL)[None, :]
