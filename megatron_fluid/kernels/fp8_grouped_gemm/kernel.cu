@@ -10,6 +10,8 @@
 // not 32. An expert's rows are cut into as few tiles as hold them, of up to three slabs of 64 rows, one for each warpgroup that
 // multiplies: with the sums of 128 and those of all depth that fills its registers. Blocks of a cluster take neighbouring 128
 // features of the same rows, and each fetches half of the rows for both.
+//
+// Shapes: N expert rows, El local experts, K depth, J width; K and J multiples of 128.
 constexpr int MOST_UNITS = 8, RING = 2;
 constexpr unsigned int MOST_TRIES = 1u << 24;  // a step takes a microsecond: seconds are a fault
 #include "sm90.cuh"
@@ -20,6 +22,8 @@ constexpr int BLOCK = 128;    // of a scale along features and depth; also of a 
 constexpr int MOST_STAGED = 256;  // experts whose ends have room in shared memory
 constexpr int STAGES = Shape<FORWARD>::STAGES, STAGING = Shape<FORWARD>::STAGING;
 constexpr int STEP = OWN + CONSUMERS * (SLAB / UNIT) * PIECE;
+
+// -------- Tiles ------------------------------------------------------------------------------------------------------------
 
 struct Tile {
   int expert, row, rows, feature, slabs;
@@ -38,17 +42,13 @@ struct Walk {
       const int slabs = (end - start + SLAB - 1) / SLAB, high = (slabs + CONSUMERS - 1) / CONSUMERS;
       const int inside = number - first;
       if (inside < high * across) {
-        const int strip = inside / (STRIP * across);
-        const int height = min(high - strip * STRIP, STRIP);
-        const int at = inside - strip * STRIP * across;
-        const int place = strip * STRIP + at % height;
-        const int each = slabs / high, wider = slabs % high;
-        const int skipped = (place * each + min(place, wider)) * SLAB;
+        const Place place = place_of(inside, high, across);
+        const Part part = part_of(slabs, high, place.row);
         found.expert = expert;
-        found.feature = at / height * 2 * BLOCK;
-        found.slabs = each + (place < wider);
-        found.row = start + skipped;
-        found.rows = min(found.slabs * SLAB, end - start - skipped);
+        found.feature = place.column * 2 * BLOCK;
+        found.slabs = part.size;
+        found.row = start + part.first * SLAB;
+        found.rows = min(found.slabs * SLAB, end - found.row);
         return true;
       }
       first += high * across;
@@ -58,6 +58,8 @@ struct Walk {
     return false;
   }
 };
+
+// -------- Producer: thread 0 of each block fills the stages ----------------------------------------------------------------
 
 // What all of a block's threads know. origins, buffers, shift: as Owners of kernels/grouped_gemm, origins null to write to out.
 struct Job {
@@ -78,7 +80,7 @@ __device__ __forceinline__ void produce(
   const int clusters = gridDim.x / 2;
   while (walk.find(numbers.number, tile)) {
     int next = 0;
-    if (block == 0) next = atomicAdd(&counter->taken, 1);  // arrives while this tile is loaded, if nothing is done with it
+    if (block == 0) next = counter->take();  // arrives while this tile is loaded, if nothing is done with it
     const int pieces = tile.slabs * (SLAB / UNIT);
     for (int k = 0; k < depth; k += BLOCK) {
       wait(&shared->empty[stage], parity);
@@ -89,16 +91,12 @@ __device__ __forceinline__ void produce(
       load_tokens(at + OWN, both->maps, full, k, tile.row, pieces, block);
       if (++stage == STAGES) stage = 0, parity ^= 1;
     }
-    if (block == 0)
-      numbers.publish(clusters + next);
-    else
-      numbers.receive();
+    numbers.advance(block, clusters + next);
   }
-  if (block == 0 && atomicAdd(&counter->finished, 1) == clusters - 1) {
-    counter->taken = 0;
-    counter->finished = 0;
-  }
+  if (block == 0) counter->finish();
 }
+
+// -------- Epilogue ---------------------------------------------------------------------------------------------------------
 
 // Rows of a chunk of 64 features to where their owners sum them, by plain stores that nobody waits for.
 __device__ __forceinline__ void send_rows(const Job& job, u32 chunk, int row, int rows, int feature, int thread) {
@@ -137,6 +135,8 @@ __device__ __forceinline__ void store_slab(
   }
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
+
+// -------- Consumers --------------------------------------------------------------------------------------------------------
 
 // The slab of `warpgroup`.
 __device__ __forceinline__ void multiply_slab(
@@ -198,12 +198,15 @@ __device__ __forceinline__ void consume(
   }
 }
 
+// -------- Kernel -----------------------------------------------------------------------------------------------------------
+
 // rows: of x [rows, depth]; width: J, depth: K, multiples of 128. a_scales [depth / 128, pitch].
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (1 + CONSUMERS), 1) ENTRY(
     const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ TensorMap result,
     char* out, char* const* buffers, const int* ends, const u32* origins, const float* a_scales, const float* w_scales,
     int pitch, int experts, int rows, int width, int depth, int shift, int counter) {
   extern __shared__ char memory[];
+  static_assert(1024 + STAGES * STEP + CONSUMERS * STAGING <= SHARED_BYTES, "stages and staged results fit into shared memory");
   __shared__ Shared shared;
   __shared__ int row_ends[MOST_STAGED];
   const u32 base = (address(memory) + 1023) / 1024 * 1024;

@@ -1,8 +1,7 @@
 // Weight gradients of fp8 expert rows for Hopper (sm_90a), with the scales of both operands: TMA, wgmma e4m3, clusters of two
 // blocks. Compiled at first use by megatron_fluid/kernels/sm90, which also writes wgmma.h: the wgmma instructions.
 //
-//   out[e, a, b] = sum_t left_scales[t, a] right_scales[t, b] sum_(p in block t) left[a, p] right[b, p]     left [A, P], right
-//   [B, P]
+//   out[e, a, b] = sum_t left_scales[t, a] right_scales[t, b] sum_(p in block t) left[a, p] right[b, p]
 //
 // for the blocks t of 128 places that the rows of expert e fill (kernels/fp8_weight_grads). ADDS: added to fp32 matrices, or
 // written to them.
@@ -15,6 +14,8 @@
 //
 // A tile has few steps, one for 128 rows of an expert, so what happens to its results decides: they leave, and the old sums
 // that they are added to come, while other tiles are multiplied.
+//
+// Shapes: left [A, P], right [B, P], P places; A, B and P multiples of 128.
 constexpr int MOST_UNITS = 8, RING = 2;
 constexpr unsigned int MOST_TRIES = 1u << 24;  // a step takes a microsecond: seconds are a fault
 #include "sm90.cuh"
@@ -32,9 +33,11 @@ template <bool ADDS>
 struct Room {
   static constexpr int STAGES = ADDS ? 3 : 4, STAGING = ADDS ? SLAB * PITCH : 2 * CHUNK;
   static constexpr int MULTIPLY = 152, LOAD = 512 - CONSUMERS * MULTIPLY;
-  static_assert(1024 + STAGES * (STEP + SCALES) + CONSUMERS * STAGING <= 225 * 1024);
+  static_assert(1024 + STAGES * (STEP + SCALES) + CONSUMERS * STAGING <= SHARED_BYTES);
   static_assert(ADDS || STAGES * SCALES % 1024 == 0, "staged results are swizzled by their addresses");
 };
+
+// -------- Tiles ------------------------------------------------------------------------------------------------------------
 
 struct Tile {
   int expert, block, blocks;  // block: the expert's first
@@ -59,17 +62,14 @@ struct Walk {
       const int tiles = ADDS && blocks == 0 && !fresh ? 0 : high * across;
       const int inside = number - first;
       if (inside < tiles) {
-        const int strip = inside / (STRIP * across);
-        const int height = min(high - strip * STRIP, STRIP);
-        const int at = inside - strip * STRIP * across;
-        const int place = strip * STRIP + at % height;
-        const int each = slabs / high, wider = slabs % high;
+        const Place place = place_of(inside, high, across);
+        const Part part = part_of(slabs, high, place.row);
         found.expert = expert;
         found.block = block;
         found.blocks = blocks;
-        found.row = (place * each + min(place, wider)) * SLAB;
-        found.slabs = each + (place < wider);
-        found.feature = at / height * 2 * BLOCK;
+        found.row = part.first * SLAB;
+        found.slabs = part.size;
+        found.feature = place.column * 2 * BLOCK;
         return true;
       }
       first += tiles;
@@ -110,6 +110,8 @@ struct Tiles {
   }
 };
 
+// -------- Producer: thread 0 of each block fills the stages and tells the block its tiles ----------------------------------
+
 // What all of a block's threads know. high, wide: A, B. ADDS: sums, the address of each expert's matrix; fresh, whether these
 // have no sums yet.
 struct Job {
@@ -143,7 +145,7 @@ __device__ __forceinline__ void produce(
   while (walk.find(numbers.number, tile)) {
     tiles.tell(tile);
     int next = 0;
-    if (block == 0) next = atomicAdd(&counter->taken, 1);  // arrives while this tile is loaded, if nothing is done with it
+    if (block == 0) next = counter->take();  // arrives while this tile is loaded, if nothing is done with it
     const int pieces = tile.slabs * (SLAB / UNIT), feature = tile.feature + block * BLOCK;
     const int last = tile.block + max(tile.blocks, 1);
     for (int t = tile.block; t < last; t++) {
@@ -162,18 +164,14 @@ __device__ __forceinline__ void produce(
       }
       if (++stage == Room<ADDS>::STAGES) stage = 0, parity ^= 1;
     }
-    if (block == 0)
-      numbers.publish(clusters + next);
-    else
-      numbers.receive();
+    numbers.advance(block, clusters + next);
   }
   tile.slabs = 0;
   tiles.tell(tile);
-  if (block == 0 && atomicAdd(&counter->finished, 1) == clusters - 1) {
-    counter->taken = 0;
-    counter->finished = 0;
-  }
+  if (block == 0) counter->finish();
 }
+
+// -------- Consumers --------------------------------------------------------------------------------------------------------
 
 // By each warp for itself, which has read a step's scales: none is so late that it meets a step's barrier a round on.
 __device__ __forceinline__ void leave(Shared* shared, int stage, int thread) {
@@ -308,6 +306,8 @@ __device__ __forceinline__ void consume(
   }
 }
 
+// -------- Carrying warps: old sums in, new sums out ------------------------------------------------------------------------
+
 // One warp for each warpgroup that multiplies: brings a slab's old sums into the staging area during the multiplication, and
 // writes the new ones back; of fresh matrices it only says that the staging area is free. No other block has the slab.
 __device__ __forceinline__ void carry_sums(const Job& job, u32 staging, Mine* mine, int block, int warpgroup, int lane) {
@@ -337,6 +337,8 @@ __device__ __forceinline__ void carry_sums(const Job& job, u32 staging, Mine* mi
   }
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
+
+// -------- Kernel -----------------------------------------------------------------------------------------------------------
 
 template <bool ADDS>
 __device__ __forceinline__ void run(

@@ -26,6 +26,8 @@ constexpr unsigned long long MOST_TRIES = 1ull << 40;  // whoever waits here may
 
 constexpr int MOST_RANKS = 8, MOST_CHUNKS = 64;
 
+// -------- Parameters and tiles ---------------------------------------------------------------------------------------------
+
 // What one launch works on. What a kind does not use may be left from another launch.
 struct Call {
   char* out[MOST_RANKS];   // gather: [0] C [W m, N]. scatter: each owner's block [m, N]
@@ -75,20 +77,18 @@ struct Walk {
     found.split = number / each_block;
     const int inside = number - found.split * each_block;
     found.number = found.step * each_block + inside;
-    const int strip = inside / (STRIP * across);
-    const int height = min(high - strip * STRIP, STRIP);
-    const int at = inside - strip * STRIP * across;
-    const int place = strip * STRIP + at % height;
-    const int units = (rows + UNIT - 1) / UNIT, each = units / high, wider = units % high;
-    const int skipped = (place * each + min(place, wider)) * UNIT;
-    found.feature = at / height * 256;
-    found.chunk = strip * chunks + at / height / ((across + chunks - 1) / chunks);
-    found.units = each + (place < wider);
-    found.row = skipped;
-    found.rows = min(found.units * UNIT, rows - skipped);
+    const Place place = place_of(inside, high, across);
+    const Part part = part_of((rows + UNIT - 1) / UNIT, high, place.row);
+    found.feature = place.column * 256;
+    found.chunk = place.strip * chunks + place.column / ((across + chunks - 1) / chunks);
+    found.units = part.size;
+    found.row = part.first * UNIT;
+    found.rows = min(found.units * UNIT, rows - found.row);
     return true;
   }
 };
+
+// -------- Waits for other ranks --------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ int look(const int* flag) {
   int seen;
@@ -125,6 +125,8 @@ __device__ __noinline__ void mark_rows(unsigned short* rows, int count, int pitc
   for (int row = 0; row < count; row++) *(volatile unsigned short*)(rows + (u64)row * pitch) = 0x7fff;
 }
 
+// -------- Producer: thread 0 of each block fills the stages ----------------------------------------------------------------
+
 template <int MODE, bool SCATTER>
 __device__ __forceinline__ void produce(
     const Walk& walk, Numbers numbers, Counter* counter, const Maps& maps, const Call& call, u32 steps, Shared* shared,
@@ -133,16 +135,12 @@ __device__ __forceinline__ void produce(
   int stage = 0;
   u32 parity = 1;   // a barrier that nobody arrived at counts as past its earlier phase
   u32 arrived = 1;  // bits of the steps whose whole blocks are known to be there
-  const int clusters = gridDim.x / 2;
   // Also the first tile is taken, and not given with the cluster's number: a cluster that finds no SM, because others have it,
   // must not keep a tile that peers wait for.
-  if (block == 0)
-    numbers.publish(atomicAdd(&counter->taken, 1));
-  else
-    numbers.receive();
+  numbers.advance(block, block == 0 ? counter->take() : 0);
   while (walk.find(numbers.number, tile)) {
     int next = 0;
-    if (block == 0) next = atomicAdd(&counter->taken, 1);  // arrives while this tile is loaded, if nothing is done with it
+    if (block == 0) next = counter->take();  // arrives while this tile is loaded, if nothing is done with it
     const bool landed = !SCATTER && tile.step > 0;
     const int begin = tile.split * call.span, end = min(begin + call.span, call.depth);
     int until = SCATTER || arrived >> tile.step & 1 ? end : begin;  // K at which a chunk is wanted
@@ -171,16 +169,12 @@ __device__ __forceinline__ void produce(
       if (++stage == Shape<MODE>::STAGES) stage = 0, parity ^= 1;
     }
     if (end == call.depth) arrived |= 1u << tile.step;
-    if (block == 0)
-      numbers.publish(next);
-    else
-      numbers.receive();
+    numbers.advance(block, next);
   }
-  if (block == 0 && atomicAdd(&counter->finished, 1) == clusters - 1) {
-    counter->taken = 0;
-    counter->finished = 0;
-  }
+  if (block == 0) counter->finish();
 }
+
+// -------- Scatter: count what is stored ------------------------------------------------------------------------------------
 
 // Scatter, a thread: counts stored tiles for the copy engines. A warpgroup that is done with a tile says by `added` that all it
 // stored for the tile before has left, and hears by `fetched` that this was seen, without which it could come round twice.
@@ -211,6 +205,8 @@ __device__ __forceinline__ void tell_stored(Shared* shared, int turn, int warpgr
   asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async;" ::: "memory");
   arrive(&shared->added[warpgroup]);
 }
+
+// -------- Consumers --------------------------------------------------------------------------------------------------------
 
 // Gather: leaves the sums over a part of K where the warpgroup that comes last to this tile finds them. For that one, true, and
 // the sums over all of K, taken in the order of the parts.
@@ -323,9 +319,14 @@ __device__ __forceinline__ void consume(
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
+// -------- Kernel -----------------------------------------------------------------------------------------------------------
+
 template <int MODE, bool SCATTER>
 __device__ __forceinline__ void run(const Maps& maps, const Call& call, Counter* counter) {
   extern __shared__ char memory[];
+  static_assert(
+      1024 + Shape<MODE>::STAGES * Shape<MODE>::STEP + 2 * Shape<MODE>::STAGING <= SHARED_BYTES,
+      "stages and staged results fit into shared memory");
   const u32 base = (address(memory) + 1023) / 1024 * 1024;
   const u32 staging = base + Shape<MODE>::STAGES * Shape<MODE>::STEP;
   __shared__ Shared shared;

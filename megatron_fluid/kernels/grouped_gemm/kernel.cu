@@ -10,12 +10,17 @@
 // WEIGHTS    out[e, a, b] = sum_n left[n, a] right[n, b]
 // SUMS       the same, added to fp32 matrices, or written to them; LONG_SUMS for experts with many rows
 // for the rows n of expert e: ends[e - 1] to ends[e].
+//
+// Shapes: N expert rows, El local experts; token kernels: K depth, J features (2F gated); weight gradients: A x B of left [N,
+// A] and right [N, B].
 constexpr int MOST_UNITS = 9, RING = 1;
 constexpr unsigned int MOST_TRIES = 1u << 24;  // a step takes a microsecond: seconds are a fault
 #include "sm90.cuh"
 
 constexpr int LONG_UNITS = 48;    // of an expert whose rows fill many tiles
 constexpr int MOST_STAGED = 256;  // experts whose ends fit in shared memory
+
+// -------- Tiles ------------------------------------------------------------------------------------------------------------
 
 // The tiles of one cluster, in the same order for every warp.
 struct Tile {
@@ -48,22 +53,18 @@ struct Walk {
       const int high = Shape<MODE>::ADDS && end == start && !fresh ? 0 : Shape<MODE>::GRADS ? down : tiles_of(units);
       const int inside = number - first;
       if (inside < high * across) {
-        const int strip = inside / (STRIP * across);
-        const int height = min(high - strip * STRIP, STRIP);
-        const int at = inside - strip * STRIP * across;
-        const int place = strip * STRIP + at % height;
+        const Place place = place_of(inside, high, across);
         found.expert = !Shape<MODE>::GRADS && reversed ? experts - 1 - expert : expert;
-        found.feature = at / height * 256;
+        found.feature = place.column * 256;
         found.row = start;
         found.rows = end - start;
         if (Shape<MODE>::GRADS) {
-          found.column = place * Shape<MODE>::COLUMNS;
+          found.column = place.row * Shape<MODE>::COLUMNS;
         } else {
-          const int each = units / high, wider = units % high;
-          const int skipped = (place * each + min(place, wider)) * UNIT;
-          found.units = each + (place < wider);
-          found.row += skipped;
-          found.rows = min(found.units * UNIT, found.rows - skipped);
+          const Part part = part_of(units, high, place.row);
+          found.units = part.size;
+          found.row += part.first * UNIT;
+          found.rows = min(found.units * UNIT, found.rows - part.first * UNIT);
         }
         return true;
       }
@@ -75,6 +76,8 @@ struct Walk {
   }
 };
 
+// -------- Producer: thread 0 of each block fills the stages ----------------------------------------------------------------
+
 template <int MODE>
 __device__ __forceinline__ void produce(
     Walk<MODE> walk, Numbers numbers, Counter* counter, const TensorMap* own, const Boxes* both, u32 steps, Shared* shared,
@@ -85,7 +88,7 @@ __device__ __forceinline__ void produce(
   const int clusters = gridDim.x / 2;
   while (walk.find(numbers.number, tile)) {
     int next = 0;
-    if (block == 0) next = atomicAdd(&counter->taken, 1);  // arrives while this tile is loaded, if nothing is done with it
+    if (block == 0) next = counter->take();  // arrives while this tile is loaded, if nothing is done with it
     const int feature = tile.feature + block * 128;
     const int last = Shape<MODE>::GRADS ? max(tile.rows, 1) : depth;
     const int pieces = Shape<MODE>::GRADS ? Shape<MODE>::PIECES : tile.units;
@@ -113,16 +116,12 @@ __device__ __forceinline__ void produce(
       }
       if (++stage == Shape<MODE>::STAGES) stage = 0, parity ^= 1;
     }
-    if (block == 0)
-      numbers.publish(clusters + next);
-    else
-      numbers.receive();
+    numbers.advance(block, clusters + next);
   }
-  if (block == 0 && atomicAdd(&counter->finished, 1) == clusters - 1) {
-    counter->taken = 0;
-    counter->finished = 0;
-  }
+  if (block == 0) counter->finish();
 }
+
+// -------- Consumers, token kernels: multiply a tile, store its results -----------------------------------------------------
 
 // The number of the chunk of 64 tokens that is staged and not stored, because it holds rows of another expert; -1 without one.
 template <int MODE, bool SENDS, int WIDTH>
@@ -229,6 +228,8 @@ __device__ __forceinline__ int gated_tile(
 }
 
 // An expert without rows has one step, whose rows all become zeros.
+// -------- Consumers, weight gradients --------------------------------------------------------------------------------------
+
 template <int MODE>
 __device__ __forceinline__ void weight_tile(
     const Tile& tile, const TensorMap* map, bool fresh, int high, int wide, u32 steps, u32 staging, Shared* shared, int& stage,
@@ -371,11 +372,16 @@ __device__ __forceinline__ void consume(
   }
 }
 
+// -------- Kernel -----------------------------------------------------------------------------------------------------------
+
 template <int MODE, bool SENDS = false>
 __device__ __forceinline__ void run(
     const TensorMap* own, const Boxes* both, const TensorMap* results, char* out, char* act, const int* ends, const void* extra,
     Counter* counter, int experts, int high, int width, int depth, int keep, Shared* shared, int* row_ends) {
   extern __shared__ char memory[];
+  static_assert(
+      1024 + Shape<MODE>::STAGES * Shape<MODE>::STEP + 2 * Shape<MODE>::STAGING <= SHARED_BYTES,
+      "stages and staged results fit into shared memory");
   const u32 base = (address(memory) + 1023) / 1024 * 1024;
   const u32 staging = base + Shape<MODE>::STAGES * Shape<MODE>::STEP;
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();

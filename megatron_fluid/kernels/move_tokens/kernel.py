@@ -230,8 +230,8 @@ def sum_pieces(
     y, rows, h, COUNT: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """UNROLL sums in fp32, [ROWS, BLOCK] each, of columns h and following of rows y[rows[j]], j from
-    0 to COUNT - 1 in this order. A row of -1 adds nothing. Four rows are in flight."""
+    """UNROLL sums in fp32, [ROWS, BLOCK] each, of columns h and following of rows y[rows[j]], for j
+    from 0 to COUNT - 1 in turn. A row of -1 adds nothing. Four rows are in flight."""
     totals = ()
     for _ in tl.static_range(UNROLL):
         totals = totals + (tl.zeros((ROWS, BLOCK), tl.float32),)

@@ -23,7 +23,32 @@ constexpr int CHUNK = 64 * 128;        // bytes of 64 rows of 64 results
 constexpr int SMALL = 32 * 64;         // bytes of 32 rows of 32 results
 constexpr int SLOTS = 8;               // numbers of tiles on their way to the warps: more than stages + 2
 constexpr int COUNTERS = 1 << 16;
-constexpr int STRIP = 16;  // token tiles that take turns along one strip of weights, for the L2
+constexpr int SHARED_BYTES = 225 * 1024;  // of a block, as the host asks for
+constexpr int STRIP = 16;                 // token tiles that take turns along one strip of weights, for the L2
+
+// Where tile `number` of `high` rows of `across` tiles lies: STRIP rows take turns along one strip of weights.
+struct Place {
+  int row, column, strip;
+};
+
+__device__ __forceinline__ Place place_of(int number, int high, int across) {
+  const int strip = number / (STRIP * across);
+  const int height = min(high - strip * STRIP, STRIP);
+  const int at = number - strip * STRIP * across;
+  return {strip * STRIP + at % height, at / height, strip};
+}
+
+// Part `number` of `units` that are cut into `parts`, whose sizes differ by at most one.
+struct Part {
+  int first, size;
+};
+
+__device__ __forceinline__ Part part_of(int units, int parts, int number) {
+  const int each = units / parts, wider = units % parts;
+  return {number * each + min(number, wider), each + (number < wider)};
+}
+
+// -------- Layout of shared memory, parameters ------------------------------------------------------------------------------
 
 // What differs between the modes. GRADS: whether the sums run over an expert's rows. ADDS: whether they are added to old ones.
 // GATES: whether features are those of gate and up; of WIDE with larger tiles, whose results have a smaller staging buffer.
@@ -66,11 +91,22 @@ struct Results {
   TensorMap maps[2];
 };
 
+// Who writes, who waits, and why nothing is overwritten. Of each block, all but tiles are mbarriers:
+//   full[s]    Completed by the bytes of stage s, which the producers of both blocks load; consumers wait for it.
+//   empty[s]   The consumers of both blocks arrive once their wgmma have read stage s. Each producer waits for it before it
+//              loads the stage again, since half of what it loads goes into the other block.
+//   given[i]   Completed by the word tiles[i], which block 0's producer writes into both blocks; all other warps wait for it
+//              (Numbers says why a slot is not written again too early).
+//   fetched    Between a warpgroup and the warp that moves what its results are added to, or that counts what it has stored:
+//   and added  each waits for the other once a tile.
+// A wait goes by the parity of a barrier's phase: nobody can fall two phases behind, because the next phase needs its arrival.
 struct Shared {
   u64 full[4], empty[4], given[SLOTS];
-  u64 fetched[2], added[2];  // between a warpgroup and who moves what its results are added to, or counts what it has stored
+  u64 fetched[2], added[2];
   int tiles[SLOTS];
 };
+
+// -------- Barriers and TMA -------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -207,9 +243,21 @@ __device__ __forceinline__ void unpack(u32 both, float& low, float& high) {
 #endif
 }
 
-// A counter of tiles taken and one of clusters that have finished; the last of them leaves both at zero.
+// -------- Which tile comes next --------------------------------------------------------------------------------------------
+
+// Tiles taken and clusters that have finished, of one launch.
 struct Counter {
   int taken, finished;
+
+  __device__ __forceinline__ int take() { return atomicAdd(&taken, 1); }
+
+  // By one thread of each cluster, which takes no more: the last of them leaves both at zero for the next launch.
+  __device__ __forceinline__ void finish() {
+    if (atomicAdd(&finished, 1) == gridDim.x / 2 - 1) {
+      taken = 0;
+      finished = 0;
+    }
+  }
 };
 
 // Launches that may run at the same time have different ones.
@@ -235,7 +283,17 @@ struct Numbers {
     number = next;
     turn++;
   }
+
+  // By the loading thread of each block: block 0 has taken `next`.
+  __device__ __forceinline__ void advance(int block, int next) {
+    if (block == 0)
+      publish(next);
+    else
+      receive();
+  }
 };
+
+// -------- Consumers: multiply ----------------------------------------------------------------------------------------------
 
 // Rows of an expert's last step that belong to the next one (or to nobody) become zeros in both operands.
 template <int COLUMNS>
@@ -303,6 +361,8 @@ __device__ __forceinline__ void multiply(
   wgmma_wait<0>(total);
   if (thread < 2) release(&shared->empty[before], thread);
 }
+
+// -------- Epilogue: stage and store ----------------------------------------------------------------------------------------
 
 // Up to 64 columns of results, in pairs as `pack` makes them, into a chunk: 64 rows of 128 swizzled bytes. TURNED: a row is a
 // token, else a feature.
