@@ -25,10 +25,10 @@ from megatron_fluid.cuda.kernel_cache import say
 
 __all__ = ["apart_from_forks"]
 
-# Forks come in groups, a worker each: work that began between two of them would hold up the next.
+# Forks come in groups, one for each worker: work begun between two of them would delay the next.
 _BETWEEN_FORKS_S = 0.2
-_LONGEST_PAUSE_S = 5.0  # of work, however many forks follow each other
-_LONGEST_FORK_S = 60.0  # that work holds up a fork: then it is stuck, and no longer waited for
+_LONGEST_PAUSE_S = 5.0  # Longest time that forks in a row keep background work from starting.
+_LONGEST_FORK_S = 60.0  # Longest time that fork() waits for background work.
 
 
 class _Gate:

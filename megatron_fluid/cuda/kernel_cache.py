@@ -1,9 +1,7 @@
-"""Machine code, or whatever else takes time to make, on disk: files named by the hash of what they
-are made of, shared by the processes of one user.
+"""Machine code on disk: files named by the hash of their sources, shared by one user's processes.
 
-A file that another user owns, or that others may write, is never read: root's are, for container
-images. Where the folder cannot be used, a private temporary one takes its place, which is said in
-one line.
+Files that another user owns or may write are not read, but for root's (container images). Where the
+folder cannot be used, a private temporary one takes its place, which one line reports.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)  # o
 # Rehearsals that compile at a time: half of Triton's work holds Python's lock, for which more
 # threads only compete. Measured: docs/tuning_notes.md#host
 _compiling = threading.BoundedSemaphore(3)
-_LONGEST_REHEARSAL_S = 120.0  # then who needs a kernel compiles it, and waits for no other
+_LONGEST_REHEARSAL_S = 120.0  # after that each first launch compiles for itself
 _given_up = threading.Event()
 _rehearsed: dict[int, list[threading.Event]] = {}  # by kernel: what ends with its rehearsals
 
@@ -45,8 +45,8 @@ def power_of_two(n: int) -> int:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x itself, or a copy that is contiguous and begins on a 16-byte boundary, as prepared launches
-    take it for granted."""
+    """Return x if it is contiguous and 16-byte aligned, as prepared launches require, else such a
+    copy."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
@@ -89,8 +89,10 @@ def _wait_for_rehearsal(done: threading.Event) -> None:
     if done.wait(0.0 if _given_up.is_set() else _LONGEST_REHEARSAL_S) or _given_up.is_set():
         return
     _given_up.set()
-    took = f"{_LONGEST_REHEARSAL_S:g} s"
-    say(f"kernels were not compiled in the background within {took}: they are where they are used")
+    say(
+        f"kernels were not compiled in the background within {_LONGEST_REHEARSAL_S:g} s: compiling "
+        "them at their first launch"
+    )
 
 
 class Launch:

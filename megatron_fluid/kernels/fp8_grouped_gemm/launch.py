@@ -171,7 +171,7 @@ def _check(x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor) -> None:
         allowed = f"[{depth // 128}, {rows} or more] and {list(wanted)}"
         raise ConfigError.of("scales of an fp8 product", found, allowed)
     if not all(t.is_contiguous() for t in (x.scales, *weights)):
-        raise ConfigError.of("operands of an fp8 product", "strided tensors", "dense ones")
+        raise ConfigError("weights and scales of an fp8 product must be contiguous")
     apart, step = x.values.stride()
     if step != 1 or (apart | x.values.data_ptr()) & 15:  # what a tensor map takes
         found = f"strides {apart}, {step}, at {x.values.data_ptr():#x}"

@@ -179,8 +179,7 @@ def _check(left: TurnedRows, right: TurnedRows, offsets: Tensor) -> None:
         allowed = f"torch.float32 {list(wanted[0])} and {list(wanted[1])}"
         raise ConfigError.of("scales of fp8 weight gradients", found, allowed)
     if not all(t.is_contiguous() and not t.data_ptr() & 15 for t in (*left, *right)):
-        allowed = "dense ones on 16-byte boundaries"
-        raise ConfigError.of("operands of fp8 weight gradients", "other tensors", allowed)
+        raise ConfigError("operands of fp8 weight gradients must be contiguous and 16-byte aligned")
     experts = offsets.shape[0]
     if offsets.dtype != torch.int32 or not 0 < experts <= _MOST_EXPERTS:
         found = f"{offsets.dtype} {list(offsets.shape)}"

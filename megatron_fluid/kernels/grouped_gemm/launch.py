@@ -21,6 +21,7 @@ from megatron_fluid.cuda.devices import has_grouped_gemm, is_hopper
 from megatron_fluid.cuda.tensor_maps import GATED, Box, View, in_boxes, token_boxes
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack, stack_of
+from megatron_fluid.kernels.grouped_gemm.tiles import WIDE_DEPTH, wide_tiles_pay
 from megatron_fluid.kernels.sm90.launch import Maps, Source, hopper_kernels
 
 __all__ = [
@@ -41,7 +42,6 @@ __all__ = [
     "sends_rows",
     "sent_matmul",
     "takes_main_grads",
-    "wide_tiles_pay",
 ]
 
 GROUPED = Source(
@@ -59,8 +59,7 @@ GROUPED = Source(
     },
     numbers=9,
 )
-_MOST_EXPERTS, _LONG_UNITS, _INT = 1024, 48, 2**32 - 1  # of grouped_gemm/kernel.cu
-_WIDE_DEPTH, _WIDE_END, _WIDE_ROWS = 4096, 2048, (192, 1536)
+_MOST_EXPERTS, _INT = 1024, 2**32 - 1  # of kernel.cu
 # Mean rows of an expert from which LONG_SUMS pays, where it adds and where it writes. Measured:
 # docs/tuning_notes.md#grouped-gemm
 _LONG_ROWS, _LONG_ROWS_WRITTEN = 1536, 384
@@ -223,31 +222,6 @@ def gated_matmul(
     return h
 
 
-# Tiles of at most 8 and of at most 9 units of 32 rows that an expert of so many units is cut into;
-# more are cut alike.
-_TILES = [
-    (max(-(-units // 8), units // 8), max(-(-units // 9), units // 8))
-    for units in range(_LONG_UNITS)
-]
-
-
-def wide_tiles_pay(ends: Sequence[int], depth: int) -> bool:
-    """Return whether the gated product takes less time in tiles of up to nine units.
-
-    The model: a tile costs three units more than its own, and a wide one _WIDE_END on top. Short
-    depths and mean row counts outside _WIDE_ROWS are answered without counting.
-    Measured: docs/tuning_notes.md#grouped-gemm
-    """
-    if depth < _WIDE_DEPTH or not _WIDE_ROWS[0] * len(ends) <= ends[-1] < _WIDE_ROWS[1] * len(ends):
-        return False
-    narrow = wide = start = 0
-    for end in ends:
-        units = end - start + 31 >> 5
-        of_8, of_9 = _TILES[units] if units < _LONG_UNITS else (-(-units // 8),) * 2
-        narrow, wide, start = narrow + of_8, wide + of_9, end
-    return wide * (3 * depth + _WIDE_END) < narrow * 3 * depth
-
-
 def grouped_weight_grad(
     left: Tensor,
     right: Tensor,
@@ -328,15 +302,14 @@ def layer_kernels(hidden: int, activation: str, sends: bool) -> tuple[str, ...]:
     NVLink, where sent_matmul is among them."""
     names = [*_NAMES.values(), *(_SENT.values() if sends else ())]
     if activation == "swiglu":
-        names += ["grouped_wide", "grouped_gated"] if hidden >= _WIDE_DEPTH else ["grouped_gated"]
+        names += ["grouped_wide", "grouped_gated"] if hidden >= WIDE_DEPTH else ["grouped_gated"]
     return (*names, "grouped_weights", "grouped_long_sums", "grouped_sums")
 
 
 def compile_ahead(
     device: torch.device, dtype: torch.dtype, hidden: int, activation: str, sends: bool
 ) -> None:
-    """Begin to compile layer_kernels for `device` in the background, if it runs them. Returns at
-    once; the first use waits for the rest."""
+    """Begin to compile layer_kernels in the background if `device` runs them."""
     index = device.index
     if device.type == "cuda" and index is None and torch.cuda.is_initialized():
         index = torch.cuda.current_device()
@@ -345,37 +318,40 @@ def compile_ahead(
 
 
 def prepare(device: torch.device, dtype: torch.dtype, hidden: int, activation: str) -> None:
-    """Compile and load layer_kernels for `device`, with those that send, if it runs them: else the
-    first layer does, between waits for its peers, in seconds."""
+    """Compile and load layer_kernels, those that send included, if `device` runs them. Without it
+    the first forward compiles for seconds while its peers wait."""
     if sends_rows(device, dtype):
         names = layer_kernels(hidden, activation, sends=True)
         hopper_kernels(GROUPED, dtype, device.index).prepare(names)
 
 
 def sends_rows(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `device` has kernels of ours for `dtype`, which can send what they compute, of
-    weights that are stacked."""
+    """Whether `device` runs these kernels for `dtype`; they can send the rows they compute."""
     return device.type == "cuda" and dtype in _DTYPES and is_hopper(device.index)
 
 
 def groups_on_device(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether stacked weights are multiplied in one launch, without counts on the host: by our
-    kernels or by torch's."""
-    if sends_rows(device, dtype):
-        return True
-    return device.type == "cuda" and dtype == torch.bfloat16 and has_grouped_gemm(device.index)
+    """Whether stacked weights are multiplied in one launch, without row counts on the host: by
+    these kernels or by torch's."""
+    torchs = device.type == "cuda" and dtype == torch.bfloat16 and has_grouped_gemm(device.index)
+    return torchs or sends_rows(device, dtype)
 
 
 def host_ends(offsets: Tensor, ends: Sequence[int] | None) -> Sequence[int]:
-    """Where each expert's rows end, for GEMMs that go expert by expert. Bounded mode, without
-    `ends`, reads them from the device, which a graph capture forbids.
+    """Return where each expert's rows end. Without `ends` (bounded mode) they are read from the
+    device.
+
+    Raises:
+        ConfigError: during a CUDA-graph capture, which forbids that.
     """
     if ends is not None:
         return ends
     if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
-        found = "separate matrices, another type, widths no multiple of 8, or another main_grad"
-        allowed = "bf16, stacked, a dense main_grad in fp32 on a 16-byte boundary, on a Hopper GPU"
-        raise ConfigError.of("expert weights in a CUDA-graph capture", found, allowed)
+        raise ConfigError(
+            "these expert weights cannot be captured in a CUDA graph: on a Hopper GPU, stack them "
+            "in bf16 with widths divisible by 8, and keep main_grad contiguous, fp32 and 16-byte "
+            "aligned"
+        )
     return offsets.tolist()
 
 
@@ -386,8 +362,7 @@ def _check(
         found = f"{offsets.dtype} {list(offsets.shape)}"
         raise ConfigError.of("offsets", found, f"torch.int32 [{experts}]")
     if left is not None and right is not None and left.shape[0] != right.shape[0]:
-        found = f"{left.shape[0]} and {right.shape[0]}"
-        raise ConfigError.of("expert rows", found, "as many on both sides")
+        raise ConfigError(f"left has {left.shape[0]} rows and right {right.shape[0]}")
 
 
 def _launch(

@@ -1,7 +1,7 @@
 """The CUDA kernels for Hopper GPUs that Triton cannot express: compiled on the machine they run on,
 and started by the CUDA driver. Each kernel is a compilation of its own.
 
-A source includes sm90.cuh, and wgmma.h, which wgmma.py generates.
+A source includes sm90.cuh, which includes multiply.cuh and wgmma.h, which wgmma.py generates.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from megatron_fluid.kernels.sm90.wgmma import wgmma_header
 __all__ = ["HEADER", "HopperKernels", "Maps", "Source", "hopper_kernels"]
 
 HEADER = Path(__file__).with_name("sm90.cuh")
+_HEADERS = (HEADER, HEADER.with_name("multiply.cuh"))
 _ARCHITECTURE = "sm_90a"
 # As sm90.cuh lays them out: bytes of shared memory of a block, result maps, counters.
 _DYNAMIC_SHARED, _RESULTS, _COUNTERS = 225 * 1024, 2, 1 << 16
@@ -52,8 +53,8 @@ class Source:
     def unit(self, name: str, dtype: torch.dtype) -> Unit:
         """Return what is compiled for kernel `name` and operands of `dtype`: 16-bit floats, or
         e4m3."""
-        wgmma = wgmma_header(dtype == torch.float8_e4m3fn)
-        headers = (("sm90.cuh", HEADER.read_bytes()), ("wgmma.h", wgmma.encode()))
+        wgmma = wgmma_header(dtype == torch.float8_e4m3fn).encode()
+        headers = (*((path.name, path.read_bytes()) for path in _HEADERS), ("wgmma.h", wgmma))
         options = [f"--gpu-architecture={_ARCHITECTURE}", "-std=c++17", "-default-device"]
         options += [f"-DENTRY={name}", f"-DENTRY_MODE={self.kernels[name]}"]
         options += ["-DHALF_FLOATS"] if dtype == torch.float16 else []

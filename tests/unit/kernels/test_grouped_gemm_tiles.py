@@ -13,7 +13,7 @@ import random
 
 import pytest
 
-from megatron_fluid.kernels.grouped_gemm import launch as grouped_gemm
+from megatron_fluid.kernels.grouped_gemm import tiles
 from megatron_fluid.kernels.grouped_gemm.launch import GROUPED
 from megatron_fluid.kernels.sm90.launch import HEADER
 from tests.support.host_code import COMPILER, between, compile_for_host
@@ -168,12 +168,12 @@ def test_rows_find_matrices_that_lie_in_descending_order(walk: ctypes.CDLL, mode
 def test_wide_tiles_are_taken_where_they_are_fewer_by_enough(
     counts: list[int], depth: int, expected: bool
 ) -> None:
-    assert grouped_gemm.wide_tiles_pay(list(itertools.accumulate(counts)), depth) == expected
+    assert tiles.wide_tiles_pay(list(itertools.accumulate(counts)), depth) == expected
 
 
 def test_the_host_counts_tiles_as_the_kernel_cuts_them(walk: ctypes.CDLL) -> None:
     for units in range(48):
-        assert grouped_gemm._TILES[units] == (walk.tiles_of(units, 0), walk.tiles_of(units, 1))
+        assert tiles._TILES[units] == (walk.tiles_of(units, 0), walk.tiles_of(units, 1))
     assert all(walk.tiles_of(units, 0) == walk.tiles_of(units, 1) for units in range(48, 3000))
 
 
