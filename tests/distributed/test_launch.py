@@ -34,7 +34,7 @@ def _one_rank_dies(rank: int, world_size: int) -> None:
 
 def _one_rank_hangs_here(rank: int, world_size: int) -> None:
     if rank == 0:
-        time.sleep(600)
+        time.sleep(3600)  # longer than a test may take
 
 
 def _environment(rank: int, world_size: int) -> tuple[str | None, str | None, bool]:
@@ -66,16 +66,19 @@ class _LongStory(Exception):
         return "told at length"
 
 
-def _first_to_fail_reports_last(rank: int, world_size: int) -> None:
+def _first_to_fail_reports_last(rank: int, world_size: int, failed: Path) -> None:
     if rank == 1:
+        failed.touch()
         raise _LongStory
+    while not failed.exists():
+        time.sleep(0.05)
     time.sleep(0.3)
     raise ValueError("told at once")
 
 
-def test_failures_are_shown_in_the_order_in_which_they_happened() -> None:
+def test_failures_are_shown_in_the_order_in_which_they_happened(tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(_first_to_fail_reports_last, 2, backend="")
+        run_ranks(_first_to_fail_reports_last, 2, tmp_path / "failed", backend="")
     text = str(caught.value)
     assert 0 < text.index("told at length") < text.index("told at once")
 
@@ -88,10 +91,8 @@ def test_a_rank_that_dies_without_a_word_is_reported() -> None:
 
 
 def test_after_the_timeout_the_stacks_are_shown_and_the_rank_is_gone() -> None:
-    before = time.monotonic()
     with pytest.raises(RankError, match="_one_rank_hangs_here") as caught:
         run_ranks(_one_rank_hangs_here, 2, timeout_s=4.0)
-    assert time.monotonic() - before < 60.0
     hung = caught.value.outcomes[0]
     assert "_one_rank_hangs_here" in hung.stacks
     assert hung.exitcode == -9
