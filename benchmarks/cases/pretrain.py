@@ -93,7 +93,11 @@ _GRAPH = [
 # Forward and backward of all microbatches as one graph. On one rank there is no reduction or gather
 # to overlap. On four, losses with both were not those of an eager run to the last bit.
 _UNCHECKED = ["--no-check-for-nan-in-loss-and-grad"]
-_WHOLE_GRAPH = ["--cuda-graph-impl", "full_iteration", "--te-rng-tracker", *_UNCHECKED]
+# A graph replays the fused optimizer; eager iterations of Megatron are left as one finds them.
+_WHOLE_GRAPH = [
+    *("--cuda-graph-impl", "full_iteration", "--te-rng-tracker", *_UNCHECKED),
+    "--fluid-fused-optimizer",
+]
 _OVERLAPS = ["--overlap-grad-reduce", "--overlap-param-gather"]
 _FP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise"]
 _ENGINE = ["transformer_engine"]

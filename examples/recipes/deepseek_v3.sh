@@ -60,7 +60,7 @@ TRAINING=(
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --init-method-std 0.006
     --log-interval 1 --log-throughput --eval-interval 1000 --eval-iters 10
 )
-FLUID=(--fluid-moe-backend auto)
+FLUID=(--fluid-moe-backend auto --fluid-fused-optimizer)
 SMOKE=(
     --num-layers 3 --moe-layer-freq '([0]*1+[1]*2)' --hidden-size 64 --ffn-hidden-size 96
     --num-attention-heads 4 --q-lora-rank 32 --kv-lora-rank 16

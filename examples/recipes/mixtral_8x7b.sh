@@ -42,7 +42,7 @@ TRAINING=(
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --init-method-std 0.02
     --log-interval 1 --log-throughput --eval-interval 1000 --eval-iters 10
 )
-FLUID=(--fluid-moe-backend auto)
+FLUID=(--fluid-moe-backend auto --fluid-fused-optimizer)
 SMOKE=(
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --moe-ffn-hidden-size 96
     --num-attention-heads 4 --num-query-groups 2 --kv-channels 16
