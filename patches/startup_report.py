@@ -4,7 +4,6 @@ its reasons and ranks. And the text of the reports."""
 
 import functools
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -58,7 +57,7 @@ def setup_model_and_optimizer(original: Callable[..., Any]) -> Callable[..., Any
     def fluid_setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         built = original(*args, **kwargs)
         _announce_left_out(built)
-        _report(built)
+        _report()
         return built
 
     return fluid_setup_model_and_optimizer
@@ -80,7 +79,7 @@ def _announce_left_out(built: Any) -> None:
                 of_layers.announce_built(module)
 
 
-def _report(built: Any) -> None:
+def _report() -> None:
     """Print the report, at the first call. Rank 0 waits for the other ranks' reports, bounded."""
     if next(_calls):
         return
@@ -89,7 +88,7 @@ def _report(built: Any) -> None:
     from megatron_fluid.patches import overlap_decision
     from megatron_fluid.patches.unused_settings import unused_settings
 
-    mine = features(), _limits_met(built), overlap_decision.settings_read()
+    mine = features(), overlap_decision.settings_read()
     reports, missing = {0: mine}, ""
     if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
         from megatron_fluid.comm.agreement import agreement
@@ -105,16 +104,15 @@ def _report(built: Any) -> None:
         reports |= words.read("start-up table", range(1, world), bound)
         if absent := [rank for rank in range(world) if rank not in reports]:
             missing = f"megatron_fluid: no report from {ranks_text(absent)} within {bound:g} s"
-    rows = merged_features({rank: found for rank, (found, *_) in reports.items()})
-    met = {name for _, names, _ in reports.values() for name in names}
+    rows = merged_features({rank: found for rank, (found, _) in reports.items()})
     known = any(name in _EXCHANGING for name, *_ in rows)
-    read = {name for *_, names in reports.values() for name in names} if known else None
+    read = {name for _, names in reports.values() for name in names} if known else None
     unused: list[Feature] = [(flag, None, why, "") for flag, why in unused_settings(read).items()]
     show = startup_table if verbose() else startup_lines
     print(show(patches.report(), rows + unused), flush=True)
     if missing:
         print(missing, flush=True)
-    if warning := _nothing_overlapped(rows, met):
+    if warning := _nothing_overlapped(rows):
         print(warning, flush=True)
 
 
@@ -136,22 +134,7 @@ def merged_features(reports: Mapping[int, Sequence[tuple[str, bool, str, int]]])
     return rows
 
 
-def _limits_met(built: Any) -> list[str]:
-    """Every setting of a built model that keeps its MoE layers on Megatron's own path."""
-    moe = sys.modules.get("megatron.core.transformer.moe.moe_layer")
-    chunks = built[0] if moe is not None and isinstance(built, tuple) and built else ()
-    modules = (m for chunk in chunks if hasattr(chunk, "modules") for m in chunk.modules())
-    config = next((m.config for m in modules if isinstance(m, moe.MoELayer)), None)  # type: ignore[union-attr]
-    if config is None:
-        return []
-    from megatron_fluid.config import current_config
-    from megatron_fluid.patches.moe.limits import EXCHANGE_LIMITS, LAYER_LIMITS
-
-    limits = LAYER_LIMITS + EXCHANGE_LIMITS
-    return [limit.setting for limit in limits if limit.applies(config, current_config())]
-
-
-def _nothing_overlapped(rows: Iterable[Feature], met: Iterable[str]) -> str:
+def _nothing_overlapped(rows: Iterable[Feature]) -> str:
     """A warning where there are MoE layers, and all of them keep Megatron's own path against the
     user's wish: which flags change that; else an empty text."""
     from megatron_fluid.patches.overlap_decision import is_choice
@@ -160,9 +143,16 @@ def _nothing_overlapped(rows: Iterable[Feature], met: Iterable[str]) -> str:
     reasons = [reason for _, reason in found if not is_choice(reason)]
     if not reasons or any(on for on, _ in found):
         return ""
-    flags = [_way_out(name) for name in sorted(met)]
-    advice = f"To overlap them: {', '.join(flags)}." if flags else f"Why: {'; '.join(reasons)}."
+    settings = [setting for reason in reasons if (setting := _setting_of(reason))]
+    flags = ", ".join(map(_way_out, dict.fromkeys(settings)))
+    advice = f"To overlap them: {flags}." if flags else f"Why: {'; '.join(reasons)}."
     return f"megatron_fluid: WARNING: NO MoE layer is overlapped on any rank. {advice}"
+
+
+def _setting_of(reason: str) -> str | None:
+    """The setting that a reason begins with (`setting=value: why`), or None."""
+    setting, found, _ = reason.partition("=")
+    return setting if found and setting.isidentifier() else None
 
 
 def _way_out(setting: str) -> str:
@@ -197,8 +187,7 @@ def _short(feature: str) -> str:
 
 def _off_text(name: str, reason: str, count: int | str) -> str:
     """A feature that is off, the setting that is the reason, and the flag that changes it."""
-    setting, found, _ = reason.partition("=")
-    if not found or not setting.isidentifier():
+    if (setting := _setting_of(reason)) is None:
         return f"{_short(name)} ({count}): {reason}"
     return f"{_short(name)} ({count}): {reason.partition(':')[0]}, change: {_way_out(setting)}"
 

@@ -70,6 +70,7 @@ class Exchanges:
     Attributes:
         group: the context-parallel group.
         shares: how many tensor-parallel ranks share the heads.
+        asked: the cp_backend in force when the module was built.
         nvlink_unsupported_reason: why symmetric memory cannot move them, or None.
     """
 
@@ -96,11 +97,12 @@ class Exchanges:
             )
         of_keys, of_values = channels or (config.kv_channels, config.kv_channels)
         self.heads = HeadLayout(heads, key_value_heads, of_keys, ranks, value_dim=of_values)
-        self.own_path, self.shares = own_path, shares
+        self.own_path, self.shares, fluid = own_path, shares, current_config()
+        self.asked = fluid.cp_backend
         reason = self.nvlink_unsupported_reason = nvlink_reason(self.group, self.heads.unit)
-        if current_config().cp_backend == "nvlink" and reason is not None:
+        if self.asked == "nvlink" and reason is not None:
             # Without overlapped projections there are no rounds.
-            others = self.other_backends(rounds=setting_reason(config, current_config()) is None)
+            others = self.other_backends(rounds=setting_reason(config, fluid) is None)
             raise ConfigError.of("cp_backend", "nvlink", f"{', '.join(others)}: {reason}")
         self._of_length = functools.lru_cache(maxsize=8)(self._make)
 
@@ -120,14 +122,13 @@ class Exchanges:
     @property
     def nvlink(self) -> bool:
         """Whether heads move over symmetric memory."""
-        asked = current_config().cp_backend
-        return self.nvlink_unsupported_reason is None and asked not in ("rounds", "collective")
+        return self.nvlink_unsupported_reason is None and self.asked not in ("rounds", "collective")
 
     def describe(self) -> str:
         """The start-up table's words for them."""
         if self.nvlink:
             return "heads move over NVLink"
-        reason = self.nvlink_unsupported_reason or f"cp_backend={current_config().cp_backend}"
+        reason = self.nvlink_unsupported_reason or f"cp_backend={self.asked}"
         return f"one all-to-all each way: {reason}"
 
     @property

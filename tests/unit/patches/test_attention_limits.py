@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -13,6 +15,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_fluid.config import FluidConfig
+from megatron_fluid.patches.attention import core
 from megatron_fluid.patches.attention.latent_limits import LATENT_LIMITS, latent_setting_reason
 from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, setting_reason
 
@@ -134,3 +137,18 @@ def test_a_limit_of_latent_attention_names_its_setting_and_no_other(setting: str
     assert latent_setting_reason(_with(latent, missed), FluidConfig()) is None
     found = latent_setting_reason(_with(latent, hit), FluidConfig())
     assert found is not None and found.startswith(f"{setting}=")
+
+
+def test_a_module_keeps_the_exchange_that_was_asked_for_when_it_was_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(core, "nvlink_reason", lambda *_: None)
+    groups = SimpleNamespace(cp=mock.Mock(size=lambda: 2), tp=mock.Mock(size=lambda: 1))
+    config = SimpleNamespace(num_attention_heads=4, num_query_groups=4, kv_channels=8)
+    for asked, nvlink in (("collective", False), ("auto", True)):
+        monkeypatch.setattr("megatron_fluid.config._current", FluidConfig(cp_backend=asked))
+        exchanges = core.Exchanges(config, groups, own_path=True)
+        other = "auto" if asked == "collective" else "collective"
+        monkeypatch.setattr("megatron_fluid.config._current", FluidConfig(cp_backend=other))
+        assert exchanges.nvlink is nvlink
+        assert nvlink or exchanges.describe() == "one all-to-all each way: cp_backend=collective"

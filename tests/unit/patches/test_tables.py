@@ -145,13 +145,17 @@ def test_features_of_ranks_are_merged_and_those_of_some_ranks_named() -> None:
 
 def test_one_loud_line_where_no_moe_layer_is_overlapped() -> None:
     moe = "overlapped MoE layer"
-    off: list[startup.Feature] = [(moe, False, "fp8 (ranks 2-3)", 2)]
-    text = startup._nothing_overlapped(off, {"cuda_graph_impl", "delay_wgrad_compute"})
+    off: list[startup.Feature] = [
+        (moe, False, "cuda_graph_impl='local': graphs", 2),
+        (moe, False, "use_kitchen=True: kitchen linears (ranks 2-3)", 2),
+    ]
+    text = startup._nothing_overlapped(off)
     assert "WARNING: NO MoE layer is overlapped" in text
-    assert "--cuda-graph-impl none, no --delay-wgrad-compute" in text
-    assert startup._nothing_overlapped([*off, (moe, True, "rounds", 1)], ()) == ""
-    assert startup._nothing_overlapped([(moe, False, "moe_backend='megatron'", 1)], ()) == ""
-    assert startup._nothing_overlapped([], ()) == ""
+    assert "To overlap them: --cuda-graph-impl none, no --use-kitchen." in text
+    assert "Why: a hook." in startup._nothing_overlapped([(moe, False, "a hook", 1)])
+    assert startup._nothing_overlapped([*off, (moe, True, "rounds", 1)]) == ""
+    assert startup._nothing_overlapped([(moe, False, "moe_backend='megatron'", 1)]) == ""
+    assert startup._nothing_overlapped([]) == ""
 
 
 def job(monkeypatch: pytest.MonkeyPatch, settings: FluidConfig, **changed: Any) -> SimpleNamespace:
