@@ -37,6 +37,7 @@ __all__ = [
     "Decision",
     "FeatureReport",
     "OverlapDecisions",
+    "Reason",
     "features",
     "first_of_ranks",
     "is_choice",
@@ -135,13 +136,17 @@ def first_of_ranks(reasons: Sequence[str | None]) -> str | None:
     return next(named, None)
 
 
+class Reason(str):
+    """Why a layer keeps Megatron's own path, in one sentence."""
+
+
 @dataclass
 class Decision[Path]:
     """What a layer does under the settings that were in force when it was built.
 
     Attributes:
         config: those settings.
-        backend: who moves its data, as far as this rank knows; None where Megatron does.
+        backend: who moves its data, as was expected when it was built; None where Megatron does.
         reason: why it keeps Megatron's own path, as far as this rank knows; or None.
         settled: whether the ranks of its group have agreed.
         path: what serves the layer from call to call, once that is settled; with a reason, what
@@ -215,11 +220,18 @@ class OverlapDecisions[Path]:
         """What this rank finds in the layer in its first forward."""
         raise NotImplementedError
 
-    def choose(
-        self, decision: Decision[Path], layer: Any, found: Sequence[Finding]
-    ) -> tuple[Path | None, str | None]:
-        """The path of a layer that all ranks support; or None, and why there is
-        none. Collective."""
+    def decide(self, config: FluidConfig, layer: Any, found: Sequence[Finding]) -> Path | Reason:
+        """The path of a layer that no rank has found anything against, or why Megatron's own is
+        kept. Collective.
+
+        Args:
+            config: the settings that the layer keeps.
+            layer: the layer.
+            found: what each rank of the group has found. [W]
+
+        Raises:
+            ConfigError: a backend was asked for by name and is unavailable.
+        """
         raise NotImplementedError
 
     def allowed(self, config: FluidConfig, layer: Any, reason: str) -> str | None:
@@ -327,7 +339,11 @@ class OverlapDecisions[Path]:
             raise failure
         reason = mine.reason or first_of_ranks([finding.reason for finding in found])
         if reason is None:
-            decision.path, reason = self.choose(decision, layer, found)
+            outcome = self.decide(decision.config, layer, found)
+            if isinstance(outcome, Reason):
+                reason = outcome
+            else:
+                decision.path = outcome
         if reason is not None:
             self._refuse_if_named(decision.config, layer, reason)
             told, ranks = self.describe_kept(layer, reason), global_ranks(self.group(layer))

@@ -321,14 +321,14 @@ class _LatentDecisions(OverlapDecisions[OverlappedLatentAttention]):
             reason = ModuleHooks(**modules).foreign()
         return Finding(reason)
 
-    def choose(
-        self, decision: Decision[OverlappedLatentAttention], layer: Any, found: Sequence[Finding]
-    ) -> tuple[OverlappedLatentAttention | None, str | None]:
-        config, machine = decision.config, None
+    def decide(
+        self, config: FluidConfig, layer: Any, found: Sequence[Finding]
+    ) -> OverlappedLatentAttention:
+        machine = None
         if config.cp_backend == "auto":
-            device = "cuda" if decision.backend == "nvlink" else "cpu"
+            device = "cuda" if self.backend_of(config, layer) == "nvlink" else "cpu"
             machine = agreed_machine(self.group(layer), device, config.machine)
-        return OverlappedLatentAttention(layer, config, machine), None
+        return OverlappedLatentAttention(layer, config, machine)
 
     def allowed(self, config: FluidConfig, layer: Any, reason: str) -> str | None:
         return None  # heads are exchanged around its core attention all the same

@@ -178,16 +178,15 @@ class _AttentionDecisions(OverlapDecisions[OverlappedAttention]):
         reason = _own_exchange_reason(layer) or module_reason(layer)
         return Finding(reason or ModuleHooks(**bypassed(layer)).foreign())
 
-    def choose(
-        self, decision: Decision[OverlappedAttention], layer: Any, found: Sequence[Finding]
-    ) -> tuple[OverlappedAttention | None, str | None]:
-        config, backend = decision.config, decision.backend
-        assert backend is not None
+    def decide(
+        self, config: FluidConfig, layer: Any, found: Sequence[Finding]
+    ) -> OverlappedAttention:
+        backend = self.backend_of(config, layer)
         machine = None
         if config.cp_backend == "auto":
             device = "cuda" if backend == "nvlink" else "cpu"
             machine = agreed_machine(self.group(layer), device, config.machine)
-        return OverlappedAttention(layer, config, backend, machine), None
+        return OverlappedAttention(layer, config, backend, machine)
 
     def allowed(self, config: FluidConfig, layer: Any, reason: str) -> str | None:
         if config.cp_backend != "rounds":

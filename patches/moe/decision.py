@@ -31,7 +31,12 @@ from megatron_fluid.patches.moe.parts import (
     part_reasons,
     separate_experts_reason,
 )
-from megatron_fluid.patches.overlap_decision import Decision, OverlapDecisions, first_of_ranks
+from megatron_fluid.patches.overlap_decision import (
+    Decision,
+    OverlapDecisions,
+    Reason,
+    first_of_ranks,
+)
 from megatron_fluid.patches.rank_findings import Finding
 
 if TYPE_CHECKING:
@@ -212,11 +217,11 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         separate = separate_experts_reason(layer)
         return Finding(None, _Found(no_nvlink, parts.experts, parts.fusion, separate, descends))
 
-    def choose(
-        self, decision: Decision[Path], layer: MoELayer, found: Sequence[Finding]
-    ) -> tuple[Path | None, str | None]:
+    def decide(
+        self, config: FluidConfig, layer: MoELayer, found: Sequence[Finding]
+    ) -> Path | Reason:
         ranks: list[_Found] = [finding.details for finding in found]
-        group, config, model = layer.ep_group, decision.config, layer.config
+        group, model = layer.ep_group, layer.config
 
         def parts_over(transport: str) -> PartReasons:
             over = part_reasons(model, config, transport=transport)
@@ -238,15 +243,15 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
             ),
         )
         if (transport := choice.transport) is None:
-            return None, choice.reason
+            return Reason(choice.reason)
         if (reason := graphed_reason(model, config, transport)) is not None:
-            return None, reason
+            return Reason(reason)
         separate = _one_reason([rank.separate for rank in ranks])
         parts = _checked(parts_over(transport), lambda: separate)
         if parts.by_phase is None:
             path = self._whole[transport](layer, config)
         elif (reason := graphed_phases_reason(model)) is not None:
-            return None, f"{parts.by_phase}; and {reason}"
+            return Reason(f"{parts.by_phase}; and {reason}")
         else:
             path = self._phases(layer, config, transport, parts.experts is None)
         path.start([rank.descends for rank in ranks])
@@ -258,8 +263,8 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
             self.report.note(layer, True, text, reads=_reads(transport, parts))
             ranks_of = dist.get_process_group_ranks(group)
             self.report.say(True, text, " from this call on", ranks_of)
-        decision.backend, self._parts[layer] = transport, parts
-        return path, None
+        self._parts[layer] = parts
+        return path
 
     def exchange_of(self, layer: MoELayer) -> tuple[str, str | None]:
         """Whose exchange a layer has: its backend and None, or ("megatron", why); before its first
@@ -272,7 +277,7 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
             decision = Decision(config, self.backend_of(config, layer), reason)
         if decision.reason:
             return "megatron", decision.reason
-        return str(decision.backend), None
+        return str(getattr(decision.path, "backend", decision.backend)), None
 
     def experts_reason_of(self, layer: MoELayer) -> str | None:
         """Why a layer has Megatron's experts; None where they are ours. Before its first forward,
