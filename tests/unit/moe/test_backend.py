@@ -144,9 +144,11 @@ def test_a_transport_by_name_is_met_or_refused(
 
 
 def test_capacity_is_refused_over_rounds() -> None:
-    layer = mock.Mock(config=mock.Mock(capacity_factor=2.0))
-    with pytest.raises(ConfigError, match=r"capacity_factor: found 2.0, allowed: None over rounds"):
-        backends.BACKENDS["rounds"](layer)
+    asked = layer_on(2)
+    asked.config = mock.Mock(backend="rounds", capacity_factor=2.0)
+    refused = pytest.raises(ConfigError, match="capacity_factor: found 2.0, allowed: None over r")
+    with on_gpus(None, None), refused:
+        layer.MoELayer._choose(asked)
 
 
 @pytest.mark.parametrize(
