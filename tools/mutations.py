@@ -14,10 +14,13 @@ Exit status: 0 all were caught, 1 some were not, 2 some could not be tried.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import importlib.util
 import os
 import shlex
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -31,6 +34,10 @@ __all__ = ["LIST", "ROOT", "Mutation", "MutationError", "main", "mutations", "mu
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tools" / "mutations.toml"
 _COPIED = ("megatron_fluid", "patches", "tests", "tools", "benchmarks", "examples")
+_PRELOADED = (
+    *("pytest", "hypothesis", "torch.distributed", "torch._dynamo", "torch.profiler"),
+    *("triton", "triton.language", "wrapt", "numpy"),
+)
 _CAUGHT, _PASSED = 1, 0  # exit statuses of pytest: tests failed, all passed
 
 
@@ -100,21 +107,53 @@ def _copy(root: Path, target: Path) -> None:
             shutil.copy2(path, target)
 
 
+def _preload() -> None:
+    """Import what takes long and is not the package's, once for all runs of pytest."""
+    if importlib.util.find_spec("torch") is not None:
+        torch = importlib.import_module("torch")
+        if not torch.cuda.device_count():  # asks the driver, and makes no context
+            os.environ.setdefault("TRITON_INTERPRET", "1")
+    for name in _PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
 def _run(tree: Path, tests: str, timeout_s: float) -> int:
-    """Run pytest in a tree; its exit status. A run that hangs has noticed, too."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        return subprocess.run(
-            [*command, *shlex.split(tests)],
-            cwd=tree,
-            env=env,
-            timeout=timeout_s,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return _CAUGHT
+    """Run pytest in a tree, in a fork of this process; its exit status. A run that hangs has
+    noticed, too."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        try:
+            _child(tree, tests)
+        finally:
+            os._exit(3)  # reached only where pytest could not be started
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return _CAUGHT
+
+
+def _child(tree: Path, tests: str) -> None:
+    """Take the tree's modules in place of this one's, and run pytest; does not return."""
+    os.setsid()
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        os.dup2(nothing.fileno(), 2)
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = str(tree)
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(tree), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
+    for name in list(sys.modules):
+        if name.partition(".")[0] in (*_COPIED, "conftest"):
+            del sys.modules[name]
+    command = ["-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
+    os._exit(int(importlib.import_module("pytest").main(command)))
 
 
 def try_one(mutation: Mutation, tree: Path, tests: str = "", timeout_s: float = 600.0) -> bool:
@@ -156,6 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         tree = Path(folder)
         _copy(ROOT, tree)
+        _preload()
         if args.sound:
             errors += [f"fails unmutated: {each}" for each in _sound(chosen, args.tests, tree, 600)]
         for number, mutation in enumerate(chosen, 1):

@@ -143,6 +143,8 @@ class Training(RuleBasedStateMachine):
     def use_a_layer(self, layer: int, how: str, shapes: Any) -> None:
         if how == "skip" and self.setup.overlap != "none":
             how = "twice"  # Megatron waits for the gradients of every parameter
+        if how == "twice" and self.setup.overlap != "none" and self.setup.recompute:
+            how = "once"  # and counts as many as there are recomputed calls
         self._train(shapes, ("use", {"layer": layer, "how": how}))
 
     @rule(shapes=shapes)

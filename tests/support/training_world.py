@@ -377,9 +377,11 @@ class _Trainer:
             return self._done()
         for part in self._frozen - frozen:
             self._require_grad(part, True)
-        self._frozen = frozen
+        changed, self._frozen = self._frozen ^ frozen, frozen
         for part in frozen:
             self._require_grad(part, False)
+        if self._fluid and "one expert" in changed:  # asked for where experts are no longer alike
+            patches.reset_layers()
         return self._done()
 
     def _set_recompute(self) -> None:
