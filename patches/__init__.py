@@ -254,7 +254,7 @@ PATCHES: tuple[Patch, ...] = (
         signature="(logits, topk, use_pre_softmax=False, num_groups=None, group_topk=None, "
         "scaling_factor=None, score_function='softmax', expert_bias=None, fused=False, "
         "router_replay=None, dense_output=False, precomputed_indices=None)",
-        replacement="megatron_fluid.patches.moe.router:topk_routing",
+        replacement="megatron_fluid.patches.moe.layer:topk_routing",
         reason="the NVLink path takes the chosen experts as they are; the router asks for dense "
         "maps of them",
     ),

@@ -31,7 +31,7 @@ from megatron_fluid.backward.readiness import (
 )
 from megatron_fluid.errors import FluidError
 
-__all__ = ["ParameterGathers", "backward_post_hook", "register_grad_ready"]
+__all__ = ["backward_post_hook", "register_grad_ready"]
 
 
 class _Gate(ReadyGate):
@@ -145,31 +145,6 @@ class _Owner:
 
 def _no_owner() -> None:
     return None
-
-
-class ParameterGathers:
-    """Whether the parameters of a layer are gathered already, of its few bucket groups: Megatron's
-    hook asks for each of some hundred parameters, in every microbatch."""
-
-    def __init__(self) -> None:
-        self._owner: object = None
-        self._groups: tuple[Any, ...] = ()
-
-    def finished(self, first: Tensor, params: Callable[[], Sequence[Tensor]]) -> bool:
-        """Whether the hooks would find nothing to do. False where that is not known.
-
-        Args:
-            first: one of the parameters.
-            params: gives all of them.
-        """
-        owner = gradient_owner(first)
-        if owner is not self._owner:
-            self._owner = owner
-            self._groups = owner.bucket_groups(params()) if isinstance(owner, _Owner) else ()
-        return bool(self._groups) and all(
-            group.param_gather_dispatched and group.param_gather_handle is None
-            for group in self._groups
-        )
 
 
 def backward_post_hook(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,6 +40,8 @@ from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
 __all__ = ["StartedCall", "run_experts", "start_experts"]
 
+_PROCESS_WIDE = get_backward_scheduler()
+
 
 @dataclass(kw_only=True, slots=True)
 class _State:
@@ -89,7 +91,7 @@ def _state_of(prepared: PreparedCall, transport: TokenTransport) -> _State:
         raise ConfigError.of("recompute", sorted(recompute), allowed)
     if call.offload is not None:
         recompute = set(recompute).difference(call.offload.parts)
-    scheduler = get_backward_scheduler() if call.scheduler is None else call.scheduler
+    scheduler = _PROCESS_WIDE if call.scheduler is None else call.scheduler
     learning = torch.is_grad_enabled()
     leaves = learning and fc1.deferrable() and fc2.deferrable()
     trained = [fc.params for fc in (fc1, fc2) if leaves and fc.requires_grad()]

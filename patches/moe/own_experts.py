@@ -15,6 +15,8 @@ Shapes: N expert rows of this rank, El local experts, H hidden.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_fluid.backward.readiness import counted
+from megatron_fluid.backward.readiness import counted, gradient_owner
 from megatron_fluid.backward.weight_grads import (
     WeightGradScheduler,
     WeightGradTask,
@@ -33,16 +35,129 @@ from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.moe.autograd import run_experts
 from megatron_fluid.moe.call import ExpertCall, prepare
 from megatron_fluid.moe.expert_rows import InPlace
-from megatron_fluid.patches.gradient_readiness import ParameterGathers
+from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts
+from megatron_fluid.patches.moe.limits import PHASES
 from megatron_fluid.patches.moe.offload import offload_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_fluid.patches.moe.expert_parameters import Looked
+    from megatron_fluid.patches.moe.expert_parameters import ExpertParameters, Looked
 
 __all__ = ["OwnExperts", "SeparateExperts", "delayed_gradients"]
+
+
+_phases_of = operator.attrgetter(*PHASES)
+
+
+class ParameterGathers:
+    """Whether the parameters of a layer are gathered already, of its few bucket groups: Megatron's
+    hook asks for each of some hundred parameters, in every microbatch."""
+
+    def __init__(self) -> None:
+        self._owner: object = None
+        self._groups: tuple[Any, ...] = ()
+
+    def finished(self, first: Tensor, params: Callable[[], Sequence[Tensor]]) -> bool:
+        """Whether the hooks would find nothing to do. False where that is not known.
+
+        Args:
+            first: one of the parameters.
+            params: gives all of them.
+        """
+        owner = gradient_owner(first)
+        if owner is not self._owner:
+            self._owner = owner
+            groups = getattr(owner, "bucket_groups", None)  # of Megatron's DistributedDataParallel
+            self._groups = () if groups is None else groups(params())
+        return bool(self._groups) and all(
+            group.param_gather_dispatched and group.param_gather_handle is None
+            for group in self._groups
+        )
+
+
+class ExpertWatch:
+    """Whether the experts of an overlapped layer are still those that it was made for: one cheap
+    look in every call.
+
+    The overlapped path never calls the experts' modules. Adapters and quantisers replace modules,
+    classes or forwards, register hooks, or add parameters; made after the first forward, they would
+    be left out of the arithmetic. Such a change is an error (overlap_decision.py). Weights that
+    were moved, replaced by others like them, frozen or thawed are read where they are.
+
+    The experts of one layer as they were when its path was made. It holds their modules, and
+    neither the layer nor a parameter.
+
+    Args:
+        layer: an MoELayer whose experts the overlapped path stands for.
+        weights: the parameters of these experts.
+
+    Attributes:
+        hooks: those of the experts' modules.
+    """
+
+    def __init__(self, layer: MoELayer, weights: ExpertParameters) -> None:
+        from megatron_fluid.patches.moe.expert_parameters import expert_gemm
+
+        self._weights, self._gemm = weights, expert_gemm
+        self.hooks = ModuleHooks(experts=layer.experts)
+        self._mlps = [vars(module) for module in layer.experts.modules()]
+        self._mlps = [attributes for attributes in self._mlps if "activation_func" in attributes]
+        self._known = self._surroundings(layer)
+        self._state = weights.look().state
+
+    def _surroundings(self, layer: MoELayer) -> tuple[Any, ...]:
+        """What decides beside the experts' own modules and parameters; none of it compares by
+        value."""
+        kind, held = type(layer), vars(layer)
+        return (
+            layer._modules["experts"],
+            type(held.get("token_dispatcher")),
+            _phases_of(kind),
+            held.keys().isdisjoint(PHASES),
+            self._gemm(),
+            [*map(dict.get, self._mlps, itertools.repeat("activation_func"))],
+        )
+
+    def look(self, layer: MoELayer) -> Looked | str:
+        """The parameters as they are now; or what has changed that the path does not honour."""
+        found = self._surroundings(layer)
+        if found != self._known:
+            pairs = zip(_SURROUNDINGS, found, self._known, strict=True)
+            return next(what for what, now, known in pairs if now != known)
+        if (reason := self.hooks.replaced() or self.hooks.foreign()) is not None:
+            return reason
+        try:
+            looked = self._weights.look()
+            if looked.state == self._state:
+                return looked
+        except (AttributeError, KeyError, RuntimeError, TypeError):  # missing, or without memory
+            pass
+        from megatron_fluid.patches.moe.expert_parameters import (
+            ExpertParameters,
+            expert_modules_reason,
+        )
+
+        if (reason := expert_modules_reason(layer.experts)) is not None:
+            return reason
+        now = ExpertParameters(layer.experts)
+        if (now.biased, now.packed) != (self._weights.biased, self._weights.packed):
+            return "biases of the experts were added or taken away, or their parameters packed"
+        self._weights.share_storages()
+        looked = self._weights.look()
+        self._state = looked.state
+        return looked
+
+
+_SURROUNDINGS = (
+    "experts was replaced",
+    "the token dispatcher was replaced",
+    "a phase of the layer's class was replaced",
+    "a phase of the layer was replaced",
+    "the GEMM of Megatron's linears was replaced",
+    "activation_func of an expert was replaced",
+)
 
 
 class OwnExperts:
@@ -64,7 +179,6 @@ class OwnExperts:
         from megatron.core.inference.utils import InferenceMode
 
         from megatron_fluid.patches.moe.expert_parameters import ExpertParameters, resolve
-        from megatron_fluid.patches.moe.expert_watch import ExpertWatch
 
         self.config = config
         self.activation = resolve(layer.config, hasattr(layer.experts, "linear_fc1"))

@@ -14,7 +14,7 @@ from megatron_fluid import MoEBaseline, MoEConfig, MoELayer
 from megatron_fluid.comm import group_resources
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_casts import reference
-from megatron_fluid.moe import fp8_experts
+from megatron_fluid.moe import fp8_experts, fp8_weight_grads
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.local import transport
 from tests.support.expert_calls import local_moe
@@ -229,7 +229,9 @@ def test_a_layer_casts_each_token_once(
 ) -> None:
     ids, leaves, grad = make()
     cast: list[int] = []
-    monkeypatch.setattr(fp8_experts, "cast_rows", lambda *_: pytest.fail("cast after dispatch"))
+    monkeypatch.setattr(
+        fp8_weight_grads, "cast_rows", lambda *_: pytest.fail("cast after dispatch")
+    )
     plain = fp8_experts.pack_rows
     monkeypatch.setattr(fp8_experts, "pack_rows", lambda x: cast.append(len(x)) or plain(x))
     gradients(over_one_rank("local", group, ids, leaves, recompute), leaves, grad)

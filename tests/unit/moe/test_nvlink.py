@@ -86,8 +86,8 @@ def test_the_gated_product_is_told_how_many_rows_its_experts_have(
         told.append((ends, offsets.tolist()))
         out.zero_()
 
-    monkeypatch.setattr(experts, "can_gate", lambda *arguments: True)
-    monkeypatch.setattr(experts, "gated_matmul", gated)
+    monkeypatch.setattr(plain_experts, "can_gate", lambda *arguments: True)
+    monkeypatch.setattr(plain_experts, "gated_matmul", gated)
     nvlink_moe(buffers, x, ids, probs, w1, w2, capacity=capacity)
     [(ends, offsets)] = told
     assert ends == offsets
@@ -357,7 +357,7 @@ def test_a_backward_holds_what_it_needs_and_no_more(
     assert y.grad_fn is not None
     [hidden] = [t.data_ptr() for t in y.grad_fn.saved_tensors if t.shape[1] == 2 * F]  # type: ignore[attr-defined]
     steps: list[tuple[int, list[Any]]] = []
-    real = experts.weight_grads
+    real = plain_experts.weight_grads
 
     def noted(fc: ExpertWeights, dy: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
         alive = [ref() is not None for _, refs in steps for ref in refs]

@@ -51,7 +51,7 @@ def _owned(ddp: _Ddp | None = None) -> tuple[_Ddp, Any]:
 
 
 def test_parameters_are_gathered_once_every_group_has_waited() -> None:
-    from megatron_fluid.patches.gradient_readiness import ParameterGathers
+    from megatron_fluid.patches.moe.own_experts import ParameterGathers
 
     ddp, _ = _owned()
     gathers, asked = ParameterGathers(), []
@@ -72,7 +72,7 @@ def test_parameters_are_gathered_once_every_group_has_waited() -> None:
 
 
 def test_parameters_of_nobody_are_never_taken_for_gathered() -> None:
-    from megatron_fluid.patches.gradient_readiness import ParameterGathers
+    from megatron_fluid.patches.moe.own_experts import ParameterGathers
 
     param = torch.nn.Parameter(torch.zeros(1))
     gathers = ParameterGathers()

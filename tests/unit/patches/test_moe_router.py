@@ -96,7 +96,7 @@ def _routed(layer: Any, columns: torch.Tensor | None, gradient: torch.Tensor) ->
 def _routed_locally() -> dict[str, Any]:
     """What the path of one rank makes of bf16 choices, experts in reverse, beside the router's."""
     from megatron_fluid.patches.moe import layer as seam
-    from megatron_fluid.patches.moe.router import route
+    from megatron_fluid.patches.moe.layer import compact_route as route
 
     layer = _layer({**CASES["bf16"][0], "moe_router_dtype": None})
     path = seam.OverlappedLayer.__new__(seam.OverlappedLayer)
@@ -130,7 +130,7 @@ def _compare(rank: int, world_size: int) -> dict[str, Any]:
             report[name] = (dense, _routed(layer, None, gradient), _routed(layer, turned, gradient))
     layer = _layer({})
     with patches.patched("moe-router-topk"):
-        from megatron_fluid.patches.moe.router import route
+        from megatron_fluid.patches.moe.layer import compact_route as route
 
         report["local"] = _routed_locally()
         hidden = torch.randn(TOKENS, 1, 32)
@@ -404,7 +404,7 @@ def test_a_layer_with_room_for_its_rows_is_megatrons_and_one_without_says_so_by_
 
 def _more_tokens(rank: int, world_size: int) -> dict[str, Any]:
     """A layer over NVLink whose later forwards bring more tokens than its first."""
-    from megatron_fluid.comm import symmetric
+    from megatron_fluid.moe import choose
     from megatron_fluid.moe.nvlink import buffers
     from megatron_fluid.patches.moe import decision
     from megatron_fluid.patches.moe import layer as seam
@@ -421,7 +421,7 @@ def _more_tokens(rank: int, world_size: int) -> dict[str, Any]:
     for on in (False, True):
         with (
             mock.patch.object(decision, "nvlink_unsupported_reason", return_value=None),
-            mock.patch.object(symmetric, "symmetric_unsupported_reason", return_value=None),
+            mock.patch.dict(choose.TRANSPORTS, nvlink=lambda case: None),
             mock.patch.object(buffers, "shared_buffers", make),
             tiny_gpt.plug_in(on, moe_backend="nvlink" if on else "megatron"),
         ):

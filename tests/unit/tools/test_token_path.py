@@ -1,0 +1,30 @@
+"""A token's way: how many files of the package run in one call of a patched layer over NVLink, and
+that docs/architecture.md names them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import run_ranks
+from tests.support.machine import NEEDS_INTERPRETER
+from tools.token_path import token_path
+
+pytestmark = NEEDS_INTERPRETER
+
+MOST = 24  # to be lowered with every file that is merged, and never raised
+ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
+
+
+def _path(rank: int, world: int) -> list[str]:
+    return list(token_path())
+
+
+def test_a_token_goes_through_few_files_and_the_page_names_them() -> None:
+    pytest.importorskip("megatron.core")
+    (found,) = run_ranks(_path, 1, env={"TRITON_INTERPRET": "1"})
+    assert "megatron_fluid/moe/nvlink/steps.py" in found, "the path is over NVLink"
+    assert len(found) <= MOST, found
+    text = ARCHITECTURE.read_text()
+    assert not [name for name in found if name not in text]
