@@ -20,11 +20,12 @@ from megatron_fluid import MoELayer
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.kernels.grouped_gemm.launch import grouped_weight_grad, sends_rows
 from megatron_fluid.moe.expert_weights import ExpertWeights
-from megatron_fluid.moe.experts import activated_product, grouped_product
+from megatron_fluid.moe.experts import grouped_product
 from megatron_fluid.moe.local.kernel_transport import permute
 from megatron_fluid.moe.local.transport import LocalPlan, plan_local
 from megatron_fluid.moe.nvlink import buffers
 from megatron_fluid.moe.nvlink.schedule import Schedule, choose_schedule
+from megatron_fluid.moe.plain_experts import PlainExperts
 
 __all__ = [
     "CAPACITY_FACTOR",
@@ -243,12 +244,13 @@ def own_gemms_call(layer: MoELayer, x: Tensor, train: bool) -> Callable[[], obje
     assert not isinstance(plan, LocalPlan)
     rows, groups, act = permute(plan, x), plan.groups, layer.activation
     w1, w2 = (ExpertWeights(w.detach(), experts) for w in (layer.weight1, layer.weight2))
-    h, a = activated_product(rows, w1, groups, act, plan.row_prob)
+    own = PlainExperts(w1, w2, act)
+    h, a = own.activated(rows, groups, plan.row_prob, keep=True)
     assert h is not None
 
     def run() -> None:
         with torch.no_grad():
-            activated_product(rows, w1, groups, act, plan.row_prob, keep=train)
+            own.activated(rows, groups, plan.row_prob, keep=train)
             grouped_product(a, w2.forward_matrices, groups)
             if train:
                 grouped_product(rows, w2.backward_matrices, groups)

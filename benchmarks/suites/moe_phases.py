@@ -34,7 +34,6 @@ from megatron_fluid.moe.call import ExpertCall, prepare
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.experts import (
     RowGroups,
-    activated_product,
     activation_backward,
     activation_forward,
     grouped_product,
@@ -43,6 +42,7 @@ from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle, shar
 from megatron_fluid.moe.nvlink.schedule import Schedule
 from megatron_fluid.moe.nvlink.steps import make_plan, publish, push, reduce, reduce_push, scatter
 from megatron_fluid.moe.nvlink.transport import NvlinkTransport, plan_nvlink
+from megatron_fluid.moe.plain_experts import PlainExperts
 from megatron_fluid.moe.transport import Segment
 from tests.support.simulated_workspace import SimulatedWorkspace
 
@@ -109,6 +109,7 @@ def _steps(
     weights = (layer.weight1, layer.weight2)
     w1, w2 = (ExpertWeights(w.detach(), buffers.local_experts) for w in weights)
     activation = layer.activation
+    own = PlainExperts(w1, w2, activation)
     with torch.no_grad():
         ids, probs = _route(layer, x)
     handle = plan_nvlink(buffers, ids, probs)
@@ -148,7 +149,7 @@ def _steps(
 
     def gated() -> None:
         prob = s.handle.row_prob[:n]
-        h, s.activated = activated_product(s.rows, w1, groups(), activation, prob)
+        h, s.activated = own.activated(s.rows, groups(), prob, keep=True)
         assert h is not None
         s.hidden = h
 

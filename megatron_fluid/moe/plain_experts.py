@@ -75,8 +75,16 @@ class PlainExperts:
         """Compute a segment from its rows on and start its combine. What the backward needs: the
         rows [n, H], and with `keep` the output of fc1 [n, F1]."""
         assert isinstance(rows, Tensor)
-        groups, probs, act = segment.groups, segment.probs, self.activation
-        matrices = self.fc1.forward_matrices
+        h, activated = self.activated(rows, segment.groups, segment.probs, keep)
+        exchange.combine_product(segment, activated, self.fc2.forward_matrices)
+        return rows, h
+
+    def activated(
+        self, rows: Tensor, groups: RowGroups, probs: Tensor | None, keep: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return the output of fc1 [n, F1], None without `keep`, and what is activated of it and
+        multiplied with `probs` [n, F]: by one kernel where there is one."""
+        act, matrices = self.activation, self.fc1.forward_matrices
         if probs is not None and can_gate(rows, matrices, probs, act.name if act.plain else ""):
             assert isinstance(matrices, Tensor | ReversedStack)
             activated = rows.new_empty(rows.shape[0], self.fc2.in_width)
@@ -86,8 +94,7 @@ class PlainExperts:
         else:
             h = grouped_product(rows, matrices, groups)
             activated = activation_forward(act, h, probs, groups.count)
-        exchange.combine_product(segment, activated, self.fc2.forward_matrices)
-        return rows, h if keep else None
+        return h if keep else None, activated
 
     def backward(
         self, dy: Rows, h: Hidden, route: Route, segment: Segment, exchange: Exchange, consume: bool
