@@ -416,7 +416,9 @@ class GroupWaits:
         reason = "; ".join(filter(None, (self._place(peer), reason)))
         error = PeerTimeoutError(self.rank, peer, operation, round_index, waited_s, reason)
         say(error)
-        more = explain(error, self.words)
+        # A short timeout ends in less than twice its time; a broken connection is found at once.
+        grace_s = min(_GRACE_S, waited_s / 2) if waited_s > 1.0 else _GRACE_S
+        more = explain(error, self.words, grace_s)
         return error.with_detail(more) if more else error
 
 

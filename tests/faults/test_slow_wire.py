@@ -102,4 +102,5 @@ def test_a_host_that_comes_too_late_is_an_error(hosts: EmulatedHosts, tmp_path: 
     said = job.said(0)
     assert job.processes[0].returncode == 3, said
     assert "rank 0: no answer from its group in layer 0 moe routing" in said
-    assert "failed 2." in said or "failed 3." in said, said
+    seconds = float(said.split("failed ")[1].split()[0])
+    assert 2.0 <= seconds < 4.0, said  # the reports of others are waited for, too
