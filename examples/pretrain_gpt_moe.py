@@ -107,11 +107,6 @@ def add_arguments(output: RunOutput, parser: argparse.ArgumentParser) -> argpars
         "a folder that holds a run is refused.",
     )
     group.add_argument(
-        "--fluid-verbose",
-        action="store_true",
-        help="Show Megatron's full log, which is otherwise in the run's folder alone.",
-    )
-    group.add_argument(
         "--no-defaults",
         nargs="*",
         metavar="FLAG",
