@@ -116,7 +116,7 @@ class _MoEModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> _MoEModule:
         """A layer with parameters of its own; the rounds, and their process group, are one for all
         layers."""
-        copied = copy_sharing(self, memo, self.rounds)
+        copied = copy_sharing(self, memo, self.rounds, self.rounds.group)
         copied._mark_experts()  # torch copies a parameter without its attributes
         return copied
 
