@@ -37,7 +37,7 @@ def refusal_body(rank: int, world: int) -> None:
         MoEBaseline(CONFIG, None)
     with pytest.raises(
         ConfigError,
-        match="moe_backend: found 'nvlink', allowed: auto or rounds: its tensors are on the cpu",
+        match="found 'nvlink', allowed: auto or rounds, because its tensors are on the cpu",
     ):
         MoELayer({**CONFIG, "backend": "nvlink"}, group(), dtype=F64)(torch.ones(3, 8, dtype=F64))
     with pytest.raises(

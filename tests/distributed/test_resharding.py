@@ -72,14 +72,12 @@ def test_the_loss_goes_on_from_tp1_under_tp2(
 def test_one_expert_parallel_rank_goes_on_from_ep4_with_the_weights_alone(
     ep2: tuple[Path, Sequence[float]], ep4: tuple[Path, Training], tmp_path: Path
 ) -> None:
-    """With the optimizer's state it is refused by the flag: Megatron finds no place for it."""
+    """With the optimizer's state it is refused: Megatron finds no place for it."""
     last = 2 * FIRST_SAVE  # saved by the ranks of EP4
     resumed = resume(ep4[0], tmp_path, 2, "--expert-model-parallel-size", "1", from_=last)
     for outcome in resumed.outcomes:
         assert not outcome.ok
-        said = str(outcome.error).strip().splitlines()[-1]
-        assert "ConfigError: --expert-model-parallel-size: found 1" in said
-        assert "--no-load-optim" in said
+        assert "Parameter group key definition" in str(outcome.error)  # Megatron's own words
     shutil.rmtree(tmp_path / "saved")
 
     weights = ("--expert-model-parallel-size", "1", "--no-load-optim")

@@ -111,7 +111,7 @@ def _refused(name: str) -> tuple[TurnedRows, TurnedRows, Tensor]:
         ("places", r"\[256, 384\]"),
         ("scales", r"\[3, 128\]"),
         ("scales' dtype", "float64"),
-        ("strides", "dense"),
+        ("strides", "contiguous"),
         ("offsets", "int64"),
     ],
 )

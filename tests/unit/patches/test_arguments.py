@@ -101,7 +101,9 @@ def test_the_scripts_own_arguments_are_kept() -> None:
 def test_a_bad_value_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="^--fluid-dx-chunks: found 0"):
         arguments.parse_args(megatron_like(["--fluid-dx-chunks", "0"]))()
-    with pytest.raises(ConfigError, match="^--fluid-timeout: found -1.0, allowed: a finite number"):
+    with pytest.raises(
+        ConfigError, match="^--fluid-timeout: found -1.0, allowed: a number of seconds above 0"
+    ):
         arguments.parse_args(megatron_like(["--fluid-timeout", "-1"]))()
     with pytest.raises(ConfigError, match="patch: found 'nonsense', allowed: arguments"):
         arguments.parse_args(megatron_like(["--fluid-disable-patch", "nonsense"]))()
