@@ -30,7 +30,8 @@ import torch.distributed as dist
 from megatron_fluid.comm.agreement import Agreement, agreement, live_agreements
 from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.rank_reports import ranks_text
-from megatron_fluid.comm.timeouts import wait_timeout_s
+from megatron_fluid.comm.timeouts import group_timeout_s
+from megatron_fluid.config import current_config
 from megatron_fluid.cuda import driver_api
 from megatron_fluid.errors import PeerTimeoutError
 
@@ -303,13 +304,15 @@ class GroupWaits:
         self.device = torch.device("cpu")
         if torch.cuda.is_available() and torch.device("cuda") in group._device_types:
             self.device = torch.device("cuda", torch.cuda.current_device())
+        self._group_timeout_s = group_timeout_s(group)  # torch takes 90 us to tell
         self._last_work: dist.Work | None = None
         self._used = False
 
     @property
     def timeout_s(self) -> float:
         """Bound on a wait in seconds, as the configuration has it now."""
-        return wait_timeout_s(self.group)
+        asked = current_config().timeout_s
+        return self._group_timeout_s if asked is None else asked
 
     def collective(
         self, operation: str, launch: Callable[[], dist.Work | None],
@@ -343,7 +346,7 @@ class GroupWaits:
             return lambda: self.wait(work, name, limit_s)
         limit_s *= _SLOW_START if first else 1.0
         stream = torch.cuda.current_stream(self.device)
-        watched = not torch.cuda.is_current_stream_capturing()
+        watched = not self.words.alone and not torch.cuda.is_current_stream_capturing()
         started = record_event(stream) if watched else None
         with self.inside_library(name, limit_s) if first else contextlib.nullcontext():
             work = required(launch())
