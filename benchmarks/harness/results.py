@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-NO_SUITES = ("megatron_unit_tests.json",)
+NO_SUITES = ("gpu_tests.json", "megatron_unit_tests.json")
 """Files in RESULTS that no suite has written."""
 _ENVIRONMENT_KEYS = (
     "commit",
