@@ -22,8 +22,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from megatron_fluid.cli.arguments import with_suggestions
-
 __all__ = ["RunOutput", "short_parser"]
 
 # how long a rank waits for the first one to show an error that both may have met
@@ -197,14 +195,14 @@ def _asserted(error: BaseException) -> str:
 def short_parser(parser: argparse.ArgumentParser, output: RunOutput) -> None:
     """Let Megatron's parser, which knows a thousand flags, speak briefly, and once for all ranks.
 
-    An error is one line with the flags that are meant, perhaps; ``--help`` shows the groups of this
-    script first; ``--help-fluid`` shows them alone.
+    An error is one line; ``--help`` shows the groups of this script first, ``--help-fluid`` shows
+    them alone.
     """
     parser.usage = "torchrun --nproc-per-node N examples/pretrain_gpt_moe.py [FLAG ...]"
     full = parser.print_help
 
     def error(message: str) -> NoReturn:
-        output.fail(ValueError(with_suggestions(parser, message)), by_user=True)
+        output.fail(ValueError(message), by_user=True)
 
     def print_help(file: TextIO | None = None, only_ours: bool = False) -> None:
         output.close()

@@ -88,7 +88,6 @@ QUICK = {
     "megatron-fluid doctor": "",
     "megatron-fluid doctor --require megatron": "",
     "megatron-fluid patches": "",
-    "megatron-fluid bench": "",
     "torchrun --nproc_per_node 4 tests/test_correctness.py": "",
 }
 TWO_NODES = (
