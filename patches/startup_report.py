@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_fluid import patches
-from megatron_fluid.patches.engine.patch import MEGATRON, OFF, Patch, Row
+from megatron_fluid.patches.engine.patch import MEGATRON, OFF, Row
 from megatron_fluid.patches.engine.switches import verbose
 
 __all__ = [
     "features",
-    "markdown_table",
     "merged_features",
     "setup_model_and_optimizer",
     "startup_lines",
@@ -222,23 +221,6 @@ def startup_table(rows: Sequence[Row], features: Sequence[Feature]) -> str:
         lines = ((name, words[on], str(n), why) for name, on, why, n in features)
         text += "\n\n" + text_table(head, lines)
     return text
-
-
-def markdown_table(patches: Sequence[Patch]) -> str:
-    """The tables in docs/patches.md: what is patched and why. Groups other than Megatron's are
-    folded away."""
-    parts = []
-    for group in dict.fromkeys(patch.group for patch in patches):
-        lines = ["| patch | target | why it is a patch |", "|---|---|---|"]
-        members = [patch for patch in patches if patch.group == group]
-        lines += [f"| {p.name} | `{p.target}` | {p.reason} |" for p in members]
-        table = "\n".join(lines)
-        if group != MEGATRON:
-            words = [f"{group}: {len(members)} patches", members[0].condition]
-            summary = ", ".join(filter(None, words))
-            table = f"<details><summary>{summary}</summary>\n\n{table}\n\n</details>"
-        parts.append(table)
-    return "\n\n".join(parts)
 
 
 def _objects(count: int | None) -> str:

@@ -12,9 +12,8 @@ from megatron_fluid.patches import PATCHES
 from megatron_fluid.patches.attention.latent_limits import LATENT_LIMITS
 from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, TE_LIMITS
 from megatron_fluid.patches.moe.limits import PARTS as MOE_PARTS
-from megatron_fluid.patches.startup_report import markdown_table
 from tools.megatron_test_table import table as megatron_tests
-from tools.settings_table import compatibility_table, limits_table, parts_table
+from tools.settings_table import compatibility_table, limits_table, parts_table, patches_table
 
 __all__ = ["PAGES", "README", "RESULTS_PAGE", "generated"]
 
@@ -24,7 +23,7 @@ RESULTS_PAGE = RESULTS / "README.md"
 PARTS = {
     "headline": headline,
     "between_hosts": between_hosts,
-    "patches": lambda: markdown_table(PATCHES),
+    "patches": lambda: patches_table(PATCHES),
     "limits": lambda: parts_table(MOE_PARTS),
     "attention_limits": lambda: limits_table(TE_LIMITS),
     "overlap_limits": lambda: limits_table(OVERLAP_LIMITS),

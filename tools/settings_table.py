@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, TE_LIMITS
+from megatron_fluid.patches.engine.patch import MEGATRON, Patch
 from megatron_fluid.patches.limits import Limit
 from megatron_fluid.patches.moe.limits import (
     EXCHANGE_LIMITS,
@@ -28,6 +29,7 @@ __all__ = [
     "is_ours",
     "limits_table",
     "parts_table",
+    "patches_table",
     "unlisted",
 ]
 
@@ -199,6 +201,23 @@ def parts_table(parts: Iterable[tuple[str, str, Sequence[Limit[Any]]]]) -> str:
         for limit in limits
     ]
     return "\n".join(["| setting | exchange | experts | why |", "|---|---|---|---|", *rows])
+
+
+def patches_table(patches: Sequence[Patch]) -> str:
+    """The tables in docs/patches.md: what is patched and why. Groups other than Megatron's are
+    collapsed."""
+    parts = []
+    for group in dict.fromkeys(patch.group for patch in patches):
+        lines = ["| patch | target | why it is a patch |", "|---|---|---|"]
+        members = [patch for patch in patches if patch.group == group]
+        lines += [f"| {p.name} | `{p.target}` | {p.reason} |" for p in members]
+        table = "\n".join(lines)
+        if group != MEGATRON:
+            words = [f"{group}: {len(members)} patches", members[0].condition]
+            summary = ", ".join(filter(None, words))
+            table = f"<details><summary>{summary}</summary>\n\n{table}\n\n</details>"
+        parts.append(table)
+    return "\n\n".join(parts)
 
 
 def limits_table(limits: Sequence[Limit[Any]]) -> str:

@@ -11,7 +11,6 @@ from megatron_fluid.cli.arguments import install_command
 from megatron_fluid.cli.tables import WIDTH, paragraph
 from megatron_fluid.errors import PatchError
 from megatron_fluid.patches.engine.patch import Row
-from megatron_fluid.patches.startup_report import markdown_table
 
 __all__ = ["add_parser", "run"]
 
@@ -21,19 +20,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "patches", help="what is patched in Megatron, and why", description=__doc__
     )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print one JSON object per patch")
-    form.add_argument(
-        "--markdown", action="store_true", help="the table of docs/patches.md; needs no Megatron"
-    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per patch")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 1 if a patch does not fit."""
-    if args.markdown:
-        print(markdown_table(patches.PATCHES))
-        return 0
     problem = ""
     if patches.megatron_installed():
         try:

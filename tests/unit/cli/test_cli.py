@@ -76,12 +76,6 @@ def test_a_mistyped_command_line_ends_in_one_line(
     assert caught.value.code == 2 and text in shown and shown.count("\n") == 1
 
 
-def test_the_markdown_table_lists_every_patch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["patches", "--markdown"]) == 0
-    text = capsys.readouterr().out
-    assert all(f"`{patch.target}`" in text for patch in patches.PATCHES)
-
-
 def test_the_list_of_patches_fits_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
     main(["patches"])
     text = capsys.readouterr().out

@@ -15,14 +15,9 @@ from megatron_fluid.patches.engine.patch import Patch, Row
 from megatron_fluid.patches.moe import decision
 from megatron_fluid.patches.moe.limits import EXPERT_LIMITS, PARTS
 from megatron_fluid.patches.moe.parts import PartReasons
-from megatron_fluid.patches.startup_report import (
-    markdown_table,
-    startup_lines,
-    startup_table,
-    text_table,
-)
+from megatron_fluid.patches.startup_report import startup_lines, startup_table, text_table
 from megatron_fluid.patches.unused_settings import unused_settings
-from tools.settings_table import limits_table, parts_table
+from tools.settings_table import limits_table, parts_table, patches_table
 
 ROWS = [
     Row("Megatron", "moe-layer", "m:MoELayer.forward", "applied", "overlapped", 24),
@@ -262,7 +257,7 @@ def test_a_layer_says_which_settings_it_reads(
 
 
 def test_the_tables_of_the_docs_name_everything() -> None:
-    table = markdown_table(
+    table = patches_table(
         [
             Patch("one", "m:f", str, "why one"),
             Patch("two", "m:g", str, "why two", group="Other", condition="here"),
