@@ -33,6 +33,7 @@ __all__ = [
     "capturing",
     "exchange_tables",
     "keep",
+    "position_order",
 ]
 
 FUSED, OUTPUT, SPLIT, APART = "fused", "output", "split", "apart"
@@ -80,6 +81,12 @@ def cached_tables[T](maxsize: int) -> Callable[[Callable[..., T]], Callable[...,
         return get
 
     return decorate
+
+
+@cached_tables(64)
+def position_order(sequence: SequenceLayout, device: torch.device) -> Tensor:
+    """``sequence.order(device)``, kept."""
+    return sequence.order(device)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ OVERLAP_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     ),
     Limit(
         "cuda_graph_impl",
-        "of a graph that holds attention: rotations are gathered at a sequence's first call",
+        "of a graph that holds attention: each forward gathers a rotary table outside it",
         _captures_attention,
     ),
     Limit(

@@ -163,7 +163,8 @@ class OverlappedAttention:
         if not by_row or part.shape[3] > self.heads.head_dim:
             return None, "rotations are not one for each row"
         how = self.interleaved, self.fused_rope, self.rope_scale
-        table = rotary_table(part, x.dtype, self.group if packed is None else None, *how)
+        group = self.group if packed is None else None
+        table = rotary_table(part, x.dtype, group, *how, reader=self)
         if table is not None and packed is not None:
             table = pack_table(packed, rows, self.heads.world, table)
         return table, "rotations are not by pairs" if table is None else None
@@ -214,9 +215,13 @@ class OverlappedAttention:
         bias or None)."""
         self.hooks.run_parameter_gather()
         qkv, projection = self.qkv, self.projection
-        shape = self.tensor.rows(x), x.shape[1], x.dtype, x.device, table
-        # Each pack has lengths of its own.
-        call = self._call(*shape) if packed is None else self._make_call(*shape, packed)
+        rows, in_kernel = self.tensor.rows(x), self.norms.in_graph
+        call = self._call(rows, x.shape[1], x.dtype, x.device, packed is not None)
+        if packed is not None or (in_kernel and table is not None):
+            kernel = self._kernel(call.exchange.heads.groups, table, packed)
+            call = dataclasses.replace(call, kernel=kernel)
+        if table is not None and not in_kernel:
+            call = dataclasses.replace(call, table=table)
         skip = getattr(projection, "skip_bias_add", None)
         returned, bias = projection.te_return_bias if skip is None else skip, _bias(projection)
         weights = AttentionWeights(
@@ -259,23 +264,16 @@ class OverlappedAttention:
         return RoundsExchange(rounds, heads, sequence)
 
     def _make_call(
-        self,
-        rows: int,
-        batch: int,
-        dtype: Any,
-        device: Any,
-        table: RotaryTable | None,
-        packed: Any = None,
+        self, rows: int, batch: int, dtype: Any, device: Any, packed: bool
     ) -> AttentionCall:
+        """A call without rotations, and without the lengths of a pack: each has its own."""
         # A pack's rows are exchanged as they stand, and ordered before the attention kernel.
-        layout = "zigzag" if packed is None else "contiguous"
-        exchange = self._exchange(rows, batch, dtype, layout)
+        exchange = self._exchange(rows, batch, dtype, "contiguous" if packed else "zigzag")
         heads = exchange.heads
         return AttentionCall(
             exchange,
-            self._kernel(heads.groups, table, packed),
+            self._kernel(heads.groups, None, None),
             CoreCase(heads.head_dim, dtype, device.type, self.causal),
-            None if self.norms.in_graph else table,
             dx_chunks=self.config.dx_chunks,
             norm_eps=self.norms.query.eps if self.norms.on_arrival else 1e-6,
             output_gate=self.output_gate,

@@ -182,8 +182,10 @@ def _tables(rank: int, ranks: int) -> None:
         part = angles[SequenceLayout(length, ranks, "zigzag").positions(rank)]
         half = angles[:, 0, 0, ::2] if interleaved else angles[:, 0, 0, : WIDTH // 2]
         group = parallel_state.get_context_parallel_group()
+        first, second = torch.nn.Identity(), torch.nn.Identity()  # two layers
         for dtype, exact in ((torch.float32, False), (BF16, False), (BF16, True)):
-            table = rotary_table(part, dtype, group, interleaved, exact)
+            how = dtype, group, interleaved, exact
+            table = rotary_table(part, *how, reader=first)
             assert (
                 table is not None
                 and table.interleaved == interleaved
@@ -194,16 +196,46 @@ def _tables(rank: int, ranks: int) -> None:
             )  # Megatron's unfused rotation rounds them to the activations' type
             assert torch.equal(table.cos, half.cos().to(seen).float())
             assert torch.equal(table.sin, half.sin().to(seen).float())
-            assert rotary_table(part.detach(), dtype, group, interleaved, exact) is table, (
-                "as in a recomputation"
-            )
-        part.mul_(2)
-        changed = rotary_table(part, BF16, group, interleaved, True)
-        assert changed is not None and torch.equal(changed.cos, (2 * half).cos())
+            assert rotary_table(part.detach(), *how, reader=second) is table, "one a forward"
+            again = rotary_table(part.detach(), *how, reader=second)  # recomputes
+            assert again is not None and again is not table and torch.equal(again.cos, table.cos)
+            assert rotary_table(part, *how, reader=first) is again
 
 
-def test_rotations_of_the_whole_sequence_are_made_once_of_the_ranks_parts() -> None:
+def test_layers_share_one_table_of_rotations_in_a_forward() -> None:
     run_ranks(_tables, 2)
+
+
+def _rewritten(rank: int, ranks: int) -> None:
+    from megatron.core import parallel_state
+
+    from megatron_fluid.patches.attention.rotary_tables import rotary_table
+
+    start(ranks)
+    group, length = parallel_state.get_context_parallel_group(), 4 * ranks
+    angles = angles_of(Case(), length)
+    assert angles is not None
+    rows = SequenceLayout(length, ranks, "zigzag").positions(rank)
+    with torch.inference_mode():
+        unversioned = angles[rows]
+    parts = {"data": angles[rows], "numpy": angles[rows], "inference": unversioned}
+    for how, part in parts.items():
+        layer = torch.nn.Identity()
+        for factor in (1.0, 2.0, 0.5):
+            if how == "data":
+                part.data.copy_(factor * angles[rows])
+            elif how == "numpy":
+                part.numpy()[:] = factor * angles[rows].numpy()
+            else:
+                with torch.inference_mode():
+                    part.copy_(factor * angles[rows])
+            table = rotary_table(part, torch.float32, group, False, True, reader=layer)
+            expected = (factor * angles[:, 0, 0, : WIDTH // 2]).cos()
+            assert table is not None and torch.equal(table.cos, expected), (how, factor)
+
+
+def test_rotations_follow_angles_that_were_rewritten_in_place() -> None:
+    run_ranks(_rewritten, 2)
 
 
 def test_calls_that_are_not_overlapped_are_told_and_computed_as_before() -> None:

@@ -107,8 +107,8 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
         angles = angles_of(case, length)
         reference = step(whole, case, everything, angles, length)
         if angles is not None:
-            table = rotary_table(angles, case.dtype, alone.cp, case.interleaved, True)
-            overlapped.rotary_table = lambda *_, table=table: table
+            table = rotary_table(angles, case.dtype, alone.cp, case.interleaved, True, reader=whole)
+            overlapped.rotary_table = lambda *_, reader, table=table: table
         groups = [_Group(rank, ranks) for rank in range(ranks)]
         modules = [
             build(case, ranks, "nvlink", ProcessGroupCollection(tp=alone.tp, cp=group))

@@ -22,15 +22,10 @@ from megatron_fluid.attention.exchange.protocol import (
     wide_dtype,
 )
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
-from megatron_fluid.attention.tables import cached_tables
+from megatron_fluid.attention.tables import position_order
 from megatron_fluid.comm.waits import group_waits
 
 __all__ = ["CollectiveExchange"]
-
-
-@cached_tables(64)
-def _order(sequence: SequenceLayout, device: torch.device) -> Tensor:
-    return sequence.order(device)
 
 
 @dataclass
@@ -138,7 +133,7 @@ class CollectiveExchange(HeadExchange):
         if self.sequence.kind == "contiguous":
             return _Heads(part, shards)
         buffer = torch.empty_like(shards)
-        buffer[_order(self.sequence, shards.device)] = shards
+        buffer[position_order(self.sequence, shards.device)] = shards
         return _Heads(part, buffer)
 
     def send_rows(
@@ -146,7 +141,7 @@ class CollectiveExchange(HeadExchange):
     ) -> _Rows:
         rows, batch, shards = self._rows[self.rank], buffer.shape[1], buffer
         if self.sequence.kind != "contiguous":
-            shards = buffer[_order(self.sequence, buffer.device)]
+            shards = buffer[position_order(self.sequence, buffer.device)]
         widths = self._widths(of_output)
         receive = [rows * batch * width for width in widths]
         sizes = [n * batch * widths[self.rank] for n in self._rows]
