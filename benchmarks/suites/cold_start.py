@@ -71,7 +71,6 @@ def first_step(case: str, tokens: int) -> dict[str, Any]:
 def _process(case: str, tokens: int, caches: Path) -> dict[str, Any]:
     environment = {
         **os.environ,
-        "XDG_CACHE_HOME": str(caches / "user"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "CUDA_CACHE_PATH": str(caches / "cuda"),  # NVRTC keeps what it compiled there, too
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),

@@ -9,81 +9,70 @@ parent had begun.
     with apart_from_forks():          # in the background thread
         compile()
 
-A fork waits until such work has ended, and work that has not begun waits for the fork. Other
-threads, locks and files are left to those that own them.
+A fork waits until such work has ended, at most _LONGEST_FORK_S, and work that has not begun waits
+for the fork. Other threads, locks and files are left to those that own them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 
-from megatron_fluid.cuda.kernel_cache import say
-
-__all__ = ["apart_from_forks"]
+__all__ = ["apart_from_forks", "say"]
 
 # Forks come in groups, one for each worker: work begun between two of them would delay the next.
 _BETWEEN_FORKS_S = 0.2
-_LONGEST_PAUSE_S = 5.0  # Longest time that forks in a row keep background work from starting.
-_LONGEST_FORK_S = 60.0  # Longest time that fork() waits for background work.
+_LONGEST_FORK_S = 60.0
+
+
+def say(text: str) -> None:
+    """Tell the user in one line of stderr."""
+    print(f"megatron_fluid: {text}", file=sys.stderr, flush=True)
 
 
 class _Gate:
-    """Of one process."""
+    """The state of one process, guarded by `changed`."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.workers: dict[int, int] = {}  # by thread: how many of its contexts are open
-        self.forking: set[int] = set()  # threads that fork, or wait to
-        self.stuck: set[int] = set()  # threads that held up a fork for too long
-        self.forked = -_BETWEEN_FORKS_S
-        self.late = False
+        self.workers: set[int] = set()  # threads inside apart_from_forks
+        self.stuck: set[int] = set()  # those that held up a fork for too long
+        self.forking = 0  # threads that fork, or wait to
+        self.last_fork = -_BETWEEN_FORKS_S
 
     def enter(self) -> None:
-        me, end = threading.get_ident(), time.monotonic() + _LONGEST_PAUSE_S
         with self.changed:
-            while me not in self.workers:
-                now = time.monotonic()
-                left = min(self.forked + _BETWEEN_FORKS_S, end) - now
+            while True:
+                left = self.last_fork + _BETWEEN_FORKS_S - time.monotonic()
                 if not self.forking and left <= 0:
                     break
                 self.changed.wait(None if self.forking else left)
-            self.workers[me] = self.workers.get(me, 0) + 1
+            self.workers.add(threading.get_ident())
 
     def leave(self) -> None:
-        me = threading.get_ident()
         with self.changed:
-            self.workers[me] -= 1
-            if not self.workers[me]:
-                del self.workers[me]
-                self.stuck.discard(me)
-                self.changed.notify_all()
+            self.workers.discard(threading.get_ident())
+            self.stuck.discard(threading.get_ident())
+            self.changed.notify_all()
 
     def before_fork(self) -> None:
-        """Wait, and keep the lock until `after_fork`."""
+        """Wait for the workers, and keep the lock until `after_fork`."""
         self.changed.acquire()
-        self.forking.add(threading.get_ident())
-        end = time.monotonic() + _LONGEST_FORK_S
-        # Threads that fork inside their own work would wait for each other.
-        while under_way := self.workers.keys() - self.stuck - self.forking:
-            left = end - time.monotonic()
-            if left <= 0:
-                self.stuck |= under_way
-                self.late = True
-                break
-            self.changed.wait(left)
+        self.forking += 1
+        me = {threading.get_ident()}  # a thread that forks inside its work does not wait for itself
+        if not self.changed.wait_for(lambda: self.workers <= self.stuck | me, _LONGEST_FORK_S):
+            self.stuck |= self.workers
+            say(f"forked beside work in the background that took longer than {_LONGEST_FORK_S:g} s")
 
     def after_fork(self) -> None:
-        self.forking.discard(threading.get_ident())
-        self.forked = time.monotonic()
-        late, self.late = self.late, False
+        self.forking -= 1
+        self.last_fork = time.monotonic()
         self.changed.notify_all()
         self.changed.release()
-        if late:
-            say(f"forked beside work in the background that took longer than {_LONGEST_FORK_S:g} s")
 
 
 _gate = _Gate()
@@ -96,7 +85,8 @@ def _in_child() -> None:
 
 @contextlib.contextmanager
 def apart_from_forks() -> Iterator[None]:
-    """No fork of this process falls into this context; a thread may fork inside its own."""
+    """No fork of this process falls into this context, which does not nest; a thread may fork
+    inside its own."""
     gate = _gate
     gate.enter()
     try:

@@ -1,5 +1,5 @@
-"""Kernels compiled side by side in background threads, each once a host and user: the code comes
-from the cache on disk where it is there, or from the rank that compiles it.
+"""CUDA kernels compiled side by side in background threads, and kept in Triton's cache folder
+(TRITON_CACHE_DIR, by default ~/.triton/cache), where one process of a host compiles for all.
 
     start(units)                  # when a layer is built
     code = machine_code(unit)     # at first use: waits for the rest
@@ -7,26 +7,27 @@ from the cache on disk where it is there, or from the rank that compiles it.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
-from megatron_fluid.cuda.kernel_cache import KernelCache, say
+import triton
+
+from megatron_fluid.cuda.forks import say
 from megatron_fluid.cuda.nvrtc import Unit
 
 __all__ = ["machine_code", "start"]
 
+_POLL_S, _LONGEST_WAIT_S = 0.05, 120.0  # of a wait for another process that compiles
 _lock = threading.Lock()
 _started: dict[Unit, Future[bytes]] = {}
-
-
-@functools.cache
-def _cache() -> KernelCache:
-    return KernelCache()
 
 
 @functools.cache
@@ -35,60 +36,22 @@ def _slots() -> threading.Semaphore:
     return threading.Semaphore(len(os.sched_getaffinity(0)))
 
 
-class _Batch:
-    """Units that were started together: one line reports what was compiled of them."""
-
-    def __init__(self, cache: KernelCache, left: int) -> None:
-        self._cache, self._left = cache, left
-        self._begin, self._lock = time.monotonic(), threading.Lock()
-        self._compiled: list[str] = []
-
-    def compile(self, unit: Unit) -> bytes:
-        with _slots():
-            code = unit.compile()
-        self._compiled.append(unit.name)
-        return code
-
-    def run(self, unit: Unit, future: Future[bytes]) -> None:
-        error: BaseException | None = None
-        try:
-            code = self._cache.obtain(unit.key, functools.partial(self.compile, unit))
-        except BaseException as found:  # whoever waits for it raises it
-            error = found
-        with self._lock:
-            self._left -= 1
-            if not self._left and self._compiled:
-                took = time.monotonic() - self._begin
-                names = ", ".join(self._compiled)
-                kept = self._cache.writable()
-                say(f"compiled {names} in {took:.1f} s, kept in {_short(kept)}")
-        if error is None:
-            future.set_result(code)
-            return
-        with _lock:
-            del _started[unit]  # the next use tries again
-        future.set_exception(error)
-
-
 def start(units: Iterable[Unit]) -> list[Future[bytes]]:
-    """Begin to compile what is in no cache, in the background. Return the machine codes to come."""
+    """Begin to compile what is in no cache, in the background. Return futures of machine code."""
+    found = []
     with _lock:
-        wanted = list(units)
-        new = [unit for unit in dict.fromkeys(wanted) if unit not in _started]
-        batch = _Batch(_cache(), len(new))
-        for unit in new:
-            _started[unit] = Future()
-        found = [_started[unit] for unit in wanted]
-    for unit, future in zip(wanted, found, strict=True):
-        if unit in new:
-            new.remove(unit)
-            # A daemon: a process that ends does not wait for the compiler.
-            threading.Thread(target=batch.run, args=(unit, future), daemon=True).start()
+        for unit in units:
+            future = _started.get(unit)
+            if future is None:
+                future = _started[unit] = Future()
+                # A daemon: a process that ends does not wait for the compiler.
+                threading.Thread(target=_run, args=(unit, future), daemon=True).start()
+            found.append(future)
     return found
 
 
 def machine_code(unit: Unit) -> bytes:
-    """Return the machine code of `unit`, when it is there.
+    """Return the machine code of `unit` once it is there.
 
     Raises:
         FluidError: NVRTC cannot be loaded, or refuses the source.
@@ -97,6 +60,78 @@ def machine_code(unit: Unit) -> bytes:
     return future.result()
 
 
-def _short(path: Path) -> str:
-    text, home = str(path), os.path.expanduser("~")
-    return f"~{text[len(home) :]}" if text.startswith(f"{home}/") else text
+def _run(unit: Unit, future: Future[bytes]) -> None:
+    try:
+        code = _obtain(unit)
+    except BaseException as error:  # raised again by whoever waits for the future
+        with _lock:
+            del _started[unit]  # the next use tries again
+        future.set_exception(error)
+    else:
+        future.set_result(code)
+
+
+def _obtain(unit: Unit) -> bytes:
+    folder = Path(triton.knobs.cache.dir) / "megatron_fluid"
+    kept = folder / f"{unit.key}.cubin"
+    with contextlib.suppress(OSError):
+        return kept.read_bytes()
+    with _lock_of_host(kept.with_suffix(".lock")):
+        with contextlib.suppress(OSError):
+            return kept.read_bytes()  # written by the process that had the lock before
+        with _slots():
+            begin = time.monotonic()
+            code = unit.compile()
+            took = time.monotonic() - begin
+        try:
+            _write(kept, code)
+            say(f"compiled {unit.name} in {took:.1f} s, kept in {folder}")
+        except OSError as error:
+            say(
+                f"compiled {unit.name} in {took:.1f} s; it cannot be kept in {folder} "
+                f"({error.strerror}), so that each process compiles it: set TRITON_CACHE_DIR"
+            )
+    return code
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Write a file that appears whole or not at all, even if the machine goes down."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            file.write(code)
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+@contextlib.contextmanager
+def _lock_of_host(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`; after _LONGEST_WAIT_S, or where the file system cannot lock, the
+    body runs without it: then several processes compile the same."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError:
+        yield
+        return
+    try:
+        end = time.monotonic() + _LONGEST_WAIT_S
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_POLL_S)
+            except OSError:
+                break
+        else:
+            say(f"waited {_LONGEST_WAIT_S:g} s for another process that compiles {path.stem[:12]}")
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # not by close alone: forked processes share the file
+            fcntl.flock(number, fcntl.LOCK_UN)
+        os.close(number)

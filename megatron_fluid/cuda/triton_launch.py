@@ -21,8 +21,7 @@ import triton
 from torch import Tensor
 
 from megatron_fluid.cuda.driver_launch import DriverLaunch, direct_launch
-from megatron_fluid.cuda.forks import apart_from_forks
-from megatron_fluid.cuda.kernel_cache import say
+from megatron_fluid.cuda.forks import apart_from_forks, say
 from megatron_fluid.errors import ConfigError
 
 __all__ = ["Argument", "Launch", "Launcher", "aligned", "compile_only", "power_of_two", "rehearse"]

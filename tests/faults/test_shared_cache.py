@@ -20,9 +20,11 @@ pytestmark = [pytest.mark.process]
 KERNELS = """
 import os, sys, time
 from pathlib import Path
-from megatron_fluid.cuda.kernel_cache import KernelCache
+from types import SimpleNamespace
+import triton
+from megatron_fluid.cuda import kernel_build
 
-folder, role = Path(sys.argv[1]), sys.argv[2]
+triton.knobs.cache.dir, role = sys.argv[1:]
 code = b"machine code" * 100_000
 if role == "killed":
     def stay(number, mode):  # the file is whole but for its name
@@ -35,7 +37,8 @@ def make():
     time.sleep(0.5)
     return code
 
-assert KernelCache(folder).obtain("k" * 64, make) == code
+unit = SimpleNamespace(name="unit", key="k" * 64, compile=make)
+assert kernel_build._obtain(unit) == code
 print("done", flush=True)
 """
 
@@ -101,13 +104,14 @@ def test_a_kernel_is_made_once_by_two_jobs_that_start_together(
     said = [job.communicate(timeout=300)[0].split() for job in jobs]
     assert sorted(map(len, said)) == [1, 2], said
     assert all(words[-1] == "done" for words in said)
-    assert [path.name for path in tmp_path.iterdir()] == [f"{'k' * 64}.cubin"]
+    names = sorted(path.name for path in (tmp_path / "megatron_fluid").iterdir())
+    assert names == [f"{'k' * 64}.cubin", f"{'k' * 64}.lock"]
 
 
 def test_a_job_killed_while_it_writes_a_kernel_leaves_none(tmp_path: Path, start: Start) -> None:
     killed = start(KERNELS, tmp_path, "killed")
     wait_for(killed, "writing")
-    assert not list(tmp_path.glob("*.cubin"))
+    assert not list((tmp_path / "megatron_fluid").glob("*.cubin"))
     other = start(KERNELS, tmp_path, "whole")
     time.sleep(0.5)
     killed.send_signal(signal.SIGKILL)
