@@ -22,8 +22,8 @@ from pathlib import Path
 from megatron_fluid.cli.arguments import positive
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.profiling.draw import draw
-from megatron_fluid.profiling.timeline import read_timeline
-from megatron_fluid.profiling.traces import read_document, read_trace, summarise
+from megatron_fluid.profiling.timeline import Timeline, read_timeline
+from megatron_fluid.profiling.traces import read_document
 
 __all__ = ["add_parser", "megatron_flags", "run"]
 
@@ -80,17 +80,18 @@ def run(args: argparse.Namespace) -> int:
             if status:
                 return status
         for path in traces:
-            _say(path)
+            _say(path, path.name)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def _say(path: Path) -> None:
+def _say(path: Path, title: str) -> Timeline:
     print(f"trace for https://ui.perfetto.dev: {path}")
-    for summary in summarise(read_trace(path)):
-        print("\n".join(summary.lines()), flush=True)
+    timeline = read_timeline(read_document(path), title)
+    print("\n".join(timeline.lines()), flush=True)
+    return timeline
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -101,9 +102,7 @@ def _compare(args: argparse.Namespace) -> int:
         status, traces = _trace(args)
         if status:
             return status
-        print(f"{title}:")
-        _say(traces[0])
-        timelines.append(read_timeline(read_document(traces[0]), title))
+        timelines.append(_say(traces[0], title))
     for path in draw(timelines, folder, "One MoE layer, forward and backward"):
         print(f"picture: {path}")
     return 0

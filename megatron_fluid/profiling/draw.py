@@ -70,7 +70,7 @@ def draw_picture(timelines: Sequence[Timeline], path: Path, heading: str) -> Pat
     panels = figure.subplots(
         len(timelines), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights}
     )[:, 0]
-    shown = ("step", "communication", "hidden share", "sent by this rank", "rate", "MFU")
+    shown = ("trace", "step", "communication", "hidden share", "sent by this rank", "rate", "MFU")
     hatches = {"communication": "", "exposed": "xxxx"}
     for axis, timeline in zip(panels, timelines, strict=True):
         rows: list[tuple[str, list[tuple[float, float, str]]]] = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,7 @@ class Timeline:
         idle: spans of 5 us or more in which nothing runs: the device waits for the host.
         figures: (label, value) to show, in order.
         notes: which figures are left out, and why.
+        exposed_by_name: (kernel or operator, microseconds exposed) of the five longest.
     """
 
     title: str
@@ -81,6 +82,16 @@ class Timeline:
     idle: tuple[Span, ...]
     figures: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    exposed_by_name: tuple[tuple[str, float], ...]
+
+    def lines(self) -> Iterator[str]:
+        """Yield the figures and notes as text."""
+        yield f"{self.title}, on {self.device}"
+        for label, value in self.figures:
+            yield f"  {label:<18} {value}"
+        for name, microseconds in self.exposed_by_name:
+            yield f"    exposed {_ms(microseconds):>12}  {name}"
+        yield from (f"  {note}" for note in self.notes)
 
 
 def add_facts(profiler: Any, **facts: object) -> None:
@@ -105,36 +116,44 @@ def read_timeline(document: Mapping[str, Any], title: str) -> Timeline:
     if on_gpu:
         first = min(e.get("args", {}).get("device", 0) for e in chosen)
         chosen = [e for e in chosen if e.get("args", {}).get("device", 0) == first]
-    begin, end = _window(events)
-    chosen = [e for e in chosen if begin <= e["ts"] < end]
-    begin = min((float(e["ts"]) for e in chosen), default=begin)
-    end = max((float(e["ts"]) + float(e["dur"]) for e in chosen), default=begin)
+    step = _median_step(events)
+    if step is not None:
+        chosen = [e for e in chosen if step[0] <= e["ts"] < step[1]]
+    begin = min((float(e["ts"]) for e in chosen), default=0.0)
+    end = max((float(e["ts"]) + float(e["dur"]) for e in chosen), default=0.0)
     busy: dict[str, list[Span]] = {"compute": [], "communication": [], "other": []}
+    by_name: dict[str, list[Span]] = {}
     for event in chosen:
-        at = float(event["ts"]) - begin
-        busy[kind_of(event)].append((at, at + float(event["dur"])))
+        at, kind = float(event["ts"]) - begin, kind_of(event)
+        busy[kind].append((at, at + float(event["dur"])))
+        if kind == "communication":
+            by_name.setdefault(str(event["name"])[:100], []).append(busy[kind][-1])
     compute, moving = merged(busy["compute"]), merged(busy["communication"])
+    shares = [(name, _total(without(merged(s), compute))) for name, s in by_name.items()]
+    longest = sorted((share for share in shares if share[1]), key=lambda share: -share[1])[:5]
     exposed = without(moving, compute)
     every = merged(span for spans in busy.values() for span in spans)
     idle = [(b, e) for b, e in gaps(every, (0.0, end - begin)) if e - b >= _SHORTEST_GAP_US]
     device = _device(document, on_gpu)
     steps = int(_facts(document).get("steps", 1))
-    figures, notes = _figures(steps, end - begin, compute, moving, exposed, idle), []
+    what = "trace" if step is None else "step" if steps == 1 else f"{steps} steps"
+    figures, notes = _figures(what, end - begin, compute, moving, exposed, idle), []
     for found, why in (_bytes(chosen), _mfu(document, device, end - begin)):
         figures += found
         notes += why
     lanes = tuple(_lanes(chosen, events, begin, on_gpu))
     return Timeline(
-        title, device, end - begin, lanes, tuple(exposed), tuple(idle), tuple(figures), tuple(notes)
-    )
+        title, device, end - begin, lanes, tuple(exposed), tuple(idle), tuple(figures),
+        tuple(notes), tuple(longest),
+    )  # fmt: skip
 
 
-def _window(events: Sequence[dict[str, Any]]) -> Span:
+def _median_step(events: Sequence[dict[str, Any]]) -> Span | None:
     marks = [e for e in events if e.get("name") == STEP and e.get("cat") == "user_annotation"]
-    if marks:
-        chosen_mark = sorted(marks, key=lambda e: float(e["dur"]))[len(marks) // 2]
-        return float(chosen_mark["ts"]), float(chosen_mark["ts"]) + float(chosen_mark["dur"])
-    return -math.inf, math.inf
+    if not marks:
+        return None
+    chosen = sorted(marks, key=lambda e: float(e["dur"]))[len(marks) // 2]
+    return float(chosen["ts"]), float(chosen["ts"]) + float(chosen["dur"])
 
 
 def _device(document: Mapping[str, Any], on_gpu: bool) -> str:
@@ -158,7 +177,7 @@ def _facts(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _figures(
-    steps: int,
+    what: str,
     length: float,
     compute: Sequence[Span],
     moving: Sequence[Span],
@@ -169,7 +188,7 @@ def _figures(
     longest = max((e - b for b, e in idle), default=0.0)
     gap_text = f"{len(idle)}, {_ms(_total(idle))} in all, longest {_ms(longest)}"
     return [
-        ("step" if steps == 1 else f"{steps} steps", _ms(length)),
+        (what, _ms(length)),
         ("computation", _ms(_total(compute))),
         ("communication", _ms(_total(moving))),
         ("hidden share", share),

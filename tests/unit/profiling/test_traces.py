@@ -1,21 +1,16 @@
-"""What a trace says of communication and computation."""
+"""Which events of a trace count, as what, and what they add up to."""
 
 import pytest
 
 from megatron_fluid.profiling import traces
+from megatron_fluid.profiling.timeline import read_timeline
 
 
 def _event(
-    name: str, category: str, begin: float, end: float, device: int | None = 0
+    name: str, category: str, begin: float, end: float, device: int = 0
 ) -> dict[str, object]:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "ts": begin,
-        "dur": end - begin,
-        "args": {"device": device},
-    }
+    span = {"ts": begin, "dur": end - begin}
+    return {"ph": "X", "name": name, "cat": category, **span, "args": {"device": device}}
 
 
 def test_hidden_is_what_computation_covers() -> None:
@@ -31,13 +26,15 @@ def test_hidden_is_what_computation_covers() -> None:
         _event("nvjet_gemm", "kernel", 0, 1000, device=1),
         {"ph": "M", "name": "process_name"},
     ]
-    first, second = traces.summarise(events)
-    assert (first.device, first.window, first.compute, first.communication) == ("GPU 0", 10, 6, 5.5)
-    assert (first.exposed, first.idle) == (3.0, 1.0)
-    assert first.hidden == pytest.approx(2.5 / 5.5)
-    assert first.exposed_by_name == (("Memcpy PtoP (Device -> Device)", 2.0), ("push_kernel", 2.0))
-    assert any("45.5% of it hidden" in line for line in first.lines())
-    assert (second.device, second.hidden) == ("GPU 1", None)
+    timeline = read_timeline({"traceEvents": events}, "a trace")
+    figures = dict(timeline.figures)
+    for label, value in (("trace", "10.00"), ("computation", "6.00"), ("communication", "5.50")):
+        assert figures[label] == f"{value} ms"
+    assert (figures["exposed"], figures["hidden share"]) == ("3.00 ms", "45.5%")
+    assert figures["host gaps"].startswith("1, 0.50 ms in all")
+    longest = (("Memcpy PtoP (Device -> Device)", 2000.0), ("push_kernel", 2000.0))
+    assert timeline.exposed_by_name == longest
+    assert "    exposed      2.00 ms  push_kernel" in timeline.lines()
 
 
 @pytest.mark.parametrize(
@@ -78,5 +75,5 @@ def test_hidden_is_what_computation_covers() -> None:
 )
 def test_what_waits_for_peers_is_told_from_what_computes(name: str, moves: bool) -> None:
     """By whole names where others have kernels called alike."""
-    [found] = traces.summarise([_event(name, "kernel", 0, 1000)])
-    assert (found.communication, found.compute) == ((1.0, 0.0) if moves else (0.0, 1.0))
+    kind = traces.kind_of(_event(name, "kernel", 0, 1000))
+    assert kind == ("communication" if moves else "compute")
