@@ -12,7 +12,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Generator
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +22,6 @@ __all__ = ["GPUS"]
 
 _MOST_WORKERS = 8  # each holds torch, and its server of ranks Megatron: about 1.5 GB together
 _SECONDS = ("world", "process", "interpreter")  # tiers whose tests take a few seconds each
-_GPU_TESTS = Path(__file__).resolve().parent / "gpu"
 
 # Else every rank and program would compile the package anew: half a second each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -51,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for tier in tiers(item):
             item.add_marker(tier)
-        if item.path.is_relative_to(_GPU_TESTS):
+        if item.nodeid.startswith("tests/gpu/"):
             item.add_marker("gpu")
         if parallel and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(_group(item)))
@@ -86,7 +84,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 
 
 def _group(item: pytest.Item) -> str:
-    file = item.path.relative_to(item.config.rootpath).as_posix()
+    file = item.nodeid.partition("::")[0]
     return f"{file}::{item.name}" if _compiles_long(item) else file
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 __all__ = ["fingerprint", "measured_files"]
@@ -36,15 +36,16 @@ def measured_files(suite: str) -> list[Path]:
     if program is None:
         return []
     found: set[Path] = set()
+    patches: Sequence[Path] = tuple((ROOT / "patches").rglob("*.py"))
     todo = [program, *filter(None, map(_path, _STARTED.get(suite, ())))]
     while todo:
         path = todo.pop()
         if path in found:
             continue
         found.add(path)
-        if path.is_relative_to(ROOT / "patches"):
-            # Its table names modules in strings.
-            todo += (ROOT / "patches").rglob("*.py")
+        if patches and path.is_relative_to(ROOT / "patches"):
+            todo += patches  # its table names modules in strings
+            patches = ()
         if path.parent.name == "sm90":
             kernels = ROOT / "megatron_fluid" / "kernels"
             found |= {*kernels.rglob("*.cu"), *kernels.rglob("*.cuh")}
