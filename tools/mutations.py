@@ -119,8 +119,8 @@ def _preload() -> None:
 
 
 def _run(tree: Path, tests: str, timeout_s: float) -> int:
-    """Run pytest in a tree, in a fork of this process; its exit status. A run that hangs has
-    noticed, too."""
+    """Run pytest in a tree, in a fork of this process; its exit status. A run that hangs or
+    crashes has noticed, too."""
     sys.stdout.flush()
     pid = os.fork()
     if not pid:
@@ -132,7 +132,8 @@ def _run(tree: Path, tests: str, timeout_s: float) -> int:
     while time.monotonic() < deadline:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
-            return os.waitstatus_to_exitcode(status)
+            code = os.waitstatus_to_exitcode(status)
+            return _CAUGHT if code < 0 else code
         time.sleep(0.05)
     os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

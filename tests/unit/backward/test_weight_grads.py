@@ -356,11 +356,27 @@ def test_weights_that_are_computed_are_left_to_autograd(scheduler: WeightGradSch
     same([weight], [reference.grad])
 
 
+def test_under_autocast_a_linear_is_torchs(scheduler: WeightGradScheduler) -> None:
+    weight, reference = (nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4)) for _ in range(2))
+    x = torch.linspace(-2, 2, 20).view(5, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = deferred_linear(x, weight, scheduler=scheduler)
+        expected = torch.nn.functional.linear(x, reference)
+    assert y.dtype == torch.bfloat16
+    y.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    assert weight.grad is not None and reference.grad is not None
+    assert torch.equal(weight.grad, reference.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows", [5, 0])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_main_grad_gets_the_product_in_its_own_precision(rows: int, overwrite: bool) -> None:
+def test_main_grad_gets_the_product_in_its_own_precision(
+    dtype: torch.dtype, rows: int, overwrite: bool
+) -> None:
     generator = torch.Generator().manual_seed(rows)
-    left, right = (torch.randn(rows, width, generator=generator).bfloat16() for width in (3, 4))
+    left, right = (torch.randn(rows, width, generator=generator).to(dtype) for width in (3, 4))
     before = torch.randn(3, 4, generator=generator)
     main_grad = before.clone()
     add_product_to_main_grad(main_grad, left, right, overwrite)

@@ -32,7 +32,8 @@ def test_every_mutation_of_the_list_has_its_text_once() -> None:
 def test_a_mutation_is_caught_or_not_and_its_file_is_restored(tree: Path) -> None:
     before = (tree / "code_under_test.py").read_text()
     assert try_one(SUM, tree)
-    assert not try_one(SUM, tree, "test_blind.py")
+    (tree / "test_crash.py").write_text("import os\n\ndef test_it():\n    os.abort()\n")
+    assert not try_one(SUM, tree, "test_blind.py") and try_one(SUM, tree, "test_crash.py")
     with pytest.raises(MutationError, match="sum: pytest ended with status"):
         try_one(SUM, tree, "test_nowhere.py")
     assert (tree / "code_under_test.py").read_text() == before
