@@ -16,71 +16,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fluid.cli.arguments import positive
+from megatron_fluid.cli.models import Model, add_models, wanted_models
 from megatron_fluid.cli.tables import paragraph, wrapped_table
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.plan import layers
 from megatron_fluid.plan.machine import REFERENCE, Link, Machine, machine_named
 from megatron_fluid.plan.model import Forecast, fastest, linear_forms
 
-__all__ = ["MODELS", "Model", "Part", "add_parser", "model_of_flags", "parts_of", "run"]
-
-
-@dataclass(frozen=True)
-class Model:
-    """Sizes of a layer, and the ranks it is spread over.
-
-    Attributes:
-        value_dim: width of a head of values, where it is not head_dim.
-        ffn: of a dense layer. expert_ffn, experts, top_k: of an MoE layer. 0: there is none.
-        window: keys that a query sees; 0: all before it.
-        q_rank, kv_rank: widths of the compressed rows of latent attention; 0: none. rotated:
-            columns of a head of keys that all heads share.
-        sequence, batch: positions of a sequence, sequences of a microbatch.
-        context, tensor, expert: ranks of each kind of parallelism.
-    """
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int = 0
-    expert_ffn: int = 0
-    experts: int = 0
-    top_k: int = 0
-    value_dim: int = 0
-    window: int = 0
-    q_rank: int = 0
-    kv_rank: int = 0
-    rotated: int = 64
-    sequence: int = 4096
-    batch: int = 1
-    context: int = 1
-    tensor: int = 1
-    expert: int = 1
-
-    @property
-    def rows(self) -> int:
-        """Tokens of a context-parallel rank."""
-        return self.sequence * self.batch // self.context
-
-
-MODELS: Mapping[str, Model] = {
-    "deepseek-v3": Model(
-        7168, 128, 128, 192, 18432, 2048, 256, 8, value_dim=128, q_rank=1536, kv_rank=512
-    ),
-    "gpt-oss-20b": Model(2880, 64, 8, 64, expert_ffn=2880, experts=32, top_k=4),
-    "llama-3-70b": Model(8192, 64, 8, 128, 28672),
-    "mixtral-8x7b": Model(4096, 32, 8, 128, expert_ffn=14336, experts=8, top_k=2),
-    "qwen3-235b-a22b": Model(4096, 64, 4, 128, expert_ffn=1536, experts=128, top_k=8),
-    "qwen3-30b-a3b": Model(2048, 32, 4, 128, expert_ffn=768, experts=128, top_k=8),
-}
-
-_SPREAD = ("sequence", "batch", "context", "tensor", "expert")
+__all__ = ["Part", "add_parser", "attention_work", "parts_of", "run"]
 
 
 @dataclass(frozen=True)
@@ -103,24 +51,23 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_models(parser)
     add = parser.add_argument
-    add("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
     length, batch = "positions of a sequence (4096)", "sequences of a microbatch (1)"
     add("--seq-length", dest="sequence", type=positive, help=length)
     add("--micro-batch-size", dest="batch", type=positive, help=batch)
-    for name in ("context", "tensor", "expert"):
+    for name in ("context", "tensor"):
         add(f"--{name}-parallel", dest=name, type=positive, help="ranks (1)")
     names = ", ".join(REFERENCE)
     add("--machine", default="auto", help=f"figures: auto (this GPU's), {names} or a file")
     add("--write", type=Path, metavar="FILE", help="write the figures to a file")
-    add("--from-args", nargs=argparse.REMAINDER, metavar="FLAGS", help="Megatron's flags")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the predictions; 2 if the command line is wrong."""
     try:
-        models = _wanted(args)
+        models = wanted_models(args)
         for name, model in models.items():
             _check(name, model)
         machine = machine_named(args.machine, "cuda")
@@ -135,79 +82,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# ---- what is asked for
-
-
-def _wanted(args: argparse.Namespace) -> dict[str, Model]:
-    if bool(args.models) == bool(args.from_args):
-        allowed = "names of models, or --from-args with Megatron's flags"
-        found = "both" if args.models else "neither"
-        raise ConfigError.of("megatron-fluid plan", found, allowed)
-    if args.from_args:
-        return {"the model of these flags": model_of_flags(args.from_args)}
-    spread = {name: getattr(args, name) for name in _SPREAD if getattr(args, name) is not None}
-    models: dict[str, Model] = {}
-    for name in args.models:
-        if name not in MODELS:
-            raise ConfigError.of("MODEL", name, ", ".join(MODELS))
-        models[name] = dataclasses.replace(MODELS[name], **spread)
-    return models
-
-
-# Megatron's flag of each field, and its default; None: there is none, or another flag gives it.
-_FLAGS: Mapping[str, tuple[str, int | None]] = {
-    "hidden": ("hidden-size", None), "heads": ("num-attention-heads", None),
-    "kv_heads": ("num-query-groups", 1), "head_dim": ("kv-channels", None),
-    "ffn": ("ffn-hidden-size", None), "expert_ffn": ("moe-ffn-hidden-size", None),
-    "experts": ("num-experts", 0), "top_k": ("moe-router-topk", 2),
-    "sequence": ("seq-length", None), "batch": ("micro-batch-size", 1),
-    "context": ("context-parallel-size", 1), "tensor": ("tensor-model-parallel-size", 1),
-    "expert": ("expert-model-parallel-size", 1), "rotated": ("qk-pos-emb-head-dim", 64),
-    "value_dim": ("v-head-dim", 128), "q_rank": ("q-lora-rank", 0), "kv_rank": ("kv-lora-rank", 32),
-}  # fmt: skip
-
-
-def model_of_flags(flags: Sequence[str]) -> Model:
-    """Return the model of a Megatron command line.
-
-    Raises:
-        ConfigError: a flag that the model needs is not there.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for field, (flag, default) in _FLAGS.items():
-        parser.add_argument(f"--{flag}", dest=field, type=positive, default=default)
-    parser.add_argument("--qk-head-dim", type=positive, default=128)
-    parser.add_argument("--window-size", default="")
-    parser.add_argument("--group-query-attention", action="store_true")
-    parser.add_argument("--multi-latent-attention", action="store_true")
-    found = parser.parse_known_args(flags)[0]
-    for field in ("hidden", "heads", "sequence"):
-        if getattr(found, field) is None:
-            flag = f"--from-args: --{_FLAGS[field][0]}"
-            raise ConfigError.of(flag, "no such flag", "an integer")
-    sizes = {field: getattr(found, field) for field in _FLAGS}
-    ffn = found.ffn or 4 * found.hidden
-    if found.experts:
-        sizes |= {"ffn": 0, "expert_ffn": found.expert_ffn or ffn}
-    else:
-        sizes |= {"ffn": ffn, "expert_ffn": 0, "top_k": 0}
-    if found.multi_latent_attention:
-        sizes |= {"kv_heads": found.heads, "head_dim": found.qk_head_dim + found.rotated}
-    else:
-        sizes |= {"value_dim": 0, "q_rank": 0, "kv_rank": 0}
-        sizes["head_dim"] = found.head_dim or found.hidden // found.heads
-        sizes["kv_heads"] = found.kv_heads if found.group_query_attention else found.heads
-    before = found.window_size.strip("()[] ").split(",")[0].strip()
-    return Model(**sizes, window=int(before) + 1 if before.isdecimal() else 0)
-
-
 def _check(name: str, model: Model) -> None:
     for what, number, ranks in (
         ("attention heads", model.heads, model.context * model.tensor),
         ("positions", model.sequence, 2 * model.context if model.context > 1 else 1),
-        ("experts", model.experts, model.expert),
     ):
-        if number and number % ranks:
+        if number % ranks:
             raise ConfigError.of(f"{name}: {what}", number, f"a multiple of {ranks}")
 
 

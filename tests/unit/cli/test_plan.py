@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cases.moe import CASES
 from megatron_fluid.cli import main, plan
+from megatron_fluid.cli.models import MODELS, model_of_flags
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.plan.machine import REFERENCE, Machine
 from tests.support.machine import GPUS
@@ -34,30 +36,38 @@ def test_every_part_that_moves_data_has_its_forms_and_a_choice(
 
 
 def test_flags_give_the_same_as_the_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    by_flags = plan.model_of_flags(FLAGS.split())
-    by_name = dataclasses.replace(plan.MODELS["mixtral-8x7b"], sequence=16384, context=4, expert=4)
+    by_flags = model_of_flags(FLAGS.split())
+    by_name = dataclasses.replace(MODELS["mixtral-8x7b"], sequence=16384, context=4, expert=4)
     assert by_flags == by_name
     assert main(["plan", "--machine", "h200", "--from-args", *FLAGS.split()]) == 0
     assert "the model of these flags: 16384 positions" in capsys.readouterr().out
 
 
+def test_the_models_are_those_of_the_benchmarks() -> None:
+    shapes = {name: (m.hidden, m.expert_ffn, m.experts, m.top_k) for name, m in MODELS.items()}
+    for name in CASES.keys() & shapes.keys():
+        case = CASES[name]
+        assert shapes[name] == (case.hidden, case.ffn, case.experts, case.top_k), name
+
+
 def test_flags_of_latent_attention_and_windows_are_read() -> None:
     latent = "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --multi-latent-attention"
-    model = plan.model_of_flags([*latent.split(), "--window-size", "127,0"])
+    model = model_of_flags([*latent.split(), "--window-size", "127,0"])
     assert (model.head_dim, model.value_dim, model.kv_heads) == (192, 128, 4)
     assert (model.window, model.ffn, model.experts) == (128, 256, 0)
     assert (model.q_rank, model.kv_rank) == (0, 32), "Megatron's defaults"
     with pytest.raises(ConfigError, match="--from-args: --seq-length: found 'no such flag'"):
-        plan.model_of_flags(["--hidden-size", "64", "--num-attention-heads", "4"])
+        model_of_flags(["--hidden-size", "64", "--num-attention-heads", "4"])
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "found 'neither'"),
-        (["mixtral-8x7b", "--from-args", "--x"], "found 'both'"),
+        ([], "give MODEL, or --from-args"),
+        (["mixtral-8x7b", "--from-args", "--x"], "give MODEL, or --from-args"),
         (["gpt-5"], "MODEL: found 'gpt-5', allowed: deepseek-v3"),
         (["mixtral-8x7b", "--context-parallel", "3"], "attention heads: found 32, allowed: a mult"),
+        (["mixtral-8x7b", "--expert-parallel", "3"], "experts: found 8, allowed: a multiple of 3"),
         (["mixtral-8x7b", "--machine", "nowhere"], 'machine: found "nowhere ('),
     ],
 )
@@ -95,7 +105,7 @@ def test_figures_are_written_and_read_again(
 
 
 def test_of_latent_attention_the_gather_of_compressed_rows_is_taken() -> None:
-    model = dataclasses.replace(plan.MODELS["deepseek-v3"], context=4, sequence=16384)
+    model = dataclasses.replace(MODELS["deepseek-v3"], context=4, sequence=16384)
     machine = REFERENCE["h200"]
     (part,) = plan.parts_of(model, machine)
     assert part.name.startswith("latent") and part.chosen == "overlapped"

@@ -16,7 +16,8 @@ import torch
 from benchmarks.cases.attention import CASES
 from benchmarks.cases.slow_wire import CASES as WIRE_CASES
 from benchmarks.cases.wire_times import hosts_reached
-from megatron_fluid.cli.plan import Model, attention_work
+from megatron_fluid.cli.models import Model
+from megatron_fluid.cli.plan import attention_work
 from megatron_fluid.moe.hierarchical.choice import ExpertCost, ExpertShape, expert_cost, works
 from megatron_fluid.moe.hierarchical.model import FORMS, Form, Wire, Work, best_form, two_level_s
 from megatron_fluid.plan.layers import (
