@@ -23,7 +23,6 @@ S = hidden_dim_scale_bytes / 4.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from megatron_fluid.comm.same_settings import compare_settings
 from megatron_fluid.config import shows_fields_of
-from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
+from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.low_latency.checks import Checks, form
 from megatron_fluid.low_latency.config import AllToAllConfig
 from megatron_fluid.low_latency.layout import Layout
@@ -59,7 +58,6 @@ class AllToAll:
         self.rank: int | None = None  # from_config knows it
         self.transport_reason = ""
         self._transport = transport
-        _open.add(self)
         self._checks = Checks(layout, device)
         self._checked: set[tuple[object, ...]] = set()
         self._sent = {"dispatch": False, "combine": False}
@@ -299,21 +297,13 @@ class AllToAll:
     def check_errors(self) -> None:
         """Raise PeerTimeoutError if a wait of this rank has timed out. Reads host memory only;
         every call does it first."""
-        try:
-            self._transport.check_errors()
-        except PeerTimeoutError as error:
-            others = sum(ata.device == self.device for ata in _open) - 1
-            if self._closed or others < 1:
-                raise
-            hint = "objects that are called on two streams can keep each other from starting"
-            raise error.with_detail(f"all-to-alls open beside it: {others}; {hint}") from None
+        self._transport.check_errors()
 
     def destroy(self) -> None:
         """Free the memory. Collective where memory is shared. May be called again; nothing else
         may be called after it."""
         if not self._closed:
             self._closed = True
-            _open.discard(self)
             self._transport.close()
 
     def _ready(self, operation: str, do_send: bool, do_recv: bool) -> None:
@@ -334,9 +324,6 @@ class AllToAll:
             raise FluidError(f"{operation} {order}")
         if operation == "combine" and not self._received:
             raise FluidError("combine was called before any dispatch was received")
-
-
-_open: weakref.WeakSet[AllToAll] = weakref.WeakSet()  # of this process
 
 
 @torch.compiler.disable

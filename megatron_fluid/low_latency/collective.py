@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.cuda.streams import synchronize
-from megatron_fluid.errors import FluidError, PeerTimeoutError
+from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency.layout import Layout, round_up
 from megatron_fluid.low_latency.reference import quantize_rows
 from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
@@ -156,8 +156,7 @@ class Collective:
         layout = self.layout
         y = request.expert_y
         assert y is not None
-        if self._entry_row is None:
-            raise FluidError("combine was called before any dispatch was received")
+        assert self._entry_row is not None
         k = layout.experts_per_token
         floats: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
         if request.exchange:
@@ -230,13 +229,9 @@ class Collective:
 def _write_rows(out: Tensor, rows: Tensor, entry_row: Tensor, token: Tensor, fits: Tensor) -> None:
     """Copy bytes `rows[token[j]]` to row `entry_row[j]` of `out` ([L, R, n] or [rows, n]) for every
     j that fits. Rows without an entry keep what they had."""
-    flat = out.reshape(-1, out.shape[-1]) if out.is_contiguous() else None
-    target = flat if flat is not None else out.contiguous().view(-1, out.shape[-1])
-    target_bytes = target.view(torch.uint8)
+    target = out.contiguous().view(-1, out.shape[-1]).view(torch.uint8)
     # Entries that do not fit write to one row past the end, which is cut off.
-    source = torch.full((target.shape[0] + 1,), -1, dtype=torch.int64, device=rows.device)
-    source.scatter_(0, torch.where(fits, entry_row, target.shape[0]), token)
-    source = source[:-1]
-    target_bytes.copy_(torch.where((source >= 0)[:, None], rows[source.clamp(min=0)], target_bytes))
-    if flat is None:
-        out.copy_(target.view(out.shape))
+    source = torch.full((len(target) + 1,), -1, dtype=torch.int64, device=rows.device)
+    source = source.scatter_(0, torch.where(fits, entry_row, len(target)), token)[:-1, None]
+    written = torch.where(source >= 0, rows[source[:, 0].clamp(min=0)], target)
+    out.copy_(written.view(out.dtype).view(out.shape))

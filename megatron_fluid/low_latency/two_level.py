@@ -249,24 +249,16 @@ class TwoLevel:
                 self._rename(error, transport)
 
     def _rename(self, error: PeerTimeoutError, transport: Transport) -> NoReturn:
-        """Raise `error` with ranks and experts of the whole group."""
-        sizes, local, many = self.sizes, self.sizes.layout.local_experts, self.sizes.domain_experts
+        """Raise `error` with the peer's rank in the whole group."""
+        size, peer, operation = self.sizes.domain_size, error.peer, error.operation
+        domain, index = divmod(self.rank, size)
         inside = transport is self.domain
-        domain, index = divmod(self.rank, sizes.domain_size)
-        peer, operation = error.peer, error.operation
         if peer is not None:
-            peer = domain * sizes.domain_size + peer if inside else peer * sizes.domain_size + index
-        first, count, what = (peer or 0) * local, local, "owe their rows"
+            peer = domain * size + peer if inside else peer * size + index
         if transport is self.weights_rail:  # to that transport a dispatch
             operation = operation.replace("dispatch", "combine weights")
-            first, count, what = domain * many, many, "wait for weights"
-        elif "dispatch" in operation:
-            first, what = self.rank * local, "wait for tokens"
-        elif not inside and peer is not None:
-            first, count = peer // sizes.domain_size * many, many
         level = "inside the domain" if inside else "between domains"
-        detail = f"{level}; experts {first} to {first + count - 1} {what}"
-        raise PeerTimeoutError(self.rank, peer, operation, None, error.timeout_s, detail) from error
+        raise PeerTimeoutError(self.rank, peer, operation, None, error.timeout_s, level) from error
 
     def close(self) -> None:
         for transport in (self.rail, self.weights_rail, self.domain):

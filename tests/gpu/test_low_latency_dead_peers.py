@@ -64,12 +64,6 @@ def test_a_dead_peer_is_named(operation: str) -> None:
         assert (
             f"rank {rank}: no answer from peer {_RANKS - 1} in low_latency.{operation}" in message
         )
-        experts = (
-            (4 * rank, 4 * rank + 3)
-            if operation == "dispatch"
-            else (4 * (_RANKS - 1), 4 * _RANKS - 1)
-        )
-        assert f"experts {experts[0]} to {experts[1]}" in message
 
 
 def _always_the_same(rank: int, world: int, device: str, turns: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from tests.unit.low_latency.test_kernels import _build
 
 
 @NEEDS_INTERPRETER
-def test_a_dead_peer_is_named_with_its_experts_and_the_call_ends() -> None:
+def test_a_dead_peer_is_named_and_the_call_ends() -> None:
     layout = Layout(2, 6, 1, 3, 1, 16, 32, 0)
     _, ranks = _build(layout)
     x = torch.randn(2, 16).to(torch.bfloat16)
@@ -23,35 +21,10 @@ def test_a_dead_peer_is_named_with_its_experts_and_the_call_ends() -> None:
         ranks[r].dispatch(None, None, None, x, None, ids, do_recv=False)
     counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 6, 16, dtype=torch.bfloat16)
     ranks[0].dispatch(counts, out, None, None, None, None, do_send=False)
-    with pytest.raises(
-        PeerTimeoutError, match=r"rank 0: no answer from peer 2 in .*dispatch.*experts 0 to 1 wait"
-    ):
+    with pytest.raises(PeerTimeoutError, match=r"rank 0: no answer from peer 2 in .*dispatch"):
         ranks[0].check_errors()
     with pytest.raises(PeerTimeoutError):
         ranks[0].dispatch(None, None, None, x, None, ids, do_recv=False)
-
-
-@NEEDS_INTERPRETER
-def test_a_timeout_beside_another_object_says_that_two_streams_starve_each_other() -> None:
-    layout = Layout(2, 6, 1, 3, 1, 16, 32, 0)
-    gc.collect()  # objects of earlier tests
-    (_, ranks), (_, beside) = _build(layout), _build(layout)
-    counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 6, 16, dtype=torch.bfloat16)
-    x = torch.randn(2, 16).to(torch.bfloat16)
-    ids = torch.zeros(2, 1, dtype=torch.int32)
-    ranks[0].dispatch(None, None, None, x, None, ids, do_recv=False)
-    ranks[0].dispatch(counts, out, None, None, None, None, do_send=False)
-    said = "all-to-alls open beside it: {}; objects that are called on two streams"
-    with pytest.raises(PeerTimeoutError, match=said.format(5)):
-        ranks[0].check_errors()
-    for ata in (*ranks[1:], *beside[1:]):
-        ata.destroy()
-    with pytest.raises(PeerTimeoutError, match=said.format(1)):
-        ranks[0].dispatch(None, None, None, x, None, ids, do_recv=False)
-    beside[0].destroy()
-    with pytest.raises(PeerTimeoutError) as alone:
-        ranks[0].check_errors()
-    assert "two streams" not in str(alone.value)
 
 
 @NEEDS_INTERPRETER

@@ -142,8 +142,7 @@ def test_a_peer_lost_between_domains_is_named_by_its_rank(fake_nvshmem: FakeNvsh
     for fine in (0, 2, 3):
         ranks[fine].check_errors()
     with pytest.raises(
-        PeerTimeoutError,
-        match=r"rank 1: no answer from peer 3 in .*dispatch.*between domains; experts 2 to 3",
+        PeerTimeoutError, match=r"rank 1: no answer from peer 3 in .*dispatch.*between domains"
     ):
         ranks[1].check_errors()
 
@@ -242,9 +241,7 @@ def _lost_weights(rank: int, world: int) -> None:
     counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 8, 16, dtype=torch.bfloat16)
     ata.dispatch(counts, out, None, x, None, ids)
     if rank == 0:
-        with pytest.raises(
-            PeerTimeoutError, match=r"combine weights.*experts 0 to 1 wait for weights"
-        ):
+        with pytest.raises(PeerTimeoutError, match=r"combine weights.*between domains"):
             ata.combine(torch.zeros_like(x), ids, torch.ones(3, 2), out)
     else:
         time.sleep(2.5)
