@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from megatron_fluid.attention.attention_kernels import CoreCase, choose_kernel
 from megatron_fluid.attention.config import AttentionConfig
 from megatron_fluid.attention.exchange.buffers import HeadBuffers
-from megatron_fluid.attention.exchange.local import LocalExchange
 from megatron_fluid.attention.exchange.registry import EXCHANGES
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.one_rank import one_rank_attention
@@ -261,7 +260,7 @@ class SelfAttention(nn.Module):
         scheduler: WeightGradScheduler | None,
     ) -> Tensor:
         queues = scheduler is not None and scheduler.is_enabled()
-        if isinstance(call.exchange, LocalExchange) and not queues:
+        if call.exchange.heads.single and not queues:
             return one_rank_attention(x, weights, call)
         return overlapped_attention(x, weights, call, scheduler)
 

@@ -60,8 +60,8 @@ def _norm(call: AttentionCall, q_norm: Tensor | None, k_norm: Tensor | None) -> 
 
 
 def one_rank_attention(x: Tensor, weights: AttentionWeights, call: AttentionCall) -> Tensor:
-    """``overlap.overlapped_attention`` for a ``LocalExchange``, of a call with neither ``shards``
-    nor an output gate, weight gradients of its own or ``core`` tensors.
+    """``overlap.overlapped_attention`` for one rank and one head group, of a call with
+    neither ``shards`` nor an output gate, weight gradients of its own or ``core`` tensors.
 
     Results have the same bits. No weight gradient is queued.
     """

@@ -1,4 +1,5 @@
-"""Heads over one all-to-all collective each way, on any device: nothing is overlapped.
+"""Heads over one all-to-all collective each way, on any device: nothing is overlapped. For one
+rank nothing is moved: every projection is one GEMM, whose result is taken as it stands.
 
 Legend: attention.exchange.protocol.
 """
@@ -44,7 +45,7 @@ class _Heads:
         if prepare is None:
             return None, buffer
         target = buffer if prepare.norm is None else torch.empty_like(buffer)
-        prepare.apply(buffer, target, self.part, slice(0, buffer.shape[0]))
+        prepare.apply(buffer, target, self.part)
         return None if target is buffer else buffer, target
 
 
@@ -84,8 +85,6 @@ class CollectiveExchange(HeadExchange):
 
     def _all_to_all(self, send: Tensor, receive: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Flat all-to-all that sends and receives these numbers of elements a rank."""
-        if self.heads.world == 1:
-            return send
         received = send.new_empty(sum(receive))
         send = send.contiguous()  # a gradient may be expanded
         counts = list(receive), list(sizes)
@@ -121,7 +120,10 @@ class CollectiveExchange(HeadExchange):
 
     def _send(self, whole: Tensor, of_output: bool) -> _Heads:
         """Send [s, B, columns of all ranks, rank after rank]."""
-        widths, batch, part = self._widths(of_output), whole.shape[1], self._parts[self.rank]
+        part = self._parts[self.rank]
+        if self.heads.single:
+            return _Heads(part, whole)
+        widths, batch = self._widths(of_output), whole.shape[1]
         mine, rows = widths[self.rank], self._rows
         if len(set(widths)) == 1:
             send = whole.unflatten(2, (len(widths), mine)).permute(2, 0, 1, 3).reshape(-1)
@@ -139,6 +141,8 @@ class CollectiveExchange(HeadExchange):
     def send_rows(
         self, operation: str, group: int, buffer: Tensor, of_output: bool, chunks: int = 1
     ) -> _Rows:
+        if self.heads.single:
+            return _Rows(buffer, [buffer])
         rows, batch, shards = self._rows[self.rank], buffer.shape[1], buffer
         if self.sequence.kind != "contiguous":
             shards = buffer[position_order(self.sequence, buffer.device)]

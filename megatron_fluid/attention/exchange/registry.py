@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from megatron_fluid.attention.exchange.buffers import shared_head_buffers
 from megatron_fluid.attention.exchange.collective import CollectiveExchange
-from megatron_fluid.attention.exchange.local import LocalExchange
 from megatron_fluid.attention.exchange.protocol import HeadExchange
 from megatron_fluid.attention.exchange.rounds import RoundsExchange, groups_between_hosts
 from megatron_fluid.attention.exchange.symmetric import (
@@ -69,7 +68,7 @@ def _over_rounds(
     rounds: P2PRounds | None, heads: HeadLayout, sequence: SequenceLayout
 ) -> HeadExchange:
     if heads.single:
-        return LocalExchange(heads, sequence)
+        return CollectiveExchange(None, heads, sequence)
     return RoundsExchange(rounds, heads, sequence)
 
 

@@ -195,9 +195,6 @@ class RoundsExchange(HeadExchange):
     ) -> Iterator[tuple[slice, Tensor]]:
         heads, sequence, first = self.heads, self.sequence, returning[0].buffer
         rows = sequence.local_length(self.rank)
-        if heads.single:
-            yield slice(0, rows), first
-            return
         columns = heads.output_columns if of_output else heads.qkv_rows
         shared = not of_output and not heads.disjoint
         wide = total = first.new_empty((rows, first.shape[1], columns))

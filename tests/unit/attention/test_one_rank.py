@@ -14,11 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fluid.attention import layer as layer_module
 from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreKernel
 from megatron_fluid.attention.exchange.collective import CollectiveExchange
-from megatron_fluid.attention.exchange.local import LocalExchange
-from megatron_fluid.attention.exchange.registry import EXCHANGES
 from megatron_fluid.attention.exchange.rounds import RoundsExchange
 from megatron_fluid.attention.layer import SelfAttention
-from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.overlap import overlapped_attention
 from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
@@ -115,13 +112,6 @@ def test_heads_are_let_go_in_backward_and_not_kept_under_a_checkpoint(
     assert len(seen) == 2 and seen[1].expired()
     y.sum().backward()
     assert len(seen) == 3 and seen[2].expired()
-
-
-def test_one_rank_moves_nothing_unless_it_has_head_groups() -> None:
-    make = EXCHANGES["rounds"].make
-    sequence = SequenceLayout(7, 1, "zigzag")
-    assert isinstance(make(None, HeadLayout(4, 2, 4, 1), sequence), LocalExchange)
-    assert isinstance(make(None, HeadLayout(4, 2, 4, 1, groups=2), sequence), RoundsExchange)
 
 
 def test_a_call_is_made_anew_only_where_something_changed() -> None:
