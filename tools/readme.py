@@ -9,8 +9,7 @@ from benchmarks.harness.results import RESULTS
 from benchmarks.report.tables import all_results, between_hosts, headline, summary
 from benchmarks.report.wire_plan import wire_plan
 from megatron_fluid.patches import PATCHES
-from megatron_fluid.patches.attention.latent_limits import LATENT_LIMITS
-from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, TE_LIMITS
+from megatron_fluid.patches.attention.limits import LATENT_LIMITS, OVERLAP_LIMITS, TE_LIMITS
 from megatron_fluid.patches.moe.limits import PARTS as MOE_PARTS
 from tools.megatron_test_table import table as megatron_tests
 from tools.settings_table import compatibility_table, limits_table, parts_table, patches_table

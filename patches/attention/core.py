@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_fluid.config import CP_BACKENDS, current_config
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches.attention.limits import EXCHANGED_COMM_TYPE, setting_reason
+from megatron_fluid.patches.attention.limits import EXCHANGED_COMM_TYPE, OVERLAP_LIMITS
+from megatron_fluid.patches.limits import first_reason
 from megatron_fluid.patches.overlap_decision import FeatureReport
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Exchanges:
         reason = self.nvlink_unsupported_reason = nvlink_reason(self.group, self.heads.unit)
         if self.asked == "nvlink" and reason is not None:
             # Without overlapped projections there are no rounds.
-            others = self.other_backends(rounds=setting_reason(config, fluid) is None)
+            others = self.other_backends(rounds=first_reason(OVERLAP_LIMITS, config, fluid) is None)
             raise ConfigError.of("cp_backend", "nvlink", f"{', '.join(others)}: {reason}")
         self._of_length = functools.lru_cache(maxsize=8)(self._make)
 

@@ -1,8 +1,9 @@
-"""What the exchanged and the overlapped attention do not honour: the tables TE_LIMITS and
-OVERLAP_LIMITS, and which modules the overlapped attention knows.
+"""What the exchanged and the overlapped attention do not honour: the tables TE_LIMITS,
+OVERLAP_LIMITS and LATENT_LIMITS, and which modules the overlapped forwards know.
 
 Under a setting of OVERLAP_LIMITS, and around other modules, the projections stay Megatron's, before
-and after the core attention. Under one of TE_LIMITS, Transformer Engine keeps its own exchange.
+and after the core attention; those of latent attention also under one of LATENT_LIMITS. Under one
+of TE_LIMITS, Transformer Engine keeps its own exchange.
 """
 
 from __future__ import annotations
@@ -13,22 +14,21 @@ from typing import TYPE_CHECKING, Any
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches.attention.head_norms import norm_reason
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
-from megatron_fluid.patches.limits import Limit, first_reason, is_given, offloads
+from megatron_fluid.patches.limits import Limit, is_given, offloads
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 __all__ = [
     "EXCHANGED_COMM_TYPE",
+    "LATENT_LIMITS",
     "OVERLAP_LIMITS",
     "TE_LIMITS",
     "TERequest",
     "bypassed",
-    "linear_reason",
+    "latent_module_reason",
     "module_reason",
-    "parameter_reason",
-    "qkv_types",
-    "setting_reason",
+    "projected_up",
     "te_reason",
 ]
 
@@ -85,6 +85,22 @@ OVERLAP_LIMITS: tuple[Limit[TransformerConfig], ...] = (
 )
 
 
+def _recomputes(config: Any, _: FluidConfig) -> bool:
+    chosen = {"core_attn", "mla_up_proj"}.intersection(config.recompute_modules or ())
+    return config.recompute_granularity == "selective" and bool(chosen)
+
+
+LATENT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
+    Limit(
+        "tensor_model_parallel_size",
+        "its projections up gather the sequence themselves",
+        lambda c, _: c.tensor_model_parallel_size > 1,
+    ),
+    Limit("recompute_modules", "core_attn and mla_up_proj recompute from all heads", _recomputes),
+    Limit("cache_mla_latents", "of inference"),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class TERequest:
     """What Megatron asks of Transformer Engine's attention."""
@@ -135,27 +151,15 @@ def te_reason(request: TERequest, fluid: FluidConfig) -> str | None:
     return next((f"{limit.setting}: {limit.reason}" for limit in hits), None)
 
 
-def setting_reason(config: Any, fluid: FluidConfig) -> str | None:
-    """The first setting of a TransformerConfig under which projections are not overlapped, with its
-    value and why; or None."""
-    return first_reason(OVERLAP_LIMITS, config, fluid)
-
-
 def module_reason(attention: Any) -> str | None:
-    """Why these modules cannot be bypassed, or None: only classes that Megatron itself builds
-    compute what is known here."""
+    """Why the modules of a SelfAttention cannot be bypassed, or None: only classes that Megatron
+    itself builds compute what is known here."""
     from megatron.core.transformer.attention import SelfAttention
 
     if type(attention).get_query_key_value_tensors is not SelfAttention.get_query_key_value_tensors:
         return f"{type(attention).__name__}.get_query_key_value_tensors is overridden"
-    if attention.attn_mask_type.name not in ("causal", "no_mask"):
-        return f"attn_mask_type {attention.attn_mask_type.name}: it is causal or none"
-    modules = bypassed(attention)
-    hooks = ModuleHooks(**modules)
-    reason = hooks.replaced() or hooks.overridden() or parameter_reason(modules)
-    for name, known in (("linear_qkv", qkv_types()), ("linear_proj", _projection_types())):
-        reason = reason or linear_reason(name, getattr(attention, name), known)
-    if reason is not None:
+    linears = {"linear_qkv": _qkv_types(), "linear_proj": _projection_types()}
+    if (reason := _bypass_reason(attention, bypassed(attention), linears)) is not None:
         return reason
     qkv = attention.linear_qkv
     if getattr(qkv, "skip_bias_add", False) or getattr(qkv, "te_return_bias", False):
@@ -163,7 +167,37 @@ def module_reason(attention: Any) -> str | None:
     return norm_reason(attention.q_layernorm, attention.k_layernorm)
 
 
-def parameter_reason(modules: dict[str, Any]) -> str | None:
+def latent_module_reason(attention: Any) -> str | None:
+    """``module_reason`` of an MLASelfAttention."""
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    if type(attention) is not MLASelfAttention:
+        return f"{type(attention).__name__} is another class than Megatron's MLASelfAttention"
+    linears = projected_up(attention)
+    modules = linears | {"core_attention": attention.core_attention}
+    reason = _bypass_reason(attention, modules, dict.fromkeys(linears, _qkv_types()))
+    for name, linear in linears.items():
+        bias = getattr(linear, "bias", None)
+        if reason is None and bias is not None and bias.numel():
+            reason = f"{name} has a bias"
+    return reason
+
+
+def _bypass_reason(
+    attention: Any, modules: dict[str, Any], linears: dict[str, tuple[type, ...]]
+) -> str | None:
+    """Why calls of an attention's modules cannot be bypassed, or None. ``linears``: by name, the
+    classes of linears that can be."""
+    if attention.attn_mask_type.name not in ("causal", "no_mask"):
+        return f"attn_mask_type {attention.attn_mask_type.name}: it is causal or none"
+    hooks = ModuleHooks(**modules)
+    reason = hooks.replaced() or hooks.overridden() or _parameter_reason(modules)
+    for name, known in linears.items():
+        reason = reason or _linear_reason(name, modules[name], known)
+    return reason
+
+
+def _parameter_reason(modules: dict[str, Any]) -> str | None:
     """Why the modules' parameters cannot be read as plain tensors, or None."""
     import torch
 
@@ -177,7 +211,7 @@ def parameter_reason(modules: dict[str, Any]) -> str | None:
     return None
 
 
-def linear_reason(name: str, linear: Any, known: tuple[type, ...]) -> str | None:
+def _linear_reason(name: str, linear: Any, known: tuple[type, ...]) -> str | None:
     """Why a linear cannot be bypassed, or None: ``known`` are the classes that can be."""
     if type(linear) not in known:
         return f"{name} is a {type(linear).__name__}, which may compute more than a linear"
@@ -196,6 +230,12 @@ def bypassed(attention: Any) -> dict[str, Any]:
     return {name: module for name, module in attention.named_children() if module is not None}
 
 
+def projected_up(attention: Any) -> dict[str, Any]:
+    """The linears from compressed rows to queries, and to keys and values."""
+    queries = "linear_q_proj" if attention.config.q_lora_rank is None else "linear_q_up_proj"
+    return {name: getattr(attention, name) for name in (queries, "linear_kv_up_proj")}
+
+
 def _te(*names: str) -> tuple[type, ...]:
     """Megatron's wrappers of Transformer Engine's modules, where it is installed."""
     from megatron.core.extensions import transformer_engine as extension
@@ -203,7 +243,7 @@ def _te(*names: str) -> tuple[type, ...]:
     return tuple(getattr(extension, name) for name in names) if extension.HAVE_TE else ()
 
 
-def qkv_types() -> tuple[type, ...]:
+def _qkv_types() -> tuple[type, ...]:
     """Megatron's column-parallel linears."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 

@@ -32,61 +32,37 @@ from megatron_fluid.attention.packed import RotaryTable, rotated
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig
-from megatron_fluid.patches.attention.core import exchanges_of, softmax_offset, window_of
+from megatron_fluid.patches.attention.core import softmax_offset, window_of
 from megatron_fluid.patches.attention.core_recompute import recomputed, recomputes_here
+from megatron_fluid.patches.attention.decision import ForwardResult, OverlappedModule
 from megatron_fluid.patches.attention.head_norms import HeadNorms
 from megatron_fluid.patches.attention.limits import bypassed
 from megatron_fluid.patches.attention.packed_sequences import foreign_pack_reason, pack_table
 from megatron_fluid.patches.attention.rotary_tables import rotary_table
 from megatron_fluid.patches.attention.tensor_parallel import TensorParallelism
 from megatron_fluid.patches.attention.transformer_engine import core_kernel
-from megatron_fluid.patches.engine.module_hooks import ModuleHooks
-from megatron_fluid.patches.linears.transformer_engine import norm_of_rows, quantises
+from megatron_fluid.patches.linears.transformer_engine import norm_of_rows
+from megatron_fluid.patches.overlap_decision import Reason
 from megatron_fluid.patches.weight_gradients import weight_gradient_of
-from megatron_fluid.plan.layers import EXCHANGED, OVERLAPPED, AttentionWork, attention_forms
+from megatron_fluid.plan.layers import AttentionWork, attention_forms
 from megatron_fluid.plan.machine import Machine
-from megatron_fluid.plan.model import fastest
+from megatron_fluid.plan.model import Forecast
 
-__all__ = ["ForwardResult", "OverlappedAttention"]
-
-ForwardResult = tuple[Tensor, Tensor | None]
-
-_MASKED = (
-    "attention_mask is given: without it (--no-create-attention-mask-in-dataloader) causal "
-    "attention needs none"
-)
+__all__ = ["OverlappedAttention"]
 
 
-class OverlappedAttention:
-    """What the overlapped forward of one module needs from call to call. It holds no state of any
-    call, and not the module.
-
-    Args:
-        attention: the module.
-        config: the settings in force when it was built.
-        backend: "nvlink" or "rounds".
-        machine: figures by which each call is overlapped or not, alike on all ranks; None: every
-            call is.
-    """
+class OverlappedAttention(OverlappedModule):
+    """The overlapped forward of one SelfAttention; arguments as of OverlappedModule."""
 
     def __init__(
         self, attention: Any, config: FluidConfig, backend: str, machine: Machine | None = None
     ) -> None:
-        from megatron.core.inference.utils import InferenceMode
-
-        exchanges = exchanges_of(attention.core_attention)
-        assert exchanges is not None
-        self.config, self.backend, self.machine = config, backend, machine
-        self.group, self.heads = exchanges.group, exchanges.heads
+        super().__init__(attention, bypassed(attention), config, backend, machine)
         self.qkv, self.projection = attention.linear_qkv, attention.linear_proj
-        self.core = attention.core_attention
         self.tensor = TensorParallelism(
             attention.pg_collection.tp, bool(attention.config.sequence_parallel)
         )
         self.norms = HeadNorms(attention.q_layernorm, attention.k_layernorm)
-        # Transformer Engine ignores a mask where it is causal or no_mask.
-        self.masks_matter = "alone" not in self.core.__dict__
-        self.causal = attention.attn_mask_type.name == "causal"
         model, layer = attention.config, attention.layer_number
         self.rotates = not (model.no_rope_freq and model.no_rope_freq[layer - 1])
         self.interleaved = bool(model.rotary_interleaved)
@@ -98,53 +74,38 @@ class OverlappedAttention:
         self.recomputes_core = bool(attention.checkpoint_core_attention)
         self.dropout = float(model.attention_dropout)
         self.name = f"attention of layer {layer}"
-        self.modules = bypassed(attention)
-        self.hooks = ModuleHooks(**self.modules)
         self.scheduler = get_backward_scheduler()
         if config.defer_weight_grads:
             self.scheduler.enable()
         self.qkv_gradient = weight_gradient_of(self.qkv, weight_gradient)
         self.output_gradient = weight_gradient_of(self.projection, weight_gradient)
-        self.inference_active = InferenceMode.is_active
         self._exchange = functools.lru_cache(maxsize=16)(self._make_exchange)
         self._call = functools.lru_cache(maxsize=16)(self._make_call)
-        self._slower = functools.lru_cache(maxsize=64)(self._predicted_slower)
 
     def changed(self, attention: Any) -> str | None:
-        """What calling this rank's modules would do besides since the ranks chose this path
-        together, or None."""
-        held = attention._modules
-        replaced = (name for name, module in self.modules.items() if held.get(name) is not module)
-        found = next((f"{name} was replaced" for name in replaced), None)
-        found = found or self.hooks.replaced() or self.hooks.foreign()
+        found = super().changed(attention)
         for name, linear in (("linear_qkv", self.qkv), ("linear_proj", self.projection)):
             if found is None and type(linear._parameters.get("weight")) is not torch.nn.Parameter:
                 found = f"{name} has no plain weight"
         return found
 
-    def unsupported_reason(self, x: Tensor, mask: Tensor | None, packed: Any = None) -> str | None:
-        """Why this call keeps Megatron's own projections, on all ranks alike; or None. ``packed``:
-        Megatron's PackedSeqParams."""
-        if packed is not None:
+    def prepare(
+        self, x: Tensor, mask: Tensor | None, given: dict[str, Any]
+    ) -> tuple[RotaryTable | None, Any] | Reason:
+        rotations, packed = given.pop("rotary_pos_emb", None), given.pop("packed_seq_params", None)
+        # None of the others is anything in training.
+        reason = next((f"{name} is given" for name in given), None)
+        if reason is None and packed is not None:
             if self.masks_matter:
-                return "packed_seq_params is given, which Megatron's local attention refuses"
-            if (reason := foreign_pack_reason(packed)) is not None:
-                return reason
-        if mask is not None and self.masks_matter:
-            return _MASKED
-        mine, other = self.qkv.weight.dtype, self.projection.weight.dtype
-        if x.dim() != 3 or x.dtype != mine or x.dtype != other:
-            return f"its input is {x.dtype}, its weights are {mine} and {other}"
-        rows = self.tensor.rows(x)
-        if rows % 2:
-            return "an odd number of rows"  # which the core attention refuses by name
-        if self.machine is not None:
-            slower = self._slower(self.machine, rows, x.shape[1], x.dtype.itemsize)
-            if slower is not None:
-                return slower
-        if self.inference_active() or torch.is_autocast_enabled(x.device.type) or quantises():
-            return "autocast or inference is on"
-        return self.hooks.logged()
+                reason = "packed_seq_params is given, which Megatron's local attention refuses"
+            else:
+                reason = foreign_pack_reason(packed)
+        if reason is None:
+            reason = self.call_reason(x, mask, self.tensor.rows(x), self.qkv, self.projection)
+        table = None
+        if reason is None:
+            table, reason = self.rotations(x, rotations, packed)
+        return (table, packed) if reason is None else Reason(reason)
 
     def rotations(
         self, x: Tensor, given: Any, packed: Any = None
@@ -169,21 +130,8 @@ class OverlappedAttention:
             table = pack_table(packed, rows, self.heads.world, table)
         return table, "rotations are not by pairs" if table is None else None
 
-    def _predicted_slower(
-        self, machine: Machine, rows: int, batch: int, itemsize: int
-    ) -> str | None:
-        """Why such calls keep Megatron's projections: they are predicted to be faster so; or
-        None."""
-        work = self.work(rows, batch, itemsize)
-        forms = attention_forms(machine, work)
-        if fastest(forms, EXCHANGED) == OVERLAPPED:
-            return None
-        before, after = (forms[name].seconds * 1e3 for name in (EXCHANGED, OVERLAPPED))
-        asked = "rounds" if self.backend == "rounds" else "nvlink"
-        return (
-            f"a step of {rows} x {batch} rows is predicted to take {before:.3g} ms so and "
-            f"{after:.3g} ms overlapped (--fluid-cp-backend {asked} overlaps it all the same)"
-        )
+    def forms(self, machine: Machine, rows: int, batch: int, itemsize: int) -> dict[str, Forecast]:
+        return attention_forms(machine, self.work(rows, batch, itemsize))
 
     def work(self, rows: int, batch: int, itemsize: int) -> AttentionWork:
         """What a call computes and sends on one rank."""
@@ -210,7 +158,9 @@ class OverlappedAttention:
             shards=self.tensor.ranks if self.tensor.sequence_parallel else 1,
         )
 
-    def forward(self, x: Tensor, table: RotaryTable | None, packed: Any = None) -> ForwardResult:
+    def forward(
+        self, attention: Any, x: Tensor, table: RotaryTable | None = None, packed: Any = None
+    ) -> ForwardResult:
         """[s, b, H] and the rotations of the whole sequence -> ([s, b, H], the output projection's
         bias or None)."""
         self.hooks.run_parameter_gather()

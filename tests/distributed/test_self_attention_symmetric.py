@@ -55,7 +55,7 @@ def _leaves_what_is_predicted_slower(module: Any, dtype: torch.dtype) -> None:
     assert path is not None and path.machine is None
     batch = 3
     x = torch.zeros(4, batch, module.config.hidden_size, dtype=dtype)
-    assert path.unsupported_reason(x, None) is None
+    assert path.prepare(x, None, {}) == (None, None)
     work = path.work(4, batch, dtype.itemsize)
     length = 4 * path.heads.world
     channels = path.heads.num_heads // path.heads.world * path.heads.head_dim
@@ -73,11 +73,11 @@ def _leaves_what_is_predicted_slower(module: Any, dtype: torch.dtype) -> None:
     pieces = dataclasses.replace(machine, units=1, flops_per_s=1.0, operation_s=0.0)
     try:
         path.machine = slow_memory
-        assert path.unsupported_reason(x, None) is None
+        assert path.prepare(x, None, {}) == (None, None)
         path.machine = pieces
         if work.by_copies:
-            told = path.unsupported_reason(x, None)
-            assert told is not None and "is predicted to take" in told and "nvlink" in told
+            told = path.prepare(x, None, {})
+            assert isinstance(told, str) and "is predicted to take" in told and "nvlink" in told
     finally:
         path.machine = None
 

@@ -204,12 +204,11 @@ def know_stand_ins() -> None:
     """Let the patch take the stand-ins for Transformer Engine's classes."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    from megatron_fluid.patches.attention import head_norms, latent_limits
+    from megatron_fluid.patches.attention import head_norms
     from megatron_fluid.patches.attention import limits as attention_limits
 
     stand_ins = {"RMSNorm": TENorm, "LayerNorm": TELayerNorm}
-    attention_limits.qkv_types = lambda: (ColumnParallelLinear, NormLinear)
-    latent_limits.qkv_types = attention_limits.qkv_types  # which it holds by value
+    attention_limits._qkv_types = lambda: (ColumnParallelLinear, NormLinear)
     attention_limits._projection_types = lambda: (RowParallelLinear, Linear)
     head_norms.of_transformer_engine = lambda *names: tuple(stand_ins[name] for name in names)
 

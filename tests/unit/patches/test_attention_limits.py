@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches.attention import core
-from megatron_fluid.patches.attention.latent_limits import LATENT_LIMITS, latent_setting_reason
-from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, setting_reason
+from megatron_fluid.patches.attention.limits import LATENT_LIMITS, OVERLAP_LIMITS
+from megatron_fluid.patches.limits import first_reason
 
 # For every limit values that hit it, and values that do not.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -59,6 +59,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def setting_reason(config: Any) -> str | None:
+    return first_reason(OVERLAP_LIMITS, config, FluidConfig())
+
+
+def latent_setting_reason(config: Any) -> str | None:
+    return first_reason((*OVERLAP_LIMITS, *LATENT_LIMITS), config, FluidConfig())
+
+
 @pytest.fixture(scope="module")
 def supported() -> TransformerConfig:
     return TransformerConfig(
@@ -81,9 +89,9 @@ def test_every_limit_is_tried_here() -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_limit_names_its_setting_and_no_other(supported: TransformerConfig, setting: str) -> None:
     hit, missed = SETTINGS[setting]
-    assert setting_reason(supported, FluidConfig()) is None
-    assert setting_reason(_with(supported, missed), FluidConfig()) is None
-    found = setting_reason(_with(supported, hit), FluidConfig())
+    assert setting_reason(supported) is None
+    assert setting_reason(_with(supported, missed)) is None
+    found = setting_reason(_with(supported, hit))
     assert found is not None and found.startswith(f"{setting}=")
 
 
@@ -112,7 +120,7 @@ def test_a_limit_names_its_setting_and_no_other(supported: TransformerConfig, se
 def test_what_a_graph_or_offloading_holds_decides(
     supported: TransformerConfig, settings: dict[str, Any], hit: bool
 ) -> None:
-    assert (setting_reason(_with(supported, settings), FluidConfig()) is not None) == hit
+    assert (setting_reason(_with(supported, settings)) is not None) == hit
 
 
 LATENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -133,9 +141,9 @@ def test_every_limit_of_latent_attention_is_tried_here() -> None:
 def test_a_limit_of_latent_attention_names_its_setting_and_no_other(setting: str) -> None:
     latent = MLATransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
     hit, missed = (LATENT | SETTINGS)[setting]
-    assert latent_setting_reason(latent, FluidConfig()) is None
-    assert latent_setting_reason(_with(latent, missed), FluidConfig()) is None
-    found = latent_setting_reason(_with(latent, hit), FluidConfig())
+    assert latent_setting_reason(latent) is None
+    assert latent_setting_reason(_with(latent, missed)) is None
+    found = latent_setting_reason(_with(latent, hit))
     assert found is not None and found.startswith(f"{setting}=")
 
 

@@ -1,0 +1,260 @@
+"""What the overlapped forwards of self-attention and of latent attention have in common: which
+module takes one (the negotiation over its context-parallel group), and which call.
+
+Legend: s a rank's part of the sequence, b batch, H hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fluid.config import FluidConfig
+from megatron_fluid.patches.attention.core import REPORT as CORE_REPORT
+from megatron_fluid.patches.attention.core import exchanges_of
+from megatron_fluid.patches.cpu.mode import cpu_mode_active
+from megatron_fluid.patches.engine.module_hooks import ModuleHooks
+from megatron_fluid.patches.limits import Limit, first_reason
+from megatron_fluid.patches.linears.transformer_engine import quantises
+from megatron_fluid.patches.overlap_decision import Decision, OverlapDecisions, Reason
+from megatron_fluid.patches.rank_findings import Finding
+from megatron_fluid.plan.layers import EXCHANGED, OVERLAPPED
+from megatron_fluid.plan.machine import Machine, agreed_machine
+from megatron_fluid.plan.model import Forecast, fastest
+
+__all__ = ["AttentionDecisions", "ForwardResult", "OverlappedModule", "attention_forward"]
+
+ForwardResult = tuple[Tensor, Tensor | None]
+
+_MASKED = (
+    "attention_mask is given: without it (--no-create-attention-mask-in-dataloader) causal "
+    "attention needs none"
+)
+
+
+class OverlappedModule:
+    """What the overlapped forward of one module needs from call to call. It holds no state of any
+    call, and not the module.
+
+    Args:
+        attention: the module.
+        modules: those whose calls the forward stands for, by name.
+        config: the settings in force when it was built.
+        backend: "nvlink" or "rounds".
+        machine: figures by which each call is overlapped or not, alike on all ranks; None: every
+            call is.
+    """
+
+    def __init__(
+        self,
+        attention: Any,
+        modules: dict[str, Any],
+        config: FluidConfig,
+        backend: str,
+        machine: Machine | None,
+    ) -> None:
+        from megatron.core.inference.utils import InferenceMode
+
+        exchanges = exchanges_of(attention.core_attention)
+        assert exchanges is not None
+        self.config, self.backend, self.machine = config, backend, machine
+        self.exchanges, self.group, self.heads = exchanges, exchanges.group, exchanges.heads
+        self.core = attention.core_attention
+        # Transformer Engine ignores a mask where it is causal or no_mask.
+        self.masks_matter = "alone" not in self.core.__dict__
+        self.causal = attention.attn_mask_type.name == "causal"
+        self.modules, self.hooks = modules, ModuleHooks(**modules)
+        self._inference_active = InferenceMode.is_active
+        self._slower = functools.lru_cache(maxsize=64)(self._predicted_slower)
+
+    def prepare(
+        self, x: Tensor, mask: Tensor | None, given: dict[str, Any]
+    ) -> tuple[Any, ...] | Reason:
+        """The further arguments of ``forward`` for a call, or why it keeps Megatron's own
+        projections; alike on all ranks.
+
+        Args:
+            x: [s, b, H].
+            mask: attention_mask.
+            given: the other arguments of Megatron's forward that are not None, by name.
+        """
+        raise NotImplementedError
+
+    def forward(self, attention: Any, x: Tensor, *prepared: Any) -> ForwardResult:
+        """[s, b, H] and what ``prepare`` returned -> ([s, b, H], the output projection's bias or
+        None)."""
+        raise NotImplementedError
+
+    def forms(self, machine: Machine, rows: int, batch: int, itemsize: int) -> dict[str, Forecast]:
+        """The cost model's forms of a call of s = ``rows``: EXCHANGED and OVERLAPPED."""
+        raise NotImplementedError
+
+    def changed(self, attention: Any) -> str | None:
+        """What calling this rank's modules would do besides since the ranks chose this path
+        together, or None."""
+        held = attention._modules
+        replaced = (name for name, module in self.modules.items() if held.get(name) is not module)
+        found = next((f"{name} was replaced" for name in replaced), None)
+        return found or self.hooks.replaced() or self.hooks.foreign()
+
+    def call_reason(self, x: Tensor, mask: Tensor | None, rows: int, *linears: Any) -> str | None:
+        """Why a call of s = ``rows`` keeps Megatron's own projections, on all ranks alike; or None.
+        ``linears``: the projections that are bypassed."""
+        if mask is not None and self.masks_matter:
+            return _MASKED
+        if x.dim() != 3 or any(x.dtype != linear.weight.dtype for linear in linears):
+            dtypes = " and ".join(str(linear.weight.dtype) for linear in linears)
+            return f"its input is {x.dtype}, its weights are {dtypes}"
+        if rows % 2:
+            return "an odd number of rows"  # which the core attention refuses by name
+        if self.machine is not None:
+            slower = self._slower(self.machine, rows, x.shape[1], x.dtype.itemsize)
+            if slower is not None:
+                return slower
+        if self._inference_active() or torch.is_autocast_enabled(x.device.type) or quantises():
+            return "autocast or inference is on"
+        return self.hooks.logged()
+
+    def _predicted_slower(
+        self, machine: Machine, rows: int, batch: int, itemsize: int
+    ) -> str | None:
+        forms = self.forms(machine, rows, batch, itemsize)
+        if fastest(forms, EXCHANGED) == OVERLAPPED:
+            return None
+        before, after = (forms[name].seconds * 1e3 for name in (EXCHANGED, OVERLAPPED))
+        return (
+            f"a step of {rows} x {batch} rows is predicted to take {before:.3g} ms so and "
+            f"{after:.3g} ms overlapped (--fluid-cp-backend {self.backend} overlaps it all the "
+            "same)"
+        )
+
+
+class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
+    """The negotiation of attention modules, over their context-parallel group.
+
+    Attributes:
+        arguments: names of the arguments of Megatron's forward after attention_mask.
+        limits: the settings of a TransformerConfig under which projections stay Megatron's.
+    """
+
+    setting = "cp_backend"
+    arguments: tuple[str, ...] = (
+        "key_value_states", "inference_context", "rotary_pos_emb", "rotary_pos_cos",
+        "rotary_pos_sin", "rotary_pos_cos_sin", "attention_bias", "packed_seq_params",
+        "sequence_len_offset",
+    )  # fmt: skip
+    limits: tuple[Limit[Any], ...]
+
+    def modules(self, layer: Any) -> dict[str, Any]:
+        """The modules whose calls the overlapped forward stands for, by name."""
+        raise NotImplementedError
+
+    def make(self, layer: Any, config: FluidConfig, backend: str, machine: Machine | None) -> Path:
+        """The path of a layer; arguments as of OverlappedModule."""
+        raise NotImplementedError
+
+    def concerns(self, layer: Any) -> bool:
+        return self.is_layer(layer) and layer.pg_collection.cp.size() > 1
+
+    def group(self, layer: Any) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = layer.pg_collection.cp
+        return group
+
+    def setting_reason(self, config: FluidConfig, layer: Any) -> str | None:
+        if config.cp_backend in ("collective", "megatron"):
+            return f"cp_backend={config.cp_backend} was asked for"
+        reason = first_reason(self.limits, layer.config, config) or _own_exchange_reason(layer)
+        return reason or self._backend(config, layer)[1]
+
+    def _backend(self, config: FluidConfig, layer: Any) -> tuple[str, str | None]:
+        """Who moves heads and rows, or why nobody can."""
+        no_nvlink = exchanges_of(layer.core_attention).nvlink_unsupported_reason  # type: ignore[union-attr]
+        if config.cp_backend in ("auto", "nvlink") and no_nvlink is None:
+            return "nvlink", None
+        if config.cp_backend == "rounds" or cpu_mode_active():
+            return "rounds", None
+        asked = "peer rounds are taken where they are asked for (--fluid-cp-backend rounds)"
+        return "", f"{no_nvlink}; {asked}"
+
+    def backend_of(self, config: FluidConfig, layer: Any) -> str:
+        return self._backend(config, layer)[0]
+
+    def announce(self, layer: Any, late: bool = False) -> Decision[Path]:
+        decision = super().announce(layer, late)
+        if decision.backend is not None:  # the module exchanges heads, not its core attention
+            CORE_REPORT.withdraw(layer.core_attention)
+        return decision
+
+    def find(self, config: FluidConfig, layer: Any) -> Finding:
+        reason = _own_exchange_reason(layer) or self.built_reason(layer)
+        return Finding(reason or ModuleHooks(**self.modules(layer)).foreign())
+
+    def decide(self, config: FluidConfig, layer: Any, found: Sequence[Finding]) -> Path:
+        backend, machine = self.backend_of(config, layer), None
+        if config.cp_backend == "auto":
+            device = "cuda" if backend == "nvlink" else "cpu"
+            machine = agreed_machine(self.group(layer), device, config.machine)
+        return self.make(layer, config, backend, machine)
+
+    def forward(self, original: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
+        """Wrap Megatron's forward of these modules."""
+
+        @functools.wraps(original)
+        def fluid_forward(
+            module: Any, hidden_states: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+        ) -> ForwardResult:
+            return attention_forward(
+                self, module, original, hidden_states, attention_mask, *args, **kwargs
+            )
+
+        return fluid_forward
+
+
+def attention_forward(
+    decisions: AttentionDecisions[Any],
+    attention: Any,
+    original: Callable[..., ForwardResult],
+    hidden_states: Tensor,
+    attention_mask: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> ForwardResult:
+    """The overlapped forward of a module, or Megatron's own where that is to be kept.
+
+    Args:
+        decisions: about modules of its kind.
+        attention: the module.
+        original: Megatron's forward, whose arguments and results these are.
+        hidden_states: [s, b, H].
+
+    Raises:
+        ConfigError: its modules were changed after the first forward.
+    """
+    decision = decisions.get(attention)
+    if decision is None or not decision.settled:
+        decision = decisions.settle(attention)
+    path = decision.path
+    if path is not None:
+        arguments = dict(zip(decisions.arguments, args, strict=False)) | kwargs
+        given = {name: value for name, value in arguments.items() if value is not None}
+        prepared = path.prepare(hidden_states, attention_mask, given)
+        if not isinstance(prepared, Reason):
+            if (changed := path.changed(attention)) is not None:
+                decisions.refuse_change(attention, changed)
+            return path.forward(attention, hidden_states, *prepared)  # type: ignore[no-any-return]
+        decisions.report.note_late("in some calls", prepared)
+    return original(attention, hidden_states, attention_mask, *args, **kwargs)
+
+
+def _own_exchange_reason(attention: Any) -> str | None:
+    """Why its core attention cannot be bypassed, or None; it may be another one by the first
+    forward, on one rank alone."""
+    core = attention.core_attention
+    if exchanges_of(core) is not None:
+        return None
+    return f"its {type(core).__name__} keeps its own exchange"
