@@ -35,47 +35,6 @@ class _Stream(Protocol):
     def cuda_stream(self) -> int: ...
 
 
-class Driver(Protocol):
-    """What the overlapped backends need of a device."""
-
-    def stream(self, high_priority: bool) -> _Stream:
-        """Return a new stream."""
-
-    def current(self) -> int:
-        """Return the raw handle of torch's current stream."""
-
-    def use(self, stream: _Stream | None) -> None:
-        """Make `stream` torch's current one; None restores the one before the first `use`."""
-
-    def event(self) -> Any:
-        """Return a new event without timing; it lives as long as the process."""
-
-    def record(self, event: Any, stream: int) -> None: ...
-
-    def wait(self, event: Any, stream: int) -> None:
-        """`stream` waits for what `event` last recorded."""
-
-    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy between any two addresses that this device can reach; nothing if nbytes is 0."""
-
-    def copy_block(
-        self, destination: int, source: int, pitch: int, width: int, rows: int, stream: int
-    ) -> None:
-        """Copy `rows` rows of `width` bytes that begin `pitch` bytes apart on both sides."""
-
-    def write(self, address: int, value: int, stream: int) -> None:
-        """Store an int32 once all earlier work of `stream` is visible to every device."""
-
-    def wait_value(self, address: int, value: int, stream: int) -> None:
-        """`stream` waits until the int32 at `address` has reached `value`.
-
-        Nothing bounds this wait: only for words that this device's own kernels advance.
-        """
-
-    def capturing(self) -> bool:
-        """Return whether the current stream is being captured into a graph."""
-
-
 class CudaDriver:
     """One CUDA device. An error raises FluidError with the driver's name for it."""
 
@@ -92,12 +51,15 @@ class CudaDriver:
         driver_api.retry_with_context(status, self._index, name, *arguments)
 
     def stream(self, high_priority: bool) -> torch.cuda.Stream:
+        """Return a new stream."""
         return torch.cuda.Stream(self._device, priority=-1 if high_priority else 0)
 
     def current(self) -> int:
+        """Return the raw handle of torch's current stream."""
         return torch._C._cuda_getCurrentRawStream(self._index)
 
     def use(self, stream: _Stream | None) -> None:
+        """Make `stream` torch's current one; None restores the one before the first `use`."""
         if self._before is None:
             self._before = torch.cuda.current_stream(self._device)
         torch.cuda.set_stream(self._before if stream is None else stream)  # type: ignore[arg-type]
@@ -105,6 +67,7 @@ class CudaDriver:
             self._before = None
 
     def event(self) -> Any:
+        """Return a new event without timing; it lives as long as the process."""
         status, event = self._driver.cuEventCreate(_NO_TIMING)
         if status:
             event = driver_api.retry_with_context(status, self._index, "cuEventCreate", _NO_TIMING)
@@ -117,12 +80,14 @@ class CudaDriver:
             self._retry(status, "cuEventRecord", event, on)
 
     def wait(self, event: Any, stream: int) -> None:
+        """`stream` waits for what `event` last recorded."""
         on = streams[stream]
         status = self._driver.cuStreamWaitEvent(on, event, 0)[0]
         if status:
             self._retry(status, "cuStreamWaitEvent", on, event, 0)
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy between any two addresses that this device can reach; nothing if nbytes is 0."""
         if not nbytes:
             return
         on = streams[stream]
@@ -133,6 +98,7 @@ class CudaDriver:
     def copy_block(
         self, destination: int, source: int, pitch: int, width: int, rows: int, stream: int
     ) -> None:
+        """Copy `rows` rows of `width` bytes that begin `pitch` bytes apart on both sides."""
         if width == pitch or rows == 1:
             self.copy(destination, source, width * rows, stream)
             return
@@ -144,18 +110,24 @@ class CudaDriver:
             self._retry(status, "cuMemcpy2DAsync", self._block_copy, on)
 
     def write(self, address: int, value: int, stream: int) -> None:
+        """Store an int32 once all earlier work of `stream` is visible to every device."""
         word, on = value & 0xFFFFFFFF, streams[stream]
         status = self._driver.cuStreamWriteValue32(on, address, word, 0)[0]
         if status:
             self._retry(status, "cuStreamWriteValue32", on, address, word, 0)
 
     def wait_value(self, address: int, value: int, stream: int) -> None:
+        """`stream` waits until the int32 at `address` has reached `value`.
+
+        Nothing bounds this wait: only for words that this device's own kernels advance.
+        """
         word, on = value & 0xFFFFFFFF, streams[stream]
         status = self._driver.cuStreamWaitValue32(on, address, word, _AT_LEAST)[0]
         if status:
             self._retry(status, "cuStreamWaitValue32", on, address, word, _AT_LEAST)
 
     def capturing(self) -> bool:
+        """Return whether the current stream is being captured into a graph."""
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -205,3 +177,6 @@ class SimulatedDriver:
 
     def capturing(self) -> bool:
         return False
+
+
+type Driver = CudaDriver | SimulatedDriver

@@ -32,12 +32,16 @@ __all__ = [
     "arrive_heads_kernel",
     "arrive_rows",
     "arrive_rows_kernel",
+    "load_head",
     "pack_heads",
     "pack_heads_kernel",
+    "pieces",
     "push_heads",
     "push_heads_kernel",
     "push_rows",
     "push_rows_kernel",
+    "store_head",
+    "turned",
 ]
 
 SPAN = 5
@@ -102,8 +106,73 @@ def push_heads_kernel(
 
 
 @triton.jit
-def _turned(a, b, c, s):
-    return a * c - b * s, b * c + a * s
+def pieces(
+    alive,  # [R]
+    D: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, REST_P: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """A block of rows of a head is moved in three pieces: both members of its HALF rotated pairs,
+    and the columns behind them. Their columns, and the masks of pairs and of the rest in rows
+    `alive`. INTERLEAVED: members of a pair are neighbours, else HALF columns apart."""
+    pair = tl.arange(0, HALF_P)
+    if INTERLEAVED:
+        one, two = 2 * pair, 2 * pair + 1
+    else:
+        one, two = pair, pair + HALF
+    rest = 2 * HALF + tl.arange(0, REST_P)
+    live = alive[:, None] & (pair < HALF)[None, :]
+    kept = alive[:, None] & (rest < D)[None, :]
+    return one, two, rest, live, kept
+
+
+@triton.jit
+def load_head(base, parts, D: tl.constexpr, HALF: tl.constexpr):
+    """The pieces at `base`, pointers [R, 1] to the rows, or one pointer if R is 1. A piece without
+    columns is zeros."""
+    one, two, rest, live, kept = parts
+    if HALF > 0:
+        a = tl.load(base + one[None, :], mask=live, other=0.0)
+        b = tl.load(base + two[None, :], mask=live, other=0.0)
+    else:
+        a = tl.zeros(live.shape, base.dtype.element_ty)
+        b = a
+    if 2 * HALF < D:
+        r = tl.load(base + rest[None, :], mask=kept, other=0.0)
+    else:
+        r = tl.zeros(kept.shape, base.dtype.element_ty)
+    return a, b, r
+
+
+@triton.jit
+def store_head(base, head, parts, D: tl.constexpr, HALF: tl.constexpr):
+    one, two, rest, live, kept = parts
+    dtype = base.dtype.element_ty
+    if HALF > 0:
+        tl.store(base + one[None, :], head[0].to(dtype), mask=live)
+        tl.store(base + two[None, :], head[1].to(dtype), mask=live)
+    if 2 * HALF < D:
+        tl.store(base + rest[None, :], head[2].to(dtype), mask=kept)
+
+
+@triton.jit
+def as_type(head, dtype: tl.constexpr):
+    return head[0].to(dtype), head[1].to(dtype), head[2].to(dtype)
+
+
+@triton.jit
+def dot(x, y, WIDE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
+    """The dot product of each row of two heads. [R]"""
+    total = tl.zeros((x[0].shape[0],), WIDE)
+    if HALF > 0:
+        total += tl.sum(x[0] * y[0], 1) + tl.sum(x[1] * y[1], 1)
+    if 2 * HALF < D:
+        total += tl.sum(x[2] * y[2], 1)
+    return total
+
+
+@triton.jit
+def turned(a, b, cos, sin):
+    return a * cos - b * sin, b * cos + a * sin
 
 
 @triton.jit(do_not_specialize=["batch", "total"])
@@ -136,19 +205,12 @@ def arrive_heads_kernel(
     position = _position(spans, source, row // batch)
     line = (position * batch + row % batch).to(tl.int64)
     arrived = first + row
-    # A head in three pieces: the two halves of the rotated pairs, and the columns behind them.
-    pair = tl.arange(0, HALF_P)
-    live = alive[:, None] & (pair < HALF)[None, :]
-    if INTERLEAVED:
-        one, two = 2 * pair, 2 * pair + 1
-    else:
-        one, two = pair, pair + HALF
-    column = 2 * HALF + tl.arange(0, REST_P)
-    kept = alive[:, None] & (column < D)[None, :]
+    parts = pieces(alive, D, HALF, HALF_P, REST_P, INTERLEAVED)
+    one_row = pieces(tl.full((1,), 1, tl.int1), D, HALF, HALF_P, REST_P, INTERLEAVED)
     if HALF > 0:
-        angle = position.to(tl.int64)[:, None] * HALF + pair[None, :]
-        c = tl.load(cos + angle, mask=live, other=0.0)
-        s = tl.load(sin + angle, mask=live, other=0.0)
+        angle = position.to(tl.int64)[:, None] * HALF + tl.arange(0, HALF_P)[None, :]
+        c = tl.load(cos + angle, mask=parts[3], other=0.0)
+        s = tl.load(sin + angle, mask=parts[3], other=0.0)
     for i in tl.static_range(HEADS):
         j = part * HEADS + i
         if j < SLOTS:
@@ -156,52 +218,23 @@ def arrive_heads_kernel(
             before = tl.load(table + j * 4 + 1).to(tl.int64)
             slot = tl.load(table + j * 4 + 2)
             slots = tl.load(table + j * 4 + 3)
-            read = received + (arrived * SLOTS + j)[:, None] * D
+            head = load_head(received + (arrived * SLOTS + j)[:, None] * D, parts, D, HALF)
             to = (before * total + line * slots + slot)[:, None] * D
-            if HALF > 0:
-                a = tl.load(read + one[None, :], mask=live, other=0.0)
-                b = tl.load(read + two[None, :], mask=live, other=0.0)
-                if RAW:
-                    tl.store(raw + to + one[None, :], a, mask=live)
-                    tl.store(raw + to + two[None, :], b, mask=live)
-            if 2 * HALF < D:
-                r = tl.load(read + column[None, :], mask=kept, other=0.0)
-                if RAW:
-                    tl.store(raw + to + column[None, :], r, mask=kept)
+            if RAW:
+                store_head(raw + to, head, parts, D, HALF)
             # Queries and keys: RMS norm over the whole head, then rotation; values as they are.
             if kind < 2:
+                x, y, z = as_type(head, WIDE)
                 if NORM:
+                    scale = tl.rsqrt(dot((x, y, z), (x, y, z), WIDE, D, HALF) / D + EPS)[:, None]
                     weight = q_weight if kind == 0 else k_weight
-                    square = tl.zeros((ROWS,), WIDE)
-                    if HALF > 0:
-                        square += tl.sum(a.to(WIDE) * a.to(WIDE), 1) + tl.sum(
-                            b.to(WIDE) * b.to(WIDE), 1
-                        )
-                    if 2 * HALF < D:
-                        square += tl.sum(r.to(WIDE) * r.to(WIDE), 1)
-                    scale = tl.rsqrt(square / D + EPS)[:, None]
+                    of_x, of_y, of_z = as_type(load_head(weight, one_row, D, HALF), WIDE)
+                    x, y, z = x * scale * of_x, y * scale * of_y, z * scale * of_z
                 if HALF > 0:
-                    x, y = a.to(WIDE), b.to(WIDE)
-                    if NORM:
-                        of_x = tl.load(weight + one, mask=pair < HALF, other=0.0).to(WIDE)
-                        of_y = tl.load(weight + two, mask=pair < HALF, other=0.0).to(WIDE)
-                        x, y = x * scale * of_x[None, :], y * scale * of_y[None, :]
-                    x, y = _turned(x, y, c, s)
-                    tl.store(target + to + one[None, :], x.to(a.dtype), mask=live)
-                    tl.store(target + to + two[None, :], y.to(a.dtype), mask=live)
-                if 2 * HALF < D:
-                    if NORM:
-                        of_z = tl.load(weight + column, mask=column < D, other=0.0).to(WIDE)
-                        z = r.to(WIDE) * scale * of_z[None, :]
-                        tl.store(target + to + column[None, :], z.to(r.dtype), mask=kept)
-                    else:
-                        tl.store(target + to + column[None, :], r, mask=kept)
+                    x, y = turned(x, y, c, s)
+                store_head(target + to, (x, y, z), parts, D, HALF)
             else:
-                if HALF > 0:
-                    tl.store(target + to + one[None, :], a, mask=live)
-                    tl.store(target + to + two[None, :], b, mask=live)
-                if 2 * HALF < D:
-                    tl.store(target + to + column[None, :], r, mask=kept)
+                store_head(target + to, head, parts, D, HALF)
 
 
 @triton.jit
@@ -251,67 +284,38 @@ def pack_heads_kernel(
     else:
         read = dv + (head * v_h + position[:, None] * v_s + entry[:, None] * v_b) * VEC
     at = (row.to(tl.int64) * SLOTS + j)[:, None] * D
-    pair = tl.arange(0, HALF_P)
-    live = alive[:, None] & (pair < HALF)[None, :]
-    if INTERLEAVED:
-        one, two = 2 * pair, 2 * pair + 1
-    else:
-        one, two = pair, pair + HALF
-    column = 2 * HALF + tl.arange(0, REST_P)
-    kept = alive[:, None] & (column < D)[None, :]
-    if HALF > 0:
-        a = tl.load(read + one[None, :], mask=live, other=0.0)
-        b = tl.load(read + two[None, :], mask=live, other=0.0)
-    if 2 * HALF < D:
-        r = tl.load(read + column[None, :], mask=kept, other=0.0)
+    parts = pieces(alive, D, HALF, HALF_P, REST_P, INTERLEAVED)
+    head = load_head(read, parts, D, HALF)
     if kind < 2:
+        x, y, z = as_type(head, WIDE)
         if HALF > 0:
-            angle = position[:, None] * HALF + pair[None, :]
-            c = tl.load(cos + angle, mask=live, other=0.0)
-            s = tl.load(sin + angle, mask=live, other=0.0)
-            x, y = _turned(a.to(WIDE), b.to(WIDE), c, -s)
-        if 2 * HALF < D:
-            z = r.to(WIDE)
+            angle = position[:, None] * HALF + tl.arange(0, HALF_P)[None, :]
+            c = tl.load(cos + angle, mask=parts[3], other=0.0)
+            s = tl.load(sin + angle, mask=parts[3], other=0.0)
+            x, y = turned(x, y, c, -s)
         # Back through the norm: its scale and the mean product from the raw head. This program's
         # share of the weight's gradient has a row of its own; the host adds the shares.
         if NORM:
             weight = q_weight if kind == 0 else k_weight
-            share = partial + (block * SLOTS + j).to(tl.int64) * D
-            square = tl.zeros((ROWS,), WIDE)
-            product = tl.zeros((ROWS,), WIDE)
-            if HALF > 0:
-                raw_x = tl.load(raw + at + one[None, :], mask=live, other=0.0).to(WIDE)
-                raw_y = tl.load(raw + at + two[None, :], mask=live, other=0.0).to(WIDE)
-                of_x = tl.load(weight + one, mask=pair < HALF, other=0.0).to(WIDE)[None, :]
-                of_y = tl.load(weight + two, mask=pair < HALF, other=0.0).to(WIDE)[None, :]
-                square += tl.sum(raw_x * raw_x, 1) + tl.sum(raw_y * raw_y, 1)
-                product += tl.sum(of_x * x * raw_x, 1) + tl.sum(of_y * y * raw_y, 1)
-            if 2 * HALF < D:
-                raw_z = tl.load(raw + at + column[None, :], mask=kept, other=0.0).to(WIDE)
-                of_z = tl.load(weight + column, mask=column < D, other=0.0).to(WIDE)[None, :]
-                square += tl.sum(raw_z * raw_z, 1)
-                product += tl.sum(of_z * z * raw_z, 1)
+            raw_head = as_type(load_head(raw + at, parts, D, HALF), WIDE)
+            raw_x, raw_y, raw_z = raw_head
+            one_row = pieces(tl.full((1,), 1, tl.int1), D, HALF, HALF_P, REST_P, INTERLEAVED)
+            of_x, of_y, of_z = as_type(load_head(weight, one_row, D, HALF), WIDE)
+            square = dot(raw_head, raw_head, WIDE, D, HALF)
+            product = dot((of_x * x, of_y * y, of_z * z), raw_head, WIDE, D, HALF)
             scale = tl.where(alive, tl.rsqrt(square / D + EPS), 0.0)[:, None]
             mean = product[:, None] * scale / D
-            if HALF > 0:
-                tl.store(share + one, tl.sum(x * raw_x * scale, 0), mask=pair < HALF)
-                tl.store(share + two, tl.sum(y * raw_y * scale, 0), mask=pair < HALF)
-                x = _unnormalized(x, raw_x, of_x, mean, scale)
-                y = _unnormalized(y, raw_y, of_y, mean, scale)
-            if 2 * HALF < D:
-                tl.store(share + column, tl.sum(z * raw_z * scale, 0), mask=column < D)
-                z = _unnormalized(z, raw_z, of_z, mean, scale)
-        if HALF > 0:
-            tl.store(target + at + one[None, :], x.to(a.dtype), mask=live)
-            tl.store(target + at + two[None, :], y.to(a.dtype), mask=live)
-        if 2 * HALF < D:
-            tl.store(target + at + column[None, :], z.to(r.dtype), mask=kept)
+            share_x = tl.sum(x * raw_x * scale, 0)[None, :]
+            share_y = tl.sum(y * raw_y * scale, 0)[None, :]
+            share_z = tl.sum(z * raw_z * scale, 0)[None, :]
+            share = partial + (block * SLOTS + j).to(tl.int64) * D
+            store_head(share, (share_x, share_y, share_z), one_row, D, HALF)
+            x = _unnormalized(x, raw_x, of_x, mean, scale)
+            y = _unnormalized(y, raw_y, of_y, mean, scale)
+            z = _unnormalized(z, raw_z, of_z, mean, scale)
+        store_head(target + at, (x, y, z), parts, D, HALF)
     else:
-        if HALF > 0:
-            tl.store(target + at + one[None, :], a, mask=live)
-            tl.store(target + at + two[None, :], b, mask=live)
-        if 2 * HALF < D:
-            tl.store(target + at + column[None, :], r, mask=kept)
+        store_head(target + at, head, parts, D, HALF)
 
 
 @triton.jit(do_not_specialize=["rank", "batch", "slots"])

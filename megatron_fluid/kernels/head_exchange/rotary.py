@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launcher, power_of_two
+from megatron_fluid.kernels.head_exchange.launch import load_head, pieces, store_head, turned
 
 __all__ = ["rotate_heads", "rotate_heads_kernel"]
 
@@ -41,31 +42,17 @@ def rotate_heads_kernel(
     position = row // heads
     entry = position % batch
     position = position // batch
-    read = source + (position * s_s + entry * s_b + head * s_h) * VEC
-    write = target + (position * t_s + entry * t_b + head * t_h) * VEC
-    pair = tl.arange(0, HALF_P)
-    live = inside[:, None] & (pair < HALF)[None, :]
-    if INTERLEAVED:
-        first, second = 2 * pair, 2 * pair + 1
-    else:
-        first, second = pair, pair + HALF
-    a = tl.load(read[:, None] + first[None, :], mask=live, other=0.0)
-    b = tl.load(read[:, None] + second[None, :], mask=live, other=0.0)
-    c = tl.load(cos + position[:, None] * HALF + pair[None, :], mask=live, other=0.0)
-    s = tl.load(sin + position[:, None] * HALF + pair[None, :], mask=live, other=0.0)
-    wide_a, wide_b = a.to(c.dtype), b.to(c.dtype)
+    read = source + (position * s_s + entry * s_b + head * s_h)[:, None] * VEC
+    write = target + (position * t_s + entry * t_b + head * t_h)[:, None] * VEC
+    parts = pieces(inside, D, HALF, HALF_P, REST_P, INTERLEAVED)
+    a, b, r = load_head(read, parts, D if APART else 2 * HALF, HALF)
+    angle = position[:, None] * HALF + tl.arange(0, HALF_P)[None, :]
+    c = tl.load(cos + angle, mask=parts[3], other=0.0)
+    s = tl.load(sin + angle, mask=parts[3], other=0.0)
     if INVERSE:
         s = -s
-    tl.store(write[:, None] + first[None, :], (wide_a * c - wide_b * s).to(a.dtype), mask=live)
-    tl.store(write[:, None] + second[None, :], (wide_b * c + wide_a * s).to(a.dtype), mask=live)
-    if APART and 2 * HALF < D:
-        column = 2 * HALF + tl.arange(0, REST_P)
-        kept = inside[:, None] & (column < D)[None, :]
-        tl.store(
-            write[:, None] + column[None, :],
-            tl.load(read[:, None] + column[None, :], mask=kept),
-            mask=kept,
-        )
+    x, y = turned(a.to(c.dtype), b.to(c.dtype), c, s)
+    store_head(write, (x, y, r), parts, D if APART else 2 * HALF, HALF)
 
 
 _rotate = Launcher(rotate_heads_kernel, 4)
