@@ -11,7 +11,6 @@ import triton
 from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launcher
-from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_casts.quantize import (
     cast_rows_kernel,
     cast_weights_kernel,
@@ -20,6 +19,7 @@ from megatron_fluid.kernels.fp8_casts.quantize import (
     swiglu_cast_kernel,
 )
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import CompandedRows, Fp8Matrices, Fp8Rows
+from megatron_fluid.kernels.operands import refuse
 
 __all__ = [
     "cast_rows",
@@ -44,10 +44,9 @@ def _interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def _check(x: Tensor, what: str) -> None:
-    if x.dim() != 2 or x.shape[1] % 128 or not x.is_contiguous():
-        found = f"{list(x.shape)}, strides {list(x.stride())}"
-        raise ConfigError.of(f"{what} of an fp8 cast", found, "dense [N, a multiple of 128]")
+def _check(x: Tensor, multiple: int = 128) -> None:
+    if x.dim() != 2 or x.shape[1] % multiple or not x.is_contiguous():
+        refuse("an fp8 cast", f"dense [N, a multiple of {multiple}]", rows=x)
 
 
 def _count(x: Tensor, count: Tensor | None) -> Tensor:
@@ -68,7 +67,7 @@ def _grid(rows: int, blocks: int, of_rows: int) -> tuple[int, int]:
 
 def cast_rows(x: Tensor, count: Tensor | None = None) -> Fp8Rows:
     """x [N, H], a scale for each 1 x 128."""
-    _check(x, "rows")
+    _check(x)
     rows, width = x.shape
     out = _empty(x, width)
     programs, columns = _grid(rows, width // 128, _ROWS)
@@ -86,8 +85,7 @@ def restore_rows(x: Fp8Rows, count: Tensor | None = None) -> Tensor:
     rows, width = x.values.shape
     apart, step = x.values.stride()
     if step != 1 or apart % 128:
-        allowed = "rows a multiple of 128 bytes apart"
-        raise ConfigError.of("strides of fp8 rows", f"{apart}, {step}", allowed)
+        refuse("restore_rows", "rows a multiple of 128 bytes apart", values=x.values)
     out = x.values.new_empty((rows, width), dtype=torch.bfloat16)
     programs, columns = _grid(rows, width // 128, _ROWS)
     constants = {"WIDTH": width, "ROWS": _ROWS, "BLOCKS": _BLOCKS}
@@ -103,8 +101,7 @@ def cast_weights(w: Tensor, out: tuple[Fp8Matrices, Fp8Matrices]) -> None:
     # Of fp32 weights Triton 3.6 makes wrong transposes.
     fits = w.dtype == torch.bfloat16 and w.stride()[1:] == (k, 1) and w.stride(0) % 8 == 0
     if j % 128 or k % 128 or not fits:
-        found = f"{w.dtype} {list(w.shape)}, strides {list(w.stride())}"
-        raise ConfigError.of("weights of an fp8 cast", found, "bf16, dense, multiples of 128")
+        refuse("an fp8 cast", "dense bf16 matrices, sides multiples of 128", weights=w)
     first, turned = out
     given = (w, first.values, turned.values, first.scales, turned.scales, w.stride(0) // 8)
     _cast_weights(experts * (j // 128), given, k // 128, J=j, K=k, ROUND=_interpreted())
@@ -117,10 +114,8 @@ def swiglu_cast(
 
     h [N, 2F], probs fp32 [N] or longer.
     """
+    _check(h, 256)
     rows, width = h.shape[0], h.shape[1] // 2
-    _check(h, "fc1's output")
-    if width % 128:
-        raise ConfigError.of("width of swiglu in fp8", width, "a multiple of 128")
     out = _empty(h, width)
     kept = None
     if keep:
@@ -160,7 +155,7 @@ def _backward(
     dh: Tensor | None, a: Fp8Rows | None,
 ) -> tuple[Fp8Rows, Tensor]:  # fmt: skip
     """dh in fp8, and dprobs; also dh in bf16 into `dh` and a into da's memory, or a into `a`."""
-    _check(da, "gradients")
+    _check(da)
     rows, width = da.shape
     kept = isinstance(h, CompandedRows)
     values, scales = h if isinstance(h, CompandedRows) else (h, probs)

@@ -23,10 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launcher, rehearse
-from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_casts.quantize import cast_blocks
 from megatron_fluid.kernels.fp8_casts.reference import packed_width
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
+from megatron_fluid.kernels.operands import refuse
 
 __all__ = ["compile_packed_ahead", "pack_rows", "unpack_rows"]
 
@@ -90,8 +90,7 @@ def pack_rows(x: Tensor) -> Tensor:
         ConfigError: x is not dense, or its width no multiple of 128.
     """
     if x.dim() != 2 or x.shape[1] % 128 or not x.is_contiguous():
-        found = f"{list(x.shape)}, strides {list(x.stride())}"
-        raise ConfigError.of("tokens to be packed in fp8", found, "dense [T, a multiple of 128]")
+        refuse("pack_rows", "dense [T, a multiple of 128]", tokens=x)
     rows, width = x.shape
     out = x.new_empty((rows, packed_width(width)), dtype=torch.bfloat16)
     given = (x, out.view(torch.float8_e4m3fn), out.view(torch.float32), rows)
@@ -110,11 +109,9 @@ def unpack_rows(packed: Tensor, width: int) -> Fp8Rows:
         ConfigError: `packed` is not dense, or not such rows.
     """
     rows, pitch = packed.shape[0], 2 * packed_width(width)
-    if packed.dtype != torch.bfloat16 or packed.shape != (rows, pitch // 2):
-        found = f"{packed.dtype} {list(packed.shape)}"
-        raise ConfigError.of("packed rows", found, f"torch.bfloat16 [N, {pitch // 2}]")
-    if not packed.is_contiguous():
-        raise ConfigError.of("packed rows", f"strides {list(packed.stride())}", "dense ones")
+    fits = packed.dtype == torch.bfloat16 and packed.shape == (rows, pitch // 2)
+    if not fits or not packed.is_contiguous():
+        refuse("unpack_rows", f"dense torch.bfloat16 [N, {pitch // 2}]", packed=packed)
     scales = packed.new_empty((width // 128, rows), dtype=torch.float32)
     constants = {"WIDTH": width, "PITCH": pitch, "ROWS": _SCALE_ROWS, "BLOCKS": _SCALE_BLOCKS}
     columns = -(-width // (128 * _SCALE_BLOCKS))

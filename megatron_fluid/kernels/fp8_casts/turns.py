@@ -21,10 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launcher, power_of_two
-from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_casts.quantize import block_scale, magnitude, to_e4m3
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.kernels.fp8_weight_grads.launch import TurnedRows, blocks_of
+from megatron_fluid.kernels.operands import refuse
 
 __all__ = ["turn_rows", "turn_rows_kernel"]
 
@@ -145,24 +145,27 @@ def turn_rows(x: Fp8Rows, offsets: Tensor) -> TurnedRows:
     rows of expert e end at offsets[e].
 
     Raises:
-        ConfigError: rows that are not e4m3, or whose features are not contiguous, a width that is
-            no multiple of 128, scales that do not match, offsets that are not int32, more than 1024
-            experts.
+        ConfigError: dtypes, shapes or strides that do not fit.
     """
     values, scales = x
     rows, width = values.shape
-    if values.dtype != torch.float8_e4m3fn or width % 128 or (rows and values.stride(1) != 1):
-        found = f"{values.dtype} {[rows, width]}, strides {list(values.stride())}"
-        allowed = "torch.float8_e4m3fn [N, a multiple of 128], features contiguous"
-        raise ConfigError.of("rows to be turned", found, allowed)
-    if scales.shape[0] != width // 128 or scales.shape[1] < rows or not scales.is_contiguous():
-        found = f"{list(scales.shape)}, strides {list(scales.stride())}"
-        allowed = f"dense [{width // 128}, {rows} or more]"
-        raise ConfigError.of("scales of rows to be turned", found, allowed)
     experts = offsets.shape[0]
-    if offsets.dtype != torch.int32 or experts > _MOST_EXPERTS:
-        found, allowed = f"{offsets.dtype} [{experts}]", f"torch.int32, {_MOST_EXPERTS} at most"
-        raise ConfigError.of("offsets", found, allowed)
+    fits = (
+        values.dtype == torch.float8_e4m3fn
+        and width % 128 == 0
+        and (not rows or values.stride(1) == 1)
+        and scales.shape[0] == width // 128
+        and scales.shape[1] >= rows
+        and scales.is_contiguous()
+        and offsets.dtype == torch.int32
+        and experts <= _MOST_EXPERTS
+    )
+    if not fits:
+        allowed = (
+            "torch.float8_e4m3fn rows [N, W] with contiguous features, dense scales [W / 128, N or "
+            f"more], torch.int32 offsets of at most {_MOST_EXPERTS} experts; W a multiple of 128"
+        )
+        refuse("turn_rows", allowed, rows=values, scales=scales, offsets=offsets)
     blocks = blocks_of(rows, experts)
     out = values.new_empty((width, 128 * blocks))
     out_scales = scales.new_empty((blocks, width))

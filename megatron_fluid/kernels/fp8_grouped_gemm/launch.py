@@ -21,6 +21,7 @@ from megatron_fluid.cuda.tensor_maps import in_boxes, token_boxes
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_casts.reference import scaled_grouped_product
 from megatron_fluid.kernels.grouped_gemm.launch import Owners, host_ends
+from megatron_fluid.kernels.operands import refuse
 from megatron_fluid.kernels.sm90.launch import HopperKernels, Source, hopper_kernels
 
 __all__ = [
@@ -41,6 +42,11 @@ FP8_GROUPED = Source(
     Path(__file__).with_name("kernel.cu"), {_KERNEL: "FORWARD"}, threads=512, numbers=12
 )
 _MOST_EXPERTS = 1024
+_OPERANDS = (
+    "torch.float8_e4m3fn rows [N, K] at multiples of 16 bytes, scales [K / 128, N or more], "
+    "torch.float8_e4m3fn weights [El, J, K], scales [El, J / 128, K / 128], torch.int32 offsets "
+    f"[El], contiguous; K and J multiples of 128, El at most {_MOST_EXPERTS}"
+)
 
 
 class Fp8Rows(NamedTuple):
@@ -143,8 +149,7 @@ def fp8_sent_matmul(
     _check(x, weights, offsets)
     rows, origins = x.values.shape[0], owners.origins
     if origins.dtype != torch.int32 or origins.shape[0] < rows:
-        found = f"{origins.dtype} {list(origins.shape)}"
-        raise ConfigError.of("origins", found, f"torch.int32 [{rows}] or longer")
+        refuse("a sent fp8 product", f"torch.int32 [{rows}] or longer", origins=origins)
     if rows:
         _launch(x, weights, offsets, None, owners, programs)
 
@@ -156,30 +161,24 @@ def compile_fp8_ahead(device: torch.device) -> None:
 
 
 def _check(x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor) -> None:
-    experts, width, depth = weights.values.shape
-    if not x.values.dtype == weights.values.dtype == torch.float8_e4m3fn:
-        found = f"{x.values.dtype} and {weights.values.dtype}"
-        raise ConfigError.of("operands of an fp8 product", found, "torch.float8_e4m3fn")
-    rows, found_depth = x.values.shape
-    if found_depth != depth or depth & 127 or width & 127 or not depth:
-        found = f"[{rows}, {found_depth}] and {list(weights.values.shape)}"
-        raise ConfigError.of("widths of an fp8 product", found, "alike, multiples of 128")
-    blocks, pitch = x.scales.shape
-    wanted = (experts, width // 128, depth // 128)
-    if blocks != depth // 128 or pitch < rows or weights.scales.shape != wanted:
-        found = f"{list(x.scales.shape)} and {list(weights.scales.shape)}"
-        allowed = f"[{depth // 128}, {rows} or more] and {list(wanted)}"
-        raise ConfigError.of("scales of an fp8 product", found, allowed)
-    if not all(t.is_contiguous() for t in (x.scales, *weights)):
-        raise ConfigError("weights and scales of an fp8 product must be contiguous")
-    apart, step = x.values.stride()
-    if step != 1 or (apart | x.values.data_ptr()) & 15:  # what a tensor map takes
-        found = f"strides {apart}, {step}, at {x.values.data_ptr():#x}"
-        raise ConfigError.of("rows of an fp8 product", found, "dense, at multiples of 16 bytes")
-    if offsets.dtype != torch.int32 or offsets.shape[0] != experts or experts > _MOST_EXPERTS:
-        found = f"{offsets.dtype} {list(offsets.shape)}"
-        allowed = f"torch.int32 [{experts}], of at most {_MOST_EXPERTS} experts"
-        raise ConfigError.of("offsets", found, allowed)
+    (rows, depth), (apart, step) = x.values.shape, x.values.stride()
+    (experts, width, weights_depth), (blocks, pitch) = weights.values.shape, x.scales.shape
+    fits = (
+        x.values.dtype == weights.values.dtype == torch.float8_e4m3fn
+        and depth == weights_depth == 128 * blocks > 0
+        and not width & 127
+        and pitch >= rows
+        and weights.scales.shape == (experts, width // 128, blocks)
+        and step == 1
+        and not (apart | x.values.data_ptr()) & 15  # what a tensor map takes
+        and all(t.is_contiguous() for t in (x.scales, *weights))
+        and offsets.dtype == torch.int32
+        and offsets.shape[0] == experts <= _MOST_EXPERTS
+    )
+    if not fits:
+        operands = {"rows": x.values, "scales": x.scales, "weights": weights.values}
+        operands |= {"weights' scales": weights.scales, "offsets": offsets}
+        refuse("an fp8 product", _OPERANDS, **operands)
 
 
 def _launch(

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.cuda.tensor_maps import in_boxes, token_boxes
-from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import fp8_device_reason, fp8_kernels
 from megatron_fluid.kernels.grouped_gemm.launch import host_ends
+from megatron_fluid.kernels.operands import refuse
 from megatron_fluid.kernels.sm90.launch import Source
 
 __all__ = [
@@ -46,6 +46,11 @@ FP8_WEIGHT_GRADS = Source(
     numbers=9,
 )
 _MOST_EXPERTS = 1024
+_OPERANDS = (
+    "torch.float8_e4m3fn left [A, P] and right [B, P], torch.float32 scales [P / 128, A] and "
+    "[P / 128, B], torch.int32 offsets [El], contiguous and 16-byte aligned; A, B and P multiples "
+    f"of 128, El 1 to {_MOST_EXPERTS}"
+)
 _ADDED = torch.float32, torch.int64  # dtypes of what is added to, and of addresses
 
 
@@ -135,13 +140,12 @@ def add_fp8_weight_grads(
     """
     _check(left, right, offsets)
     experts, shape = offsets.shape[0], (left.values.shape[0], right.values.shape[0])
-    numbers = len(outputs), addresses.shape[0]
-    first = outputs[0]
+    first, numbers = outputs[0], (len(outputs), addresses.shape[0])
     dtypes = first.dtype, addresses.dtype
     if numbers != (experts, experts) or first.shape != shape or dtypes != _ADDED:
-        found = f"{numbers[0]} of {first.dtype} {list(first.shape)}, {numbers[1]} {dtypes[1]}"
         allowed = f"{experts} of torch.float32 {list(shape)}, as many torch.int64 addresses"
-        raise ConfigError.of("outputs of fp8 weight gradients", found, allowed)
+        what = f"fp8 weight gradients with {numbers[0]} outputs"
+        refuse(what, allowed, output=first, addresses=addresses)
     if not left.values.is_cuda:
         found_grads = turned_weight_grads(left, right, host_ends(offsets, ends))
         for output, grad in zip(outputs, found_grads, strict=True):
@@ -164,27 +168,23 @@ def compile_fp8_weight_grads_ahead(device: torch.device) -> None:
 
 
 def _check(left: TurnedRows, right: TurnedRows, offsets: Tensor) -> None:
-    if not left.values.dtype == right.values.dtype == torch.float8_e4m3fn:
-        found = f"{left.values.dtype} and {right.values.dtype}"
-        raise ConfigError.of("operands of fp8 weight gradients", found, "torch.float8_e4m3fn")
     (high, places), (wide, others) = left.values.shape, right.values.shape
-    if places != others or (high | wide | places) & 127 or not high or not wide:
-        found = f"{list(left.values.shape)} and {list(right.values.shape)}"
-        allowed = "multiples of 128, as many places on both sides"
-        raise ConfigError.of("operands of fp8 weight gradients", found, allowed)
-    scales = left.scales, right.scales
-    wanted = (places // 128, high), (places // 128, wide)
-    if any(s.shape != w or s.dtype != torch.float32 for s, w in zip(scales, wanted, strict=True)):
-        found = " and ".join(f"{s.dtype} {list(s.shape)}" for s in scales)
-        allowed = f"torch.float32 {list(wanted[0])} and {list(wanted[1])}"
-        raise ConfigError.of("scales of fp8 weight gradients", found, allowed)
-    if not all(t.is_contiguous() and not t.data_ptr() & 15 for t in (*left, *right)):
-        raise ConfigError("operands of fp8 weight gradients must be contiguous and 16-byte aligned")
-    experts = offsets.shape[0]
-    if offsets.dtype != torch.int32 or not 0 < experts <= _MOST_EXPERTS:
-        found = f"{offsets.dtype} {list(offsets.shape)}"
-        allowed = f"torch.int32 of 1 to {_MOST_EXPERTS} experts"
-        raise ConfigError.of("offsets", found, allowed)
+    fits = (
+        left.values.dtype == right.values.dtype == torch.float8_e4m3fn
+        and left.scales.dtype == right.scales.dtype == torch.float32
+        and places == others
+        and not (high | wide | places) & 127
+        and high > 0 < wide
+        and left.scales.shape == (places // 128, high)
+        and right.scales.shape == (places // 128, wide)
+        and all(t.is_contiguous() and not t.data_ptr() & 15 for t in (*left, *right))
+        and offsets.dtype == torch.int32
+        and 0 < offsets.shape[0] <= _MOST_EXPERTS
+    )
+    if not fits:
+        operands = {"left": left.values, "left's scales": left.scales, "right": right.values}
+        operands |= {"right's scales": right.scales, "offsets": offsets}
+        refuse("fp8 weight gradients", _OPERANDS, **operands)
 
 
 def _launch(

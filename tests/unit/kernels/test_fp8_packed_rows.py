@@ -172,7 +172,7 @@ def test_what_cannot_be_packed_or_unpacked_is_named() -> None:
             pack_rows(bad)
     packed = pack_rows(x)
     for rows in (x, packed.float(), packed[:, ::2].repeat(1, 2)[:, :-1]):
-        with pytest.raises(ConfigError, match=r"bf?l?o?a?t?16 \[N, 192\]"):
+        with pytest.raises(ConfigError, match=r"bfloat16 \[N, 192\]"):
             unpack_rows(rows, 256)
-    with pytest.raises(ConfigError, match="dense ones"):
+    with pytest.raises(ConfigError, match="dense torch.bfloat16"):
         unpack_rows(torch.cat([packed, packed], 1)[:, :192], 256)

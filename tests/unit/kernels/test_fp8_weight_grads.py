@@ -133,7 +133,7 @@ def test_outputs_that_do_not_fit_are_refused() -> None:
         (torch.zeros(5, 256, 128), addresses[1:]),
         (torch.zeros(5, 256, 128), addresses.int()),
     ):
-        with pytest.raises(ConfigError, match="outputs of fp8 weight gradients"):
+        with pytest.raises(ConfigError, match="operands of fp8 weight gradients with"):
             add_fp8_weight_grads(left, right, _OFFSETS, places, outputs)
 
 
