@@ -42,7 +42,6 @@ from benchmarks.cases.all_to_all import SHAPES, TOKENS, Call, Case, Clock, row_o
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import quantile
 from megatron_fluid.comm.launch_environment import RankLaunch, detect_launch
-from megatron_fluid.low_latency import AllToAll
 
 __all__ = ["TARGETS_US", "main"]
 
@@ -111,39 +110,6 @@ def run_case(
             clock.captured([lambda: dist.all_to_all_single(received, padded)], 4),
         )
     return rows
-
-
-def compile_ahead(options: argparse.Namespace, rank: int, world: int, clock: Clock) -> None:
-    """Each rank compiles the kernels of some cases into Triton's cache, where the others find
-    them."""
-    if clock.on_gpu:
-        from megatron_fluid.cuda.triton_launch import compile_only
-        from megatron_fluid.low_latency.layout import Layout
-        from megatron_fluid.low_latency.peer_memory import PeerMemory
-        from tests.support.simulated_workspace import SimulatedWorkspace
-
-        for name in options.cases[rank::world]:
-            case = Case(name, options.capacity, rank, world, clock.device)
-            layout = Layout(
-                case.capacity,
-                case.experts,
-                case.k,
-                world,
-                1,
-                case.hidden,
-                case.hidden,
-                case.hidden // 32,
-            )
-            transport = PeerMemory(
-                layout, SimulatedWorkspace(world, clock.device, timeout_s=5.0).rank(0)
-            )
-            ata = AllToAll(layout, transport, clock.device)
-            with compile_only():
-                for early in (True, False):
-                    calls = case.calls(ata, early)
-                    calls["dispatch"]()
-                    calls["combine"]()
-    clock.meet()
 
 
 def _add_gemm(
@@ -402,7 +368,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if launch.rank == 0 and reason:
             print(f"NVSHMEM AtA is missing: {reason}")
     dist.barrier()
-    compile_ahead(options, launch.rank, launch.world_size, clock)
     for name in options.cases:
         rows += run_case(name, options, launch.rank, launch.world_size, clock)
         if clock.on_gpu:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
-import threading
 from collections.abc import Iterator
 
 import torch
@@ -15,28 +12,10 @@ from megatron_fluid.comm.agreement import agreement
 from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.waits import WaitName, group_waits
 from megatron_fluid.comm.workspace import Buffer, Workspace
-from megatron_fluid.cuda.forks import apart_from_forks
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.topology import host_identity
 
-__all__ = ["SymmetricWorkspace", "import_ahead", "symmetric_unsupported_reason"]
-
-
-@functools.cache
-def import_ahead(device: torch.device) -> threading.Thread | None:
-    """For a GPU, begin to import what torch imports at its first allocation of symmetric memory:
-    sympy, which takes up to seconds. It imports nothing of torch, so imports cannot wait for each
-    other in a circle."""
-    if device.type != "cuda":
-        return None
-
-    def run() -> None:
-        with apart_from_forks():
-            importlib.import_module("sympy")
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
+__all__ = ["SymmetricWorkspace", "symmetric_unsupported_reason"]
 
 
 def symmetric_unsupported_reason(

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import functools
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -20,7 +21,6 @@ from pathlib import Path
 
 import triton
 
-from megatron_fluid.cuda.forks import say
 from megatron_fluid.cuda.nvrtc import Unit
 
 __all__ = ["machine_code", "start"]
@@ -34,6 +34,10 @@ _started: dict[Unit, Future[bytes]] = {}
 def _slots() -> threading.Semaphore:
     """As many compilations at a time as this process may use CPUs."""
     return threading.Semaphore(len(os.sched_getaffinity(0)))
+
+
+def _say(text: str) -> None:
+    print(f"megatron_fluid: {text}", file=sys.stderr, flush=True)
 
 
 def start(units: Iterable[Unit]) -> list[Future[bytes]]:
@@ -85,9 +89,9 @@ def _obtain(unit: Unit) -> bytes:
             took = time.monotonic() - begin
         try:
             _write(kept, code)
-            say(f"compiled {unit.name} in {took:.1f} s, kept in {folder}")
+            _say(f"compiled {unit.name} in {took:.1f} s, kept in {folder}")
         except OSError as error:
-            say(
+            _say(
                 f"compiled {unit.name} in {took:.1f} s; it cannot be kept in {folder} "
                 f"({error.strerror}), so that each process compiles it: set TRITON_CACHE_DIR"
             )
@@ -129,7 +133,7 @@ def _lock_of_host(path: Path) -> Iterator[None]:
             except OSError:
                 break
         else:
-            say(f"waited {_LONGEST_WAIT_S:g} s for another process that compiles {path.stem[:12]}")
+            _say(f"waited {_LONGEST_WAIT_S:g} s for another process that compiles {path.stem[:12]}")
         yield
     finally:
         with contextlib.suppress(OSError):  # not by close alone: forked processes share the file

@@ -8,12 +8,8 @@ kernel is called.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,20 +17,12 @@ import triton
 from torch import Tensor
 
 from megatron_fluid.cuda.driver_launch import DriverLaunch, direct_launch
-from megatron_fluid.cuda.forks import apart_from_forks, say
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["Argument", "Launch", "Launcher", "aligned", "compile_only", "power_of_two", "rehearse"]
+__all__ = ["Argument", "Launch", "Launcher", "aligned", "power_of_two"]
 
 type Argument = Tensor | int
 _MAX_INT32 = (1 << 31) - 1
-_compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)  # of this thread
-# Rehearsals that compile at a time: half of Triton's work holds Python's lock, for which more
-# threads only compete. Measured: docs/tuning_notes.md#host
-_compiling = threading.BoundedSemaphore(3)
-_LONGEST_REHEARSAL_S = 120.0  # after that each first launch compiles for itself
-_given_up = threading.Event()
-_rehearsed: dict[int, list[threading.Event]] = {}  # by kernel: what ends with its rehearsals
 
 
 def power_of_two(n: int) -> int:
@@ -48,50 +36,6 @@ def aligned(x: Tensor) -> Tensor:
     copy."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-@contextmanager
-def compile_only() -> Iterator[None]:
-    """Launches of this thread inside compile their kernel into Triton's cache and start nothing,
-    also those that have been compiled before."""
-    before = _compile_only.set(True)
-    try:
-        yield
-    finally:
-        _compile_only.reset(before)
-
-
-def rehearse(device: torch.device, kernels: Sequence[Any], call: Callable[[], object]) -> None:
-    """Compile in a background thread what `call` launches: kernels among `kernels`, whose first
-    launches elsewhere wait for it. Nothing is started, so that `call` may give its launches
-    tensors on the CPU. What it raises is left to those first launches.
-    """
-    if triton.knobs.runtime.interpret:
-        return
-    done = threading.Event()
-    for kernel in kernels:
-        _rehearsed.setdefault(id(kernel), []).append(done)
-
-    def run() -> None:
-        try:
-            torch.cuda.set_device(device)  # Triton compiles for the current one
-            with compile_only(), contextlib.suppress(Exception):
-                call()
-        finally:
-            done.set()
-
-    # A daemon: a process that ends does not wait for the compiler.
-    threading.Thread(target=run, daemon=True).start()
-
-
-def _wait_for_rehearsal(done: threading.Event) -> None:
-    if done.wait(0.0 if _given_up.is_set() else _LONGEST_REHEARSAL_S) or _given_up.is_set():
-        return
-    _given_up.set()
-    say(
-        f"kernels were not compiled in the background within {_LONGEST_REHEARSAL_S:g} s: compiling "
-        "them at their first launch"
-    )
 
 
 class Launch:
@@ -140,7 +84,7 @@ class Launch:
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Start grid[0] * grid[1] programs on `stream`; None means the current stream."""
-        if self._direct is not None and not _compile_only.get():
+        if self._direct is not None:
             values = [a if type(a) is int else a.data_ptr() for a in arguments]  # type: ignore[union-attr]
             self._direct(*grid, values, None if stream is None else stream.cuda_stream)
         else:
@@ -150,7 +94,7 @@ class Launch:
         self, grid: tuple[int, int], arguments: Sequence[Argument], values: Sequence[int]
     ) -> None:
         """As a call on the current stream; `values`: the arguments, tensors as addresses."""
-        if self._direct is not None and not _compile_only.get():
+        if self._direct is not None:
             self._direct(*grid, values, None)
         else:
             self._by_triton(grid, arguments, (), None)
@@ -172,7 +116,7 @@ class Launch:
                 values.append(address)
         if low_bits:
             self._refuse_unaligned(tensors)
-        if self._direct is not None and not _compile_only.get():
+        if self._direct is not None:
             values += integers
             self._direct(programs, 1, values, None)
         else:
@@ -186,7 +130,7 @@ class Launch:
         stream: torch.cuda.Stream | None,
     ) -> None:
         compiled = self._compiled
-        if compiled is None or _compile_only.get():
+        if compiled is None:
             self._first(grid, arguments, integers, stream)
             return
         # The compiled kernel needs more than a DriverLaunch gives: Triton's launcher starts it.
@@ -214,14 +158,6 @@ class Launch:
                 for name, a in zip(self._names, arguments, strict=False)
             ]
         given = (*arguments, *self._fixed, *integers)
-        if _compile_only.get():
-            with _compiling, apart_from_forks():
-                found = self._kernel.warmup(*given, grid=grid, **self._constants, **self._options)
-            with apart_from_forks():
-                getattr(found, "run", None)  # has Triton's launcher compiled, too
-            return
-        for done in _rehearsed.pop(id(self._kernel), ()):
-            _wait_for_rehearsal(done)
         # Interpreted, every launch is a first one and there are no streams.
         with torch.cuda.stream(stream):
             compiled = self._kernel[grid](*given, **self._constants, **self._options)

@@ -13,7 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two, rehearse
+from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two
 from megatron_fluid.kernels.activation.kernel import (
     ACTIVATIONS,
     activation_backward_kernel,
@@ -22,7 +22,7 @@ from megatron_fluid.kernels.activation.kernel import (
 )
 from megatron_fluid.moe.activations import RowBiases, Variant
 
-__all__ = ["can_fuse", "compile_ahead", "fused_activation_backward", "fused_activation_forward"]
+__all__ = ["can_fuse", "fused_activation_backward", "fused_activation_forward"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLAIN = Variant()
@@ -136,36 +136,3 @@ def fused_activation_backward(
     weights = _ones(h) if probs is None else probs
     launch((programs, 1), (h, weights, da, dh, da, dprobs, count, *_given(bias)))
     return dh, da, None if probs is None else dprobs
-
-
-@functools.cache
-def compile_ahead(
-    device: torch.device,
-    dtype: torch.dtype,
-    width: int,
-    experts: int,
-    name: str,
-    variant: Variant = _PLAIN,
-    biased: bool = False,
-) -> None:
-    """Begin to compile the kernels of activation `name`, of fc2's input width, for `device`, a GPU,
-    in the background; their rows are counted behind the offsets of so many experts. biased: whether
-    fc1 has a bias, in dtype."""
-    # A pointer's alignment is compiled into a kernel: that of the last offset, too.
-    count = torch.zeros(experts, dtype=torch.int32)[-1:]
-    h = torch.zeros(1, width * (2 if ACTIVATIONS[name][1] else 1), dtype=dtype)
-    da, probs = torch.zeros(1, width, dtype=dtype), torch.zeros(1)
-    bias = RowBiases(h, torch.zeros(1, dtype=torch.int32)) if biased else None
-
-    def backward() -> None:
-        fused_activation_backward(name, h, da, probs, count, variant=variant, bias=bias)
-
-    rehearse(device, [activation_backward_kernel], backward)
-    plain = name == "swiglu" and variant == _PLAIN and not biased
-    if plain and dtype in (torch.bfloat16, torch.float16):
-        return  # the grouped GEMM has it
-
-    def forward() -> None:
-        fused_activation_forward(name, h, probs, count, variant, bias)
-
-    rehearse(device, [activation_kernel], forward)

@@ -9,7 +9,6 @@ Shapes: T tokens, E experts, K top-k, H hidden.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from megatron_fluid.backward.deferred_linear import can_defer, graph_anchor
 from megatron_fluid.backward.functions import apply, goes_on_to, once_differentiable
 from megatron_fluid.backward.readiness import Readiness
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
-from megatron_fluid.cuda.triton_launch import Launch, power_of_two, rehearse
+from megatron_fluid.cuda.triton_launch import Launch, power_of_two
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.routing_plan.topk_router import (
     chosen_backward_kernel,
@@ -28,7 +27,7 @@ from megatron_fluid.kernels.routing_plan.topk_router import (
     topk_softmax_kernel,
 )
 
-__all__ = ["chosen_of", "compile_ahead", "router_logits", "topk_softmax"]
+__all__ = ["chosen_of", "router_logits", "topk_softmax"]
 
 _launches: dict[tuple[object, ...], tuple[Launch, int]] = {}
 
@@ -90,18 +89,6 @@ class _TopkSoftmax(torch.autograd.Function):
         shape = (ids.shape[0], experts, top_k)
         _start(topk_softmax_backward_kernel, (), shape, ids, probs, grad.contiguous(), out)
         return out, None
-
-
-@functools.cache
-def compile_ahead(device: torch.device, experts: int, top_k: int) -> None:
-    """Begin to compile what topk_softmax launches on `device`, a GPU, in the background."""
-
-    def run() -> None:
-        ids, probs = _choose(torch.zeros(1, experts), top_k)
-        out, shape = torch.empty(1, experts), (1, experts, top_k)
-        _start(topk_softmax_backward_kernel, (), shape, ids, probs, probs, out)
-
-    rehearse(device, [topk_softmax_kernel, topk_softmax_backward_kernel], run)
 
 
 def topk_softmax(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,6 @@ from megatron_fluid.comm.layer_inputs import Form, check_input
 from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
 from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
 from megatron_fluid.comm.same_settings import compare_settings, refuse_uncompared
-from megatron_fluid.comm.symmetric import import_ahead
 from megatron_fluid.config import current_config, moe_recompute
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import compile_fp8_ahead
@@ -32,7 +31,6 @@ from megatron_fluid.moe.backends import Backend, LayerShape, choose_backend
 from megatron_fluid.moe.call import ExpertCall, prepare
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout
-from megatron_fluid.moe.local.transport import compile_local_ahead
 from megatron_fluid.moe.rounds.all_to_all import AllToAllTransport
 from megatron_fluid.moe.rounds.plan import (
     ExactPlan,
@@ -92,15 +90,7 @@ class _MoEModule(nn.Module):
         activation = self.activation.name if self.activation.built_in else ""
         several = self.rounds.world_size > 1
         like = self.weight1
-        if several:
-            import_ahead(like.device)
         compile_ahead(like.device, like.dtype, c.hidden_size, activation, sends=several)
-        wanted = c.backend or current_config().moe_backend
-        if not several and self.layout == "out_in" and wanted in ("auto", "local"):
-            ids = self.router.compile_ahead()
-            shape = c.hidden_size, c.ffn_hidden_size, c.num_experts, c.top_k
-            fp8 = c.fp8_recipe is not None
-            compile_local_ahead(like.device, like.dtype, ids, shape, self.activation, fp8=fp8)
         if c.fp8_recipe is not None:
             if self.layout == "in_out":
                 raise ConfigError.of("fp8_recipe of MoEBaseline", c.fp8_recipe, "None")

@@ -207,16 +207,6 @@ class TopKRouter(nn.Module):
             routing = Routing(routing.ids, attach_aux_loss(routing.probs, loss), routing.scores)
         return routing
 
-    def compile_ahead(self) -> torch.dtype:
-        """Begin to compile what routes tokens like the weight in the background; returns the dtype
-        of the choices."""
-        if not self._is_fused(self.weight):
-            return torch.int64
-        from megatron_fluid.moe.fused_router import compile_ahead
-
-        compile_ahead(self.weight.device, self.weight.shape[0], self.top_k)
-        return torch.int32
-
     def _is_fused(self, tokens: Tensor) -> bool:
         """Whether one GEMM and one kernel do it: softmax over the chosen experts, bf16 on a GPU."""
         fits = self.score_function == "softmax" and not self.pre_softmax and tokens.is_cuda

@@ -29,12 +29,12 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, moe_recompute
+from megatron_fluid.kernels.grouped_gemm.launch import compile_ahead
 from megatron_fluid.moe.autograd import start_experts
 from megatron_fluid.moe.backends import BACKENDS, LayerShape
 from megatron_fluid.moe.call import ExpertCall, prepare
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
-from megatron_fluid.patches.moe.compile_ahead import compile_layer_ahead
 from megatron_fluid.patches.moe.decision import MoEDecisions
 from megatron_fluid.patches.moe.fp8 import compile_fp8_kernels_ahead, expire_casts
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
@@ -80,7 +80,8 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
         backend = backend_of(self)[0]
         ours = experts_reason_of(self) is None and backend not in ("rounds", "megatron")
         if weight is not None and ours:
-            compile_layer_ahead(self, weight, backend)
+            sends, hidden = backend != "local", self.config.hidden_size
+            compile_ahead(weight.device, weight.dtype, hidden, "swiglu", sends=sends)
             compile_fp8_kernels_ahead(self, weight.device)
 
     return fluid_init

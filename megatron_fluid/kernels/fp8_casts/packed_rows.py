@@ -15,20 +15,18 @@ Shapes: T tokens, N expert rows, H a width that is a multiple of 128.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fluid.cuda.triton_launch import Launcher, rehearse
+from megatron_fluid.cuda.triton_launch import Launcher
 from megatron_fluid.kernels.fp8_casts.quantize import cast_blocks
 from megatron_fluid.kernels.fp8_casts.reference import packed_width
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.kernels.operands import refuse
 
-__all__ = ["compile_packed_ahead", "pack_rows", "unpack_rows"]
+__all__ = ["pack_rows", "unpack_rows"]
 
 _ROWS, _BLOCKS = 8, 4  # of a program that casts, as in kernels/fp8_casts
 _SCALE_ROWS, _SCALE_BLOCKS = 64, 16  # of one that turns scales
@@ -118,14 +116,3 @@ def unpack_rows(packed: Tensor, width: int) -> Fp8Rows:
     given = (packed.view(torch.float32), scales, rows)
     _unpack_scales(-(-rows // _SCALE_ROWS), given, columns, **constants)
     return Fp8Rows(packed.view(torch.float8_e4m3fn)[:, :width], scales)
-
-
-@functools.cache
-def compile_packed_ahead(device: torch.device, dtype: torch.dtype, width: int) -> None:
-    """Begin to compile both kernels for tokens of `dtype` and this width on `device`, a GPU, in the
-    background."""
-
-    def run() -> None:
-        unpack_rows(pack_rows(torch.zeros(1, width, dtype=dtype)), width)
-
-    rehearse(device, [pack_rows_kernel, unpack_scales_kernel], run)

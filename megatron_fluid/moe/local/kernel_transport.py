@@ -18,9 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two, rehearse
-from megatron_fluid.kernels.fp8_casts.packed_rows import compile_packed_ahead
-from megatron_fluid.kernels.fp8_casts.reference import packed_width
+from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two
 from megatron_fluid.kernels.grouped_gemm.launch import host_ends
 from megatron_fluid.kernels.move_tokens.kernel import row_pieces
 from megatron_fluid.kernels.move_tokens.permute import (
@@ -32,15 +30,7 @@ from megatron_fluid.kernels.move_tokens.permute import (
 from megatron_fluid.moe.experts import RowGroups
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport, check_tokens
 
-__all__ = [
-    "KernelPlan",
-    "KernelTransport",
-    "compile_ahead",
-    "likely_ends",
-    "make_plan",
-    "permute",
-    "unpermute",
-]
+__all__ = ["KernelPlan", "KernelTransport", "likely_ends", "make_plan", "permute", "unpermute"]
 
 # Of probabilities, as kernels read them; their gradients are rounded to the same.
 PROB_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -155,41 +145,6 @@ def unpermute(
     of_probs = (plan.row_prob, plan.row_prob) if grads is None else (row_grad, grads)
     launch((-(-tokens // _WARPS), 1), (y, plan.inverse, out, *of_probs, tokens))  # type: ignore[arg-type]
     return out, grads
-
-
-@functools.cache
-def compile_ahead(
-    device: torch.device,
-    dtype: torch.dtype,
-    ids: torch.dtype,
-    probs: torch.dtype,
-    shape: tuple[int, int, int],
-    packed: bool = False,
-) -> None:
-    """Begin to compile the kernels above for `device`, a GPU, in the background: of tokens of
-    `dtype`, choices of dtype `ids` and probabilities of dtype `probs`. shape: H, K, E. packed:
-    tokens are cast to fp8 and packed first, by kernels that are compiled, too."""
-    hidden, top_k, experts = shape
-
-    def plan(tokens: int = 1) -> KernelPlan:
-        chosen = torch.zeros(tokens, top_k, dtype=ids)
-        weights = torch.zeros(tokens, top_k, dtype=probs)
-        return make_plan(chosen, weights, experts, read_ends=False)
-
-    def move(graded: bool) -> None:
-        no = torch.zeros(1, top_k, dtype=torch.int32)
-        row_prob = torch.zeros(top_k)
-        given = KernelPlan(no, no, row_prob, RowGroups(no), probs)
-        rows = torch.zeros(top_k, hidden, dtype=dtype)
-        if not graded:
-            permute(given, rows[:1, : packed_width(hidden)].contiguous() if packed else rows[:1])
-        unpermute(given, rows, row_prob if graded else None)
-
-    rehearse(device, [count_choices_kernel, sort_choices_kernel], plan)
-    rehearse(device, [permute_kernel, unpermute_kernel], functools.partial(move, False))
-    rehearse(device, [unpermute_kernel], functools.partial(move, True))
-    if packed:
-        compile_packed_ahead(device, dtype, hidden)
 
 
 class KernelTransport(TokenTransport):

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = [
     "LocalPlan",
     "LocalTransport",
-    "compile_local_ahead",
     "local_transport",
     "local_unsupported_reason",
     "plan_local",
@@ -128,30 +127,6 @@ def _kernels_serve(
     if activation is None:
         return fits
     return fits and activation.built_in and activation.name in ACTIVATIONS
-
-
-def compile_local_ahead(
-    device: torch.device, dtype: torch.dtype, ids: torch.dtype, shape: tuple[int, int, int, int],
-    activation: Activation, probs: torch.dtype = torch.float32, biased: bool = False,
-    fp8: bool = False,
-) -> None:  # fmt: skip
-    """Begin to compile Triton's kernels of a local layer in the background, if its device runs
-    them. shape: H, F, El, K. ids, probs: the dtypes of the choices and their probabilities. biased:
-    whether the experts have biases. fp8: whether they are computed in fp8, whose casts but for that
-    of the tokens are left to their first launches."""
-    hidden, width, experts, top_k = shape
-    if not _kernels_serve(torch.empty(1, hidden, device="meta"), activation, dtype, device):
-        return
-    from megatron_fluid.moe import fused_activation
-    from megatron_fluid.moe.local import kernel_transport
-
-    kinds = ids, probs if probs in kernel_transport.PROB_DTYPES else torch.float32
-    packed = fp8 and hidden % 128 == 0
-    kernel_transport.compile_ahead(device, dtype, *kinds, (hidden, top_k, experts), packed)
-    if fp8:
-        return
-    kind = activation.name, activation.variant
-    fused_activation.compile_ahead(device, dtype, width, experts, *kind, biased)
 
 
 def plan_local(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import struct
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +12,9 @@ import pytest
 import torch
 import triton
 
-from megatron_fluid.cuda import driver_api, forks, triton_launch
+from megatron_fluid.cuda import driver_api
 from megatron_fluid.cuda.driver_launch import direct_launch
-from megatron_fluid.cuda.triton_launch import Launch, Launcher, compile_only, power_of_two
+from megatron_fluid.cuda.triton_launch import Launch, Launcher, power_of_two
 from megatron_fluid.errors import ConfigError, FluidError
 from tests.support.cuda_driver import FakeDriver, driver_in_place, word
 
@@ -203,31 +202,6 @@ def test_a_launcher_compiles_for_each_type_alignment_and_constant_once(
     ]
 
 
-class _Kernel:
-    """A kernel of the three arguments x, own, m."""
-
-    arg_names = ("x", "own", "m", "BLOCK")
-
-    def __init__(self) -> None:
-        self.compiled: list[tuple[Any, ...]] = []
-
-    def warmup(self, *arguments: Any, grid: tuple[int, ...], **keywords: Any) -> None:
-        self.compiled.append((*arguments[2:], grid, keywords))
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        raise AssertionError("started")
-
-
-def test_compile_only_starts_nothing() -> None:
-    kernel = _Kernel()
-    launch = Launch(kernel, 4, {"BLOCK": 64}, (torch.zeros(1),))
-    with compile_only():
-        launch.start_aligned(3, (torch.zeros(4),), (7,))
-    assert kernel.compiled == [(7, (3, 1), {"BLOCK": 64, "num_warps": 4})]
-    with pytest.raises(AssertionError, match="started"):
-        launch.start_aligned(3, (torch.zeros(4),), (7,))
-
-
 class _Aligned(_Started):
     """A kernel of the parameters of _SIGNATURE; `x` and `y` are its fixed tensors' neighbours."""
 
@@ -269,146 +243,3 @@ def test_power_of_two() -> None:
 
 def _addresses(*tensors: torch.Tensor) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
-
-
-@pytest.fixture
-def rehearsing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with a GPU and without the interpreter."""
-    monkeypatch.setattr(triton_launch.triton.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-
-
-@pytest.mark.usefixtures("rehearsing")
-def test_a_first_launch_waits_for_its_kernels_rehearsal() -> None:
-    begun, goes_on = threading.Event(), threading.Event()
-    order: list[str] = []
-
-    class Slow(_Kernel):
-        def warmup(self, *arguments: Any, grid: tuple[int, ...], **keywords: Any) -> None:
-            begun.set()
-            assert goes_on.wait(300)
-            order.append("compiled")
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            order.append("started")
-            raise InterruptedError
-
-    kernel, x = Slow(), torch.zeros(4)
-
-    def launch() -> None:
-        Launch(kernel, 4, {"BLOCK": 64}, (x,)).start_aligned(3, (x,), (7,))
-
-    triton_launch.rehearse(torch.device("cuda", 0), [kernel], launch)
-    assert begun.wait(300)
-    with contextlib.suppress(InterruptedError):
-        threading.Timer(0.2, goes_on.set).start()
-        launch()
-    assert order == ["compiled", "started"]
-
-
-@pytest.mark.usefixtures("rehearsing")
-def test_rehearsals_that_do_not_end_are_waited_for_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(triton_launch, "_LONGEST_REHEARSAL_S", 0.1)
-    monkeypatch.setattr(triton_launch, "_given_up", threading.Event())
-    goes_on, x = threading.Event(), torch.zeros(4)
-
-    class Stuck(_Kernel):
-        def warmup(self, *arguments: Any, grid: tuple[int, ...], **keywords: Any) -> None:
-            assert goes_on.wait(300)
-
-    def start(kernel: Any) -> None:
-        Launch(kernel, 4, {"BLOCK": 64}, (x,)).start_aligned(3, (x,), (7,))
-
-    kernels = [Stuck() for _ in range(3)]
-    for kernel in kernels:
-        triton_launch.rehearse(torch.device("cuda", 0), [kernel], lambda k=kernel: start(k))  # type: ignore[misc]
-    try:
-        for kernel in kernels:
-            with pytest.raises(AssertionError, match="started"):
-                start(kernel)
-    finally:
-        goes_on.set()
-    # Each wait that comes to its end says so.
-    assert capsys.readouterr().err.count("not compiled in the background within 0.1 s") == 1
-
-
-@pytest.mark.usefixtures("rehearsing")
-def test_a_rehearsal_compiles_apart_from_forks() -> None:
-    apart: list[bool] = []
-
-    class Compiled:
-        def __getattr__(self, name: str) -> None:
-            apart.append(threading.get_ident() in forks._gate.workers)
-
-    class Kernel(_Kernel):
-        def warmup(self, *arguments: Any, grid: tuple[int, ...], **keywords: Any) -> Compiled:
-            apart.append(threading.get_ident() in forks._gate.workers)
-            return Compiled()
-
-    x = torch.zeros(4)
-    with compile_only():
-        Launch(Kernel(), 4, {"BLOCK": 64}, (x,)).start_aligned(3, (x,), (7,))
-    assert apart == [True, True]
-
-
-@pytest.mark.usefixtures("rehearsing")
-def test_three_rehearsals_compile_at_a_time_and_hold_up_no_other_first_launch() -> None:
-    begun, goes_on, x = threading.Semaphore(0), threading.Event(), torch.zeros(4)
-
-    class Slow(_Kernel):
-        def warmup(self, *arguments: Any, grid: tuple[int, ...], **keywords: Any) -> None:
-            begun.release()
-            assert goes_on.wait(300)
-
-    def launch(kernel: Any) -> None:
-        Launch(kernel, 4, {"BLOCK": 64}).start_aligned(3, (x,), ())
-
-    kernels = [Slow() for _ in range(5)]
-    for kernel in kernels:
-        triton_launch.rehearse(torch.device("cuda", 0), [kernel], lambda k=kernel: launch(k))  # type: ignore[misc]
-    try:
-        assert all(begun.acquire(timeout=300) for _ in range(3))
-        assert not begun.acquire(timeout=0.2)
-        with pytest.raises(AssertionError, match="started"):
-            launch(_Kernel())
-    finally:
-        goes_on.set()
-    assert all(begun.acquire(timeout=300) for _ in range(2))
-
-
-@pytest.mark.usefixtures("rehearsing")
-def test_what_fails_in_a_rehearsal_is_left_to_the_first_launch() -> None:
-    class Wrong(_Kernel):
-        def warmup(self, *arguments: Any, grid: tuple[int, ...], **keywords: Any) -> None:
-            raise ValueError("no such type")
-
-    kernel, x = Wrong(), torch.zeros(4)
-    launch = Launch(kernel, 4, {"BLOCK": 64}, (x,))
-    triton_launch.rehearse(
-        torch.device("cuda", 0), [kernel], lambda: launch.start_aligned(3, (x,), (7,))
-    )
-    with pytest.raises(AssertionError, match="started"):
-        launch.start_aligned(3, (x,), (7,))
-
-
-@pytest.mark.usefixtures("rehearsing")
-def test_a_rehearsal_starts_no_kernel_that_was_compiled_before() -> None:
-    warmed: list[tuple[Any, ...]] = []
-
-    class Known(_Kernel):
-        def warmup(self, *arguments: Any, grid: tuple[int, ...], **keywords: Any) -> None:
-            warmed.append(arguments)
-
-    x, started = torch.zeros(4), []
-    for direct in (True, False):
-        launch = Launch(Known(), 4, {"BLOCK": 64})
-        launch._compiled = SimpleNamespace(run=lambda *given: started.append(given))
-        if direct:
-            launch._direct = lambda *given: started.append(given)  # type: ignore[assignment]
-        with compile_only():
-            launch((3, 1), (x,))
-            launch.start((3, 1), (x,), [x.data_ptr()])
-            launch.start_aligned(3, (x,), (7,))
-    assert not started and len(warmed) == 6
