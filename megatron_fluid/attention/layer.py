@@ -30,6 +30,7 @@ from megatron_fluid.attention.packed import Rotary, RotaryTable
 from megatron_fluid.attention.tables import cached_tables, capturing
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.copies import copy_sharing
+from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.comm.layer_inputs import Form, check_input
 from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.comm.same_settings import compare_settings, refuse_uncompared
@@ -222,6 +223,7 @@ class SelfAttention(nn.Module):
             self.name,
         )
 
+    @tells_peers
     def forward(self, x: Tensor, sequence_length: int | None = None) -> Tensor:
         """Self-attention of the whole sequence, for this rank's rows.
 

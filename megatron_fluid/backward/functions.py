@@ -12,7 +12,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable as torch_once_differentiable
 
-from megatron_fluid.comm.failed_waits import check_after_backward
+from megatron_fluid.comm.failed_waits import check_after_backward, tells_peers
 
 __all__ = ["apply", "backward_is_recorded", "goes_on_to", "graph_is_kept", "once_differentiable"]
 
@@ -55,11 +55,12 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     difference: where the backward is itself recorded (create_graph). What that gives is then
     refused by a second backward, always.
 
-    At the end of a backward with such a Function, waits that are known to have failed raise
-    (megatron_fluid.comm.failed_waits).
+    An error is reported to the ranks that wait for this one. At the end of a backward with such a
+    Function, waits that are known to have failed raise (megatron_fluid.comm.failed_waits).
     """
     guarded = torch_once_differentiable(backward)
 
+    @tells_peers
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:
         check_after_backward()

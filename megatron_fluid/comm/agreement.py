@@ -42,6 +42,7 @@ _PREFIX = "megatron_fluid"
 _POLL_S = (0.001, 0.02)  # first and longest pause between two looks
 _RESOURCE = "agreement"
 _FAILED = "failed"
+_HANDSHAKE_S = 1.0  # for a refusal before the first agreement
 _FAILED_EVERY_S = 1.0  # between looks for a failure of another rank
 
 
@@ -91,7 +92,7 @@ class Agreement:
         self._door = f"{_PREFIX}/{hashlib.sha1(group.encode()).hexdigest()}"
         self._nonce = uuid.uuid4().hex
         self._token = self._nonce if rank == 0 else None
-        self._calls = 0
+        self._calls = self._refusals = 0
         self._greeted: dict[int, str] = {}  # on the first rank: the nonce that was answered last
         self._joined = {0}  # on the first rank: who knows the token
         self._said_hello = False
@@ -215,22 +216,42 @@ class Agreement:
 
     def report_failure(self, peer: int | None, text: str) -> None:
         """Leave word that a wait of this rank for `peer` (global; None: the group) has failed."""
-        self.publish(_FAILED, (peer, text), 0.0)  # in a wait there is no time for a handshake
+        self._report((peer, text), (self.rank, 0, text))
+
+    def report_refusal(self, text: str) -> None:
+        """Leave word that a call has raised on this rank, which others may be waiting in.
+
+        Ranks that have raised as often themselves take no notice of it: they were in the same call.
+        """
+        self._refusals += 1
+        self._report((None, text), (self.rank, self._refusals, text), _HANDSHAKE_S)
+
+    def withdraw_refusal(self) -> None:
+        """Take the last report_refusal back: this rank goes on with another call."""
+        self._report(None, None)
+
+    def _report(self, mine: Any, newest: Any, handshake_s: float = 0.0) -> None:
+        self.publish(_FAILED, mine, handshake_s)  # in a wait there is no time for one
         token = self._token
         if token is not None and not self.alone:
-            self._ask(lambda: self._set(f"{token}/{_FAILED}", text), STORE_S)
+            self._ask(lambda: self._set(f"{token}/{_FAILED}", newest), STORE_S)
 
     def failures(self, ranks: Iterable[int] | None = None) -> dict[int, tuple[int | None, str]]:
         """Return the failures that ranks (None: all) have reported, by rank of the group."""
-        return self.read(_FAILED, range(self.size) if ranks is None else ranks)
+        reports = self.read(_FAILED, range(self.size) if ranks is None else ranks)
+        return {rank: report for rank, report in reports.items() if report is not None}
 
     def failed(self) -> str:
-        """Return the newest failure of any rank, "" if there is none or the store is mute."""
-        token = self._token
-        if self.alone or token is None:
+        """Return the newest failure of another rank, "" if there is none or the store is mute."""
+        return "" if self.alone else self._ask(self._newest_failure, STORE_S) or ""
+
+    def _newest_failure(self) -> str:
+        got = None if self._token is None else self._get(f"{self._token}/{_FAILED}")
+        if got is None or got[0] is None:
             return ""
-        got = self._ask(lambda: self._get(f"{token}/{_FAILED}"), STORE_S)
-        return got[0] if got else ""
+        rank, number, text = got[0]
+        known = rank == self.rank or 0 < number <= self._refusals
+        return "" if known else text
 
     # ---- inside
 
@@ -332,9 +353,8 @@ class Agreement:
         return f"the ranks of a group are in different operations: {where}"
 
     def _watch_failures(self) -> None:
-        token = self._token
-        if token is not None and (got := self._get(f"{token}/{_FAILED}")) is not None:
-            raise FluidError(f"another rank has failed: {got[0]}")
+        if text := self._newest_failure():
+            raise FluidError(f"another rank has failed: {text}")
 
     def _poll[T](
         self, look: Callable[[], T | None], limit_s: float, watch: Callable[[], None] = lambda: None

@@ -16,6 +16,12 @@ The error is PeerTimeoutError. A thread looks every half second, too. It prints 
 the process with EXIT_CODE if the main thread has not raised it within GRACE_S: a process that waits
 inside NCCL for a rank that is lost cannot raise.
 
+A call that raises on one rank leaves the others waiting for it. `tells_peers` reports it to them.
+They end with the report in `Agreement.gather`, by the monitor of waits (comm/waits.py), and by the
+thread here: every second it asks for reports, and ends the process if there is one and this rank's
+device is stuck. A wait of gloo cannot be interrupted; it ends when the process of the reporting
+rank does, and its error names the report.
+
 What else a workspace's owner has added (ErrorWords.further), an error of a kernel that cannot raise
 either, is raised and printed there, too; the thread ends no process for it.
 
@@ -27,6 +33,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import sys
@@ -39,8 +46,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron_fluid.comm.waits import EXIT_CODE, end_process, say
-from megatron_fluid.errors import PeerTimeoutError
+from megatron_fluid.comm.agreement import Agreement, live_agreements
+from megatron_fluid.comm.waits import EXIT_CODE, allow_queries_during_capture, end_process, say
+from megatron_fluid.errors import FluidError, PeerTimeoutError
 
 __all__ = [
     "GRACE_S",
@@ -49,20 +57,24 @@ __all__ = [
     "check_for_failed_waits",
     "forget",
     "raise_if_failed",
+    "tells_peers",
     "watch",
 ]
 
 GRACE_S = 30.0  # from the record of a failed wait until the process is ended
 _INTERVAL_S = 0.5
 _RECORD = 1 << 62
+_PEERS_EVERY_S = 1.0  # between questions for a failure of another rank
+_STUCK_S = 1.0  # a device whose work is not done by then waits for a peer that has failed
 
 
 class ErrorWords:
     """The records of the kernels of one workspace that gave up a wait.
 
-    words: int64 [W, 2], visible to the host. abort: int32 [1], on the device: not 0 once a wait has
-    been given up. further: give other errors of the workspace's kernels, None where there is none;
-    they must not hold the workspace.
+    words: int64 [W, 2], visible to the host. peers: the agreement of the workspace's ranks, None
+    where one process holds them all. abort: int32 [1], on the device: not 0 once a wait has been
+    given up. further: give other errors of the workspace's kernels, None where there is none; they
+    must not hold the workspace.
 
     Args:
         rank, world_size: of the workspace.
@@ -75,13 +87,14 @@ class ErrorWords:
         self, rank: int, world_size: int, device: torch.device, timeout_s: float,
         operations: list[str],
     ) -> None:  # fmt: skip
-        self._rank, self._operations = rank, operations
+        self.rank, self._operations = rank, operations
         self.device, self.timeout_s = device, timeout_s
         self.words = torch.zeros(world_size, 2, dtype=torch.int64, pin_memory=device.type == "cuda")
         # The same memory, read without an operation of torch.
         self.on_host = (ctypes.c_int64 * (2 * world_size)).from_address(self.words.data_ptr())
         self.abort = torch.zeros(1, dtype=torch.int32, device=device)
         self.further: list[Callable[[], Exception | None]] = []
+        self.peers: Agreement | None = None
         self.raised = False  # once it was raised, nothing else ends the process
         self.seen_at: float | None = None  # when the watching thread found a record
 
@@ -98,7 +111,7 @@ class ErrorWords:
         for peer, (head, tail) in enumerate(self.words.tolist()):
             if head & _RECORD:
                 return PeerTimeoutError(
-                    rank=self._rank,
+                    rank=self.rank,
                     peer=peer,
                     operation=self._operations[(head & ~_RECORD) >> 32],
                     round_index=head & 0xFFFFFFFF,
@@ -116,9 +129,13 @@ class ErrorWords:
 
 # Replaced as a whole, so that no reader needs the lock.
 _watched: tuple[ErrorWords, ...] = ()
+_LONGEST_TEXT = 1000
+_TOLD = "_megatron_fluid_told"  # on an error: it was reported by a call inside
+_reported: list[Agreement] = []  # that hold a report of this process
 _lock = threading.Lock()
 _started = False
 _last_backward = -1
+_asked_at = 0.0
 
 
 def watch(errors: ErrorWords, owner: object) -> None:
@@ -188,6 +205,40 @@ def check_after_backward() -> None:
         torch.autograd.Variable._execution_engine.queue_callback(raise_if_failed)  # type: ignore[attr-defined]
 
 
+def tells_peers[**P, R](call: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a collective call: an exception of it is reported to the ranks of all live groups. The
+    next such call of this process takes the report back."""
+
+    @functools.wraps(call)
+    def told(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _reported:
+            _take_back()
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            if not isinstance(error, PeerTimeoutError):  # its wait has reported it
+                _tell(error)
+            raise
+
+    return told
+
+
+def _tell(error: Exception) -> None:
+    if getattr(error, _TOLD, False):
+        return
+    setattr(error, _TOLD, True)
+    text = f"{type(error).__name__}: {str(error)[:_LONGEST_TEXT]}"
+    for words in live_agreements():
+        words.report_refusal(f"rank {words.ranks[words.rank]} raised {text}")
+        _reported.append(words)
+
+
+def _take_back() -> None:
+    for words in _reported:
+        words.withdraw_refusal()
+    _reported.clear()
+
+
 def _before_step(optimizer: Any, arguments: Any, keywords: Any) -> None:
     if not torch.compiler.is_compiling():
         raise_if_failed(synchronize=True)
@@ -199,17 +250,42 @@ def _look_for_ever() -> None:
         look(time.monotonic())
 
 
-def look(now: float, end: Callable[[Exception], None] = end_process) -> None:
+def look(
+    now: float,
+    end: Callable[[Exception], None] = end_process,
+    stuck: Callable[[torch.device], bool] | None = None,
+) -> None:
     """Look at all records once at time `now` (seconds, monotonic): report new ones, and `end` what
-    has not raised a failed wait in time. Other errors leave no main thread waiting inside NCCL."""
+    has not raised a failed wait in time, or is `stuck` in a wait for a rank that has failed. Other
+    errors leave no main thread waiting inside NCCL."""
+    global _asked_at
+    if asks := now - _asked_at >= _PEERS_EVERY_S:
+        _asked_at = now
     for errors in _watched:
-        if errors.raised or not errors.failed() or (error := errors.error()) is None:
+        if errors.raised:
+            continue
+        peers = errors.peers
+        if asks and peers is not None and peers.failed() and (stuck or _is_stuck)(errors.device):
+            text = peers.failed()  # a rank that goes on with another call has taken its report back
+            if text:
+                end(FluidError(f"rank {errors.rank}: another rank has failed: {text}"))
+        if not errors.failed() or (error := errors.error()) is None:
             continue
         if errors.seen_at is None:
             errors.seen_at = now
             say(error)
         elif any(errors.on_host) and now - errors.seen_at > GRACE_S:
             end(error)
+
+
+def _is_stuck(device: torch.device) -> bool:
+    """Return whether work enqueued on a GPU is not done within _STUCK_S."""
+    if device.type != "cuda":
+        return False
+    waiter = threading.Thread(target=_synchronize, daemon=True)
+    waiter.start()
+    waiter.join(_STUCK_S)
+    return waiter.is_alive()
 
 
 def _at_exit() -> None:
@@ -231,5 +307,6 @@ def _at_exit() -> None:
 
 
 def _synchronize() -> None:
+    allow_queries_during_capture()
     with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize()

@@ -41,6 +41,7 @@ __all__ = [
     "WaitMonitor",
     "WaitName",
     "Watchable",
+    "allow_queries_during_capture",
     "end_process",
     "explain",
     "first_line",
@@ -168,7 +169,7 @@ class WaitMonitor:
             return sum(map(len, self._lanes.values()))
 
     def _run(self) -> None:
-        _allow_queries_during_capture()
+        allow_queries_during_capture()
         while True:
             self._wake.wait()
             self._wake.clear()
@@ -205,7 +206,7 @@ def _overdue(lane: _Lane, now: float) -> _Watch | None:
     return lane.popleft() if late else None
 
 
-def _allow_queries_during_capture() -> None:
+def allow_queries_during_capture() -> None:
     """Let this thread query events while another captures a CUDA graph."""
     if torch.version.cuda is None:
         return

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.comm.same_settings import compare_settings
 from megatron_fluid.config import shows_fields_of
 from megatron_fluid.errors import ConfigError, FluidError
@@ -129,6 +130,7 @@ class AllToAll:
         return self.layout.packed_rows(alignment)
 
     # ---- dispatch
+    @tells_peers
     def dispatch(
         self,
         out_expert_num_tokens: Tensor | None,
@@ -227,6 +229,7 @@ class AllToAll:
         return lambda: self.dispatch(*arguments, **{**keywords, "do_send": False, "do_recv": True})
 
     # ---- combine
+    @tells_peers
     def combine(
         self,
         out_tokens: Tensor | None,

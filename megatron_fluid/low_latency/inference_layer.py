@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.config import shows_fields_of
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.errors import ConfigError
@@ -144,6 +145,7 @@ class InferenceMoELayer(nn.Module):
             activation=name if known else layer.activation.forward, **named,
         )  # fmt: skip
 
+    @tells_peers
     @torch.no_grad()
     def forward(
         self,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron_fluid.backward.deferred_linear import deferred_linear
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.copies import copy_sharing
+from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.comm.layer_inputs import Form, check_input
 from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
 from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
@@ -228,6 +229,7 @@ class MoEBaseline(_MoEModule):
 
     layout = "in_out"
 
+    @tells_peers
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [..., H] -> [..., H]"""
         flat, name = self._flat(tokens), f"{self.name} baseline"
@@ -265,7 +267,7 @@ class MoELayer(_MoEModule):
     contribute nothing over NVLink (one rank has room for all), and the next forward raises
     FluidError; a replayed graph runs no forward, so call `check_overflow` after it. Nobody learns
     of more tokens than the first forward had then: a rank that brings them raises ConfigError, and
-    its peers time out.
+    its peers end with its message.
 
     Args:
         config, ep_group, device, dtype: as for MoEBaseline.
@@ -295,6 +297,7 @@ class MoELayer(_MoEModule):
     def backend(self) -> str | None:
         return None if self._backend is None else self._backend.name
 
+    @tells_peers
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [..., H] -> [..., H]"""
         flat = self._flat(tokens)
@@ -369,6 +372,7 @@ def _integers(name: str, values: Tensor | Sequence[Any], shape: tuple[int, ...])
     return tensor.reshape(shape).tolist()
 
 
+@tells_peers
 def moe_multicard_p2p_overlap_forward(
     tokens: Tensor,
     input_splits: Tensor | Sequence[int],
@@ -410,9 +414,9 @@ def moe_multicard_p2p_overlap_forward(
             tokens.
         PeerTimeoutError: a peer did not answer (on a CPU; on a GPU the monitor reports it).
     """
+    rounds = overlap_ctx.rounds(ep_group)
     for setting, weight in (("weight1", weight1), ("weight2", weight2)):
         check_input(f"layer {layer_id} moe: tokens, beside {setting}", tokens, weight)
-    rounds = overlap_ctx.rounds(ep_group)
     name, shape = f"layer {layer_id} moe", (rounds.world_size, num_local_experts)
     theirs = num_global_tokens_per_local_expert
     send = _integers("tokens_per_expert", tokens_per_expert, shape)

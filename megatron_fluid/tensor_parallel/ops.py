@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.comm.agreement import agreement
+from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.tensor_parallel.choice import Backend, backend_for
@@ -45,6 +46,7 @@ def _as_given[Compute: Callable[..., Any]](compute: Compute) -> Compute:
     return cast(Compute, run)
 
 
+@tells_peers
 @_as_given
 def all_gather_matmul(
     a_shard: Tensor,
@@ -87,9 +89,10 @@ def all_gather_matmul(
         ConfigError: shapes, dtypes, devices or scales that do not fit; no group; a backend that
             this group cannot have; on every rank: A differs in shape or dtype between ranks.
     """
+    ranks = _ranks_of(group)
     if a_shard.dim() != 2:
         raise ConfigError(f"a_shard: found {a_shard.dim()} dimensions, allowed: 2, [m, K]")
-    rows = _ranks_of(group) * a_shard.shape[0]
+    rows = ranks * a_shard.shape[0]
     gemm = _checked(Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype), a_shard, rows)
     _compare("all_gather_matmul", group, "a_shard [m, K]", a_shard.shape, a_shard.dtype)
     chosen = backend_for(backend, group, "gather", gemm, rows, a_shard)
@@ -104,6 +107,7 @@ def all_gather_matmul(
     return c, gathered
 
 
+@tells_peers
 @_as_given
 def matmul_reduce_scatter(
     a: Tensor,
@@ -151,6 +155,7 @@ def matmul_reduce_scatter(
 def _ranks_of(group: dist.ProcessGroup | None) -> int:
     if group is None:
         raise ConfigError.of("group", None, "the process group of the tensor-parallel ranks")
+    agreement(group)  # through which a call that this rank refuses is reported to the others
     return group.size()
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches.attention.core import REPORT as CORE_REPORT
 from megatron_fluid.patches.attention.core import exchanges_of
@@ -215,6 +216,7 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
         return fluid_forward
 
 
+@tells_peers
 def attention_forward(
     decisions: AttentionDecisions[Any],
     attention: Any,

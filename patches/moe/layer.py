@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
+from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.kernels.grouped_gemm.launch import compile_ahead
@@ -106,6 +107,7 @@ def forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return fluid_forward
 
 
+@tells_peers
 def moe_forward(
     layer: MoELayer,
     original: Callable[..., Any],

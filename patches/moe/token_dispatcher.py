@@ -33,6 +33,7 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
+from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.errors import FluidError
@@ -152,6 +153,7 @@ class FluidTokenDispatcher(MoETokenDispatcher):
         super().set_shared_experts(shared_experts)
         self.stock.set_shared_experts(shared_experts)
 
+    @tells_peers
     def dispatch_preprocess(
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:

@@ -145,3 +145,34 @@ def test_one_of_the_last_iteration_is_the_exit_status() -> None:
     assert "training is over" in ended.stdout
     assert ended.returncode == 75, ended.stderr
     assert f"megatron_fluid: {LACK}" in ended.stderr
+
+
+class Peers:
+    """What the ranks of a workspace have told each other."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers = list(answers)
+
+    def failed(self) -> str:
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@pytest.mark.parametrize(
+    ("answers", "stuck", "ended"),
+    [
+        (["rank 1 raised ConfigError: x"], True, True),
+        (["rank 1 raised ConfigError: x"], False, False),  # no kernel of this rank waits
+        (["rank 1 raised ConfigError: x", ""], True, False),  # it was taken back
+        ([""], True, False),
+    ],
+)
+def test_a_rank_whose_kernels_wait_for_one_that_failed_ends_with_its_message(
+    space: Space, answers: list[str], stuck: bool, ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failed_waits, "_asked_at", 0.0)
+    space.errors.peers = Peers(*answers)  # type: ignore[assignment]
+    ends: list[Exception] = []
+    look(100.0, ends.append, lambda device: stuck)
+    assert ["rank 1 raised ConfigError: x" in str(end) for end in ends] == [True] * ended
+    look(100.1, ends.append, lambda device: True)  # asked once a second
+    assert len(ends) == ended

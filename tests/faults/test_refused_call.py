@@ -1,0 +1,200 @@
+"""A call that raises on one rank alone: all others end soon, with the name of that rank and its
+message, whatever moves the data."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fluid import (
+    MoELayer,
+    MultiCardOverlapContext,
+    SelfAttention,
+    moe_multicard_p2p_overlap_forward,
+)
+from megatron_fluid.comm.agreement import Agreement
+from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.low_latency import AllToAll
+from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
+from tests.support.agreements import agreements, on_all
+from tests.support.launch import run_ranks_outcomes
+from tests.support.moe_layers import CONFIG, F64, group
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks")
+
+REFUSING, TIMEOUT_S = 1, 90.0
+
+
+class Broken(ValueError):
+    """What an activation raises."""
+
+
+def _moe(**settings: Any) -> Callable[[bool], Any]:
+    layer = MoELayer({**CONFIG, **settings}, group(), dtype=F64)
+    return lambda fits: layer(torch.ones(3, 8 if fits else 9, dtype=F64)).sum().backward()
+
+
+def rounds(rank: int) -> Callable[[bool], Any]:
+    return _moe(backend="rounds")
+
+
+def hierarchical(rank: int) -> Callable[[bool], Any]:
+    os.environ["MEGATRON_FLUID_NVLINK_DOMAIN"] = f"host{rank // 2}"
+    return _moe(backend="hierarchical", num_experts=8)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, at: str) -> Tensor:
+        if at == "forward":
+            raise Broken("9 tokens too many")
+        ctx.at = at
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        if ctx.at == "backward":
+            raise Broken("9 tokens too many")
+        return grads[0], None
+
+
+def _experts(at: str) -> Callable[[bool], Any]:
+    ends = [""]
+
+    def activation(x: Tensor) -> Tensor:
+        return _Fails.apply(x, ends[0])
+
+    layer = MoELayer({**CONFIG, "activation": activation}, group(), dtype=F64)
+
+    def call(fits: bool) -> None:
+        ends[0] = "" if fits else at
+        layer(torch.ones(3, 8, dtype=F64)).sum().backward()
+
+    return call
+
+
+def experts_forward(rank: int) -> Callable[[bool], Any]:
+    return _experts("forward")
+
+
+def experts_backward(rank: int) -> Callable[[bool], Any]:
+    return _experts("backward")
+
+
+def given_splits(rank: int) -> Callable[[bool], Any]:
+    world = group().size()
+    w = torch.ones(1, 8, 12, dtype=F64), torch.ones(1, 12, 8, dtype=F64)
+    context = MultiCardOverlapContext("cpu", group=group())
+
+    def call(fits: bool) -> None:
+        x, ones = torch.ones(world, 8, dtype=F64), [1] * world
+        splits = ones if fits else [9] + ones[1:]
+        moe_multicard_p2p_overlap_forward(
+            *(x, splits, ones, *w, group(), "gelu", context, 0, 1, ones, [[[1]] * world])
+        )
+
+    return call
+
+
+def attention(rank: int) -> Callable[[bool], Any]:
+    layer = SelfAttention(16, 4, group=group(), dtype=F64)
+    return lambda fits: layer(torch.ones(4, 1, 16 if fits else 9, dtype=F64)).sum().backward()
+
+
+def low_latency(rank: int) -> Callable[[bool], Any]:
+    world = group().size()
+    low = AllToAll.intranode(*(4, world, 1, rank, world, 1, 16, 32, 0), timeout_s=TIMEOUT_S)
+
+    def call(fits: bool) -> None:
+        ids = torch.full((4, 1), (rank + 1) % world, dtype=torch.int32)
+        counts = torch.zeros(1, dtype=torch.int32)
+        out = torch.zeros(1, 4 * world, 16, dtype=torch.bfloat16)
+        rows = torch.ones(4 if fits else 9, 16).bfloat16()
+        low.dispatch(counts, out, None, rows, None, ids, weights=torch.ones(4, 1))
+
+    return call
+
+
+def gather_matmul(rank: int) -> Callable[[bool], Any]:
+    b = torch.ones(8, 4)
+    return lambda fits: all_gather_matmul(torch.ones(*(2, 8) if fits else (2, 8, 9)), b, group())
+
+
+def reduce_scatter(rank: int) -> Callable[[bool], Any]:
+    a = torch.ones(8, 4)
+    return lambda fits: matmul_reduce_scatter(a, torch.ones(4 if fits else 9, 2), group())
+
+
+KINDS = [
+    *(rounds, hierarchical, experts_forward, experts_backward, given_splits, attention),
+    *(low_latency, gather_matmul, reduce_scatter),
+]
+
+
+def _body(rank: int, world: int, kind: Callable[[int], Callable[[bool], Any]], first: bool) -> None:
+    torch.set_num_threads(1)
+    set_config(FluidConfig(timeout_s=TIMEOUT_S))
+    call = kind(rank)
+    if not first:
+        call(True)
+    call(rank != REFUSING)
+    if rank != REFUSING and dist.is_initialized():
+        call(True)  # sends may have been done already
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [*((kind, False) for kind in KINDS), (rounds, True), (given_splits, True), (low_latency, True)]
+    + [(gather_matmul, True)],
+    ids=lambda value: {True: "first call", False: "later call"}.get(value) or value.__name__,
+)
+def test_all_others_end_with_the_message_of_the_rank_that_refused(
+    kind: Callable[[int], Callable[[bool], Any]], first: bool
+) -> None:
+    world = 4 if kind is hierarchical else 2
+    outcomes = run_ranks_outcomes(_body, world, kind, first, timeout_s=TIMEOUT_S, grace_s=30.0)
+    refused = outcomes[REFUSING]
+    assert refused.error is not None and "9" in refused.error, refused.error
+    message = refused.error.strip().splitlines()[-1].partition(": ")[2]
+    for other in outcomes:
+        if other is refused:
+            continue
+        assert other.error is not None, f"rank {other.rank} went on\n{other.stacks}"
+        last = other.error.strip().splitlines()[-1]
+        assert f"rank {REFUSING} raised" in last and message in last, other.error
+
+
+# ---- what a report does, in one process
+
+
+def test_a_refusal_ends_the_agreements_of_others_and_is_taken_back() -> None:
+    words = agreements(2)
+    on_all(words, lambda w: w.barrier("begin"))
+    words[1].report_refusal("rank 1 raised ConfigError: x")
+    assert words[0].failed() == "rank 1 raised ConfigError: x" and words[1].failed() == ""
+    assert words[0].failures() == {1: (None, "rank 1 raised ConfigError: x")}
+    words[1].withdraw_refusal()
+    assert words[0].failed() == "" and words[0].failures() == {}
+
+
+def test_ranks_that_all_refuse_a_call_do_not_hold_it_against_each_other() -> None:
+    words = agreements(2)
+    on_all(words, lambda w: w.barrier("begin"))
+    on_all(words, lambda w: w.report_refusal(f"rank {w.rank} raised ConfigError"))
+    assert [w.failed() for w in words] == ["", ""]
+
+    def next_call(w: Agreement) -> None:
+        if w.rank:
+            time.sleep(1.5)  # longer than between two looks for failures
+        w.barrier("next call")
+
+    assert on_all(words, next_call) == [None, None]
+    words[0].report_refusal("rank 0 raised another")
+    assert words[1].failed() == "rank 0 raised another"
