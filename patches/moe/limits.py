@@ -83,6 +83,8 @@ def bounded_unsupported_reason(config: TransformerConfig) -> str | None:
     """Why room for the rows of a layer over symmetric memory cannot be bounded, or None."""
     if config.add_bias_linear:
         return "experts with biases take as many rows as arrive"
+    if config.variable_seq_lengths:
+        return "variable_seq_lengths: buffers grow with the tokens of a call, which the host counts"
     if torch.cuda.is_available() and not cpu_mode_active():
         from megatron_fluid.kernels.grouped_gemm.launch import sends_rows
 

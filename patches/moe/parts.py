@@ -199,11 +199,7 @@ def nvlink_unsupported_reason(config: TransformerConfig) -> str | None:
 
     width = config.moe_latent_size or config.hidden_size
     shape = width, None, config.params_dtype
-    if (reason := nvlink_layer_reason(*shape, torch.device("cuda"))) is not None:
-        return reason
-    if config.variable_seq_lengths:
-        return "variable_seq_lengths: the NVLink path has not been tried with it"
-    return None
+    return nvlink_layer_reason(*shape, torch.device("cuda"))
 
 
 def _dispatcher_reason(layer: MoELayer, fluid: FluidConfig) -> str | None:

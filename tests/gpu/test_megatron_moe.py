@@ -54,6 +54,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "local, nvlink": ("local", {}, {"moe_backend": "nvlink"}),
     "local, nvlink, deferred": ("local", {}, {"moe_backend": "nvlink", "defer_weight_grads": True}),
+    "local, nvlink, variable lengths": (
+        "local",
+        {"variable_seq_lengths": True},
+        {"moe_backend": "nvlink"},
+    ),
     "te grouped, nvlink": (
         "transformer_engine",
         {"moe_grouped_gemm": True},

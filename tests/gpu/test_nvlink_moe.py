@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
@@ -23,7 +24,7 @@ from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels.fp8_casts.reference import cast_rows, restore_rows
 from megatron_fluid.moe.nvlink import steps
-from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, SizedBuffers
 from megatron_fluid.moe.nvlink.schedule import CANDIDATES, Schedule
 from megatron_fluid.moe.nvlink.transport import NvlinkTransport
 from tests.support.expert_calls import nvlink_moe
@@ -76,6 +77,34 @@ def test_outputs_and_every_gradient_agree_with_the_reference(
         limits = {"y": 1e-2, "dx": 2e-2, "dprobs": 2e-2, "dw1": 2e-2, "dw2": 1e-2}
         for name, gap in gaps(found, expected).items():
             assert gap < limits[name], f"seed {seed}: {name} differs by {gap}"
+
+
+def test_buffers_grow_with_token_counts_that_differ_by_rank_and_call(
+    space: SymmetricWorkspace,
+) -> None:
+    """All forwards before all backwards, as in a pipeline; some rank may have no token."""
+    _, hidden, ffn, experts, top_k = SHAPES[0]
+    world, rank = space.world_size, space.rank
+    sized = SizedBuffers(dist.group.WORLD, ffn, top_k, experts)
+    done, sizes = [], set()
+    for number, most in enumerate((8, 64, 3, 500, 90, 700, 0)):
+        counts = [(most, most // 3, 0)[(r + number) % min(3, world)] for r in range(world)]
+        calls = [
+            make_call(number, "balanced", r, world, counts[r], hidden, ffn, experts, top_k)
+            for r in range(world)
+        ]
+        mine = calls[rank]
+        leaves = [t.clone().requires_grad_() for t in (mine.x, mine.probs, mine.w1, mine.w2)]
+        buffers = sized.of(counts[rank], hidden, torch.bfloat16)
+        x, probs, w1, w2 = leaves
+        y = nvlink_moe(buffers, x, mine.ids, probs, w1, w2, grow=sized.grow)
+        sizes.add(sized.of(0, hidden, torch.bfloat16).max_tokens)
+        done.append((y, leaves, mine.grad, oracle(calls, rank)))
+    assert sizes == {8, 64, 500, 700}
+    for number, (y, leaves, grad, expected) in enumerate(done):
+        found = (y.detach(), *torch.autograd.grad(y, leaves, grad))
+        for name, gap in gaps(found, expected).items():
+            assert gap < 2e-2, f"call {number}: {name} differs by {gap}"
 
 
 def test_rows_that_are_sent_are_awaited_and_overwrite_nothing_that_is_still_to_be_read(

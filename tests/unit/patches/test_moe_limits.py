@@ -267,19 +267,20 @@ def test_a_graph_of_an_iteration_holds_layers_of_several_ranks_with_bounded_room
     "settings",
     [
         {"add_bias_linear": True},
+        {"variable_seq_lengths": True},
         {"cuda_graph_impl": "local"},
         {"cuda_graph_impl": "transformer_engine"},
     ],
     ids=str,
 )
-def test_bounded_room_serves_neither_biases_nor_graphs_of_layers(
+def test_bounded_room_serves_neither_biases_nor_varying_lengths_nor_graphs_of_layers(
     supported: TransformerConfig,
     settings: dict[str, Any],
     bounded: FluidConfig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer: Any = Layer(supported, 2, **settings)
-    assert limits.bounds_rows(layer.config, bounded) is ("add_bias_linear" not in settings)
+    assert limits.bounds_rows(layer.config, bounded) is ("cuda_graph_impl" in settings)
     for reason in (
         reasons(layer.config, bounded).exchange,
         reasons(layer.config, bounded).experts,

@@ -162,6 +162,7 @@ def job(monkeypatch: pytest.MonkeyPatch, settings: FluidConfig, **changed: Any) 
         cp_comm_type=["p2p"],
         num_experts=None,
         add_bias_linear=False,
+        variable_seq_lengths=False,
         params_dtype=torch.bfloat16,
         fp8=None,
     )
