@@ -1,4 +1,4 @@
-"""What the decode-time kernels refuse, and how a wait for a peer that does not come ends."""
+"""What the decode-time all-to-all refuses, and how a wait for a peer that does not come ends."""
 
 from __future__ import annotations
 
@@ -6,34 +6,33 @@ import pytest
 import torch
 
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
+from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout
+from megatron_fluid.low_latency.peer_memory import PeerMemory
+from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
+from tests.support.all_to_all_calls import bf16, build, receive, receive_back, send, send_back
 from tests.support.machine import NEEDS_INTERPRETER
-from tests.unit.low_latency.test_kernels import _build
+from tests.support.simulated_workspace import SimulatedWorkspace
+
+pytestmark = NEEDS_INTERPRETER
+LONE = Layout(2, 2, 1, 1, 1, 16, 32, 0)  # one rank
+THREE = Layout(2, 6, 1, 3, 1, 16, 32, 0)
+ZEROS = torch.zeros(2, 1, dtype=torch.int32)
 
 
-@NEEDS_INTERPRETER
 def test_a_dead_peer_is_named_and_the_call_ends() -> None:
-    layout = Layout(2, 6, 1, 3, 1, 16, 32, 0)
-    _, ranks = _build(layout)
-    x = torch.randn(2, 16).to(torch.bfloat16)
-    ids = torch.zeros(2, 1, dtype=torch.int32)
+    _, ranks = build(THREE)
     for r in (0, 1):  # rank 2 never sends
-        ranks[r].dispatch(None, None, None, x, None, ids, do_recv=False)
-    counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 6, 16, dtype=torch.bfloat16)
-    ranks[0].dispatch(counts, out, None, None, None, None, do_send=False)
+        send(ranks[r], bf16(2, 16), ZEROS)
+    receive(ranks[0])
     with pytest.raises(PeerTimeoutError, match=r"rank 0: no answer from peer 2 in .*dispatch"):
         ranks[0].check_errors()
     with pytest.raises(PeerTimeoutError):
-        ranks[0].dispatch(None, None, None, x, None, ids, do_recv=False)
+        send(ranks[0], bf16(2, 16), ZEROS)
 
 
-@NEEDS_INTERPRETER
 def test_of_several_late_peers_the_first_is_named_with_what_it_has_sent() -> None:
-    from megatron_fluid.low_latency.peer_memory import PeerMemory
-    from megatron_fluid.low_latency.transport import DispatchRequest
-
-    layout = Layout(2, 6, 1, 3, 1, 16, 32, 0)
-    _, ranks = _build(layout)
+    _, ranks = build(THREE)
     transport = ranks[0]._transport
     assert isinstance(transport, PeerMemory)
     flags = transport._dispatch_flags.flags.view(-1)
@@ -43,92 +42,82 @@ def test_of_several_late_peers_the_first_is_named_with_what_it_has_sent() -> Non
         flags[peer * senders : (peer + 1) * senders] = generation
     counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 6, 16, dtype=torch.bfloat16)
     transport.dispatch(DispatchRequest(counts, out, receive=True))
-    with pytest.raises(
-        PeerTimeoutError, match=r"no answer from peer 1 .*expected generation 5, seen 4"
-    ):
+    late = r"no answer from peer 1 .*expected generation 5, seen 4"
+    with pytest.raises(PeerTimeoutError, match=late):
         transport.check_errors()
 
 
-@NEEDS_INTERPRETER
+def test_after_a_timeout_destroy_waits_for_nobody_and_keeps_the_memory() -> None:
+    from megatron_fluid.comm.workspace import _ABANDONED
+
+    simulated, (ata, _) = build(Layout(1, 2, 1, 2, 1, 16, 32, 0))
+    send(ata, bf16(1, 16), ZEROS[:1])
+    receive(ata)
+    with pytest.raises(PeerTimeoutError, match="peer 1"):
+        ata.check_errors()
+    ata.destroy()
+    assert simulated.rank(0) in _ABANDONED
+    assert simulated.rank(0).allocated_bytes() > 0
+
+
 def test_halves_out_of_order_and_misfits_are_refused() -> None:
-    layout = Layout(4, 4, 2, 2, 1, 16, 32, 0)
-    _, (ata, _) = _build(layout)
-    x, ids = torch.randn(4, 16).to(torch.bfloat16), torch.zeros(4, 2, dtype=torch.int32)
-    counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 8, 16, dtype=torch.bfloat16)
+    _, (ata, _) = build(Layout(4, 4, 2, 2, 1, 16, 32, 0))
+    x, ids, weights = bf16(4, 16), torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, 2)
     with pytest.raises(FluidError, match="do_recv without a send"):
-        ata.dispatch(counts, out, None, None, None, None, do_send=False)
+        receive(ata)
     with pytest.raises(ConfigError, match="at least one"):
-        ata.dispatch(counts, out, None, x, None, ids, do_send=False, do_recv=False)
+        ata.dispatch(None, None, None, x, None, ids, do_send=False, do_recv=False)
     with pytest.raises(ConfigError, match=r"dp_x.*allowed"):
-        ata.dispatch(
-            None, None, None, torch.randn(5, 16).to(torch.bfloat16), None, ids, do_recv=False
-        )
+        send(ata, bf16(5, 16), ids)
     with pytest.raises(ConfigError, match=r"indices.*torch.uint32"):
-        ata.dispatch(None, None, None, x, None, ids.float(), do_recv=False)
+        send(ata, x, ids.float())
     shifted = torch.zeros(9, dtype=torch.int32)[1:].view(4, 2)
     with pytest.raises(ConfigError, match=r"address of indices.*multiple of 16"):
-        ata.dispatch(None, None, None, x, None, shifted, do_recv=False)
-    ata.dispatch(None, None, None, x, None, ids, do_recv=False)
+        send(ata, x, shifted)
+    send(ata, x, ids)
     with pytest.raises(FluidError, match="do_send again"):
-        ata.dispatch(None, None, None, x, None, ids, do_recv=False)
+        send(ata, x, ids)
     with pytest.raises(FluidError, match="between the halves of a dispatch"):
-        ata.combine(None, None, torch.ones(4, 2), out, do_recv=False)
+        send_back(ata, x, weights)
     ata.destroy()
     ata.destroy()
     with pytest.raises(FluidError, match="after destroy"):
         ata.combine(None, None, None, None)
 
 
-@NEEDS_INTERPRETER
 def test_a_combine_before_any_dispatch_and_a_dispatch_amid_a_combine_are_refused() -> None:
-    _, (ata,) = _build(Layout(2, 2, 1, 1, 1, 16, 32, 0))
-    x, ids, weights = (
-        torch.randn(2, 16).to(torch.bfloat16),
-        torch.zeros(2, 1, dtype=torch.int32),
-        torch.ones(2, 1),
-    )
-    counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 2, 16, dtype=torch.bfloat16)
+    _, (ata,) = build(LONE)
+    x, y = bf16(2, 16), torch.zeros(2, 2, 16, dtype=torch.bfloat16)
     with pytest.raises(FluidError, match="before any dispatch was received"):
-        ata.combine(None, None, weights, out, do_recv=False)
-    ata.dispatch(counts, out, None, x, None, ids)
-    ata.combine(None, None, weights, out, do_recv=False)
+        send_back(ata, y, torch.ones(2, 1))
+    send(ata, x, ZEROS)
+    receive(ata)
+    send_back(ata, y, torch.ones(2, 1))
     with pytest.raises(FluidError, match="between the halves of a combine"):
-        ata.dispatch(None, None, None, x, None, ids, do_recv=False)
+        send(ata, x, ZEROS)
 
 
-@NEEDS_INTERPRETER
 def test_a_tensor_on_another_device_is_refused_also_after_one_of_its_form() -> None:
-    _, (ata,) = _build(Layout(2, 2, 1, 1, 1, 16, 32, 0))
-    x, ids, weights = (
-        torch.randn(2, 16).to(torch.bfloat16),
-        torch.zeros(2, 1, dtype=torch.int32),
-        torch.ones(2, 1),
-    )
-    counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 2, 16, dtype=torch.bfloat16)
-    bound = torch.ones(1, dtype=torch.int32)
-    given = {"dp_x": x, "weights": weights, "bound_m": bound}
-    call = {"dp_x_scale": None, "indices": ids, **given}
-    ata.dispatch(counts, out, None, **call)  # type: ignore[arg-type]
+    _, (ata,) = build(LONE)
+    given = {"dp_x": bf16(2, 16), "weights": torch.ones(2, 1), "bound_m": torch.ones(1).int()}
+    call = {"out_expert_num_tokens": torch.zeros(2, dtype=torch.int32), "out_expert_x_scale": None}
+    call |= {"out_expert_x": torch.zeros(2, 2, 16, dtype=torch.bfloat16), "dp_x_scale": None}
+    call |= {"indices": ZEROS, **given}
+    ata.dispatch(**call)  # type: ignore[arg-type]
     for name, tensor in given.items():
         with pytest.raises(ConfigError, match=f"{name}: found 'meta'"):
-            ata.dispatch(counts, out, None, **{**call, name: tensor.to("meta")})  # type: ignore[arg-type]
+            ata.dispatch(**{**call, name: tensor.to("meta")})  # type: ignore[arg-type]
 
 
-@NEEDS_INTERPRETER
 @pytest.mark.parametrize("split", [False, True])
 def test_rows_of_another_type_than_was_sent_are_refused(split: bool) -> None:
-    _, (ata,) = _build(Layout(2, 2, 1, 1, 1, 16, 32, 0))
-    x, ids, counts = (
-        torch.randn(2, 16).to(torch.bfloat16),
-        torch.zeros(2, 1).int(),
-        torch.zeros(2, dtype=torch.int32),
-    )
-    sent, received = (x, None, ids), (counts, torch.zeros(2, 2, 16, dtype=torch.float16), None)
+    _, (ata,) = build(LONE)
+    sent = bf16(2, 16), None, ZEROS
+    received = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 2, 16, dtype=torch.float16), None
     if split:
-        ata.dispatch(None, None, None, *sent, do_recv=False)
-    with pytest.raises(
-        ConfigError, match=r"out_expert_x: found torch.float16, allowed: torch.bfloat16"
-    ):
+        send(ata, sent[0], ZEROS)
+    said = r"out_expert_x: found torch.float16, allowed: torch.bfloat16"
+    with pytest.raises(ConfigError, match=said):
         ata.dispatch(*received, *((None, None, None) if split else sent), do_send=not split)
 
 
@@ -147,47 +136,43 @@ def test_a_size_that_cannot_be_met_is_named(setting: str, values: tuple[int, ...
         Layout(*values)
 
 
-@NEEDS_INTERPRETER
-def test_after_a_timeout_destroy_waits_for_nobody_and_keeps_the_memory() -> None:
-    from megatron_fluid.comm.workspace import _ABANDONED
-
-    layout = Layout(1, 2, 1, 2, 1, 16, 32, 0)
-    simulated, (ata, _) = _build(layout)
-    ata.dispatch(
-        None,
-        None,
-        None,
-        torch.zeros(1, 16).to(torch.bfloat16),
-        None,
-        torch.zeros(1, 1).int(),
-        do_recv=False,
-    )
-    counts, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, 16, dtype=torch.bfloat16)
-    ata.dispatch(counts, out, None, None, None, None, do_send=False)
-    with pytest.raises(PeerTimeoutError, match="peer 1"):
-        ata.check_errors()
-    ata.destroy()
-    assert simulated.rank(0) in _ABANDONED
-    assert simulated.rank(0).allocated_bytes() > 0
-
-
-@NEEDS_INTERPRETER
 def test_packed_rows_that_cannot_hold_what_may_arrive_are_refused() -> None:
-    layout = Layout(4, 4, 2, 2, 1, 16, 32, 0)
-    _, (ata, _) = _build(layout)
+    _, (ata, _) = build(Layout(4, 4, 2, 2, 1, 16, 32, 0))
     assert ata.packed_rows(8) == 4 * 2 * 2 + 2 * 7
-    counts, offsets = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    ata.dispatch(
-        None,
-        None,
-        None,
-        torch.zeros(1, 16).to(torch.bfloat16),
-        None,
-        torch.zeros(1, 2).int(),
-        do_recv=False,
-    )
+    send(ata, bf16(1, 16), torch.zeros(1, 2, dtype=torch.int32))
+    more = {"out_expert_offsets": torch.zeros(2, dtype=torch.int32), "alignment": 8}
     with pytest.raises(ConfigError, match=r"29 packed rows.*packed_rows\(8\) = 30"):
-        ata.dispatch(
-            counts, torch.zeros(29, 16).to(torch.bfloat16), None, None, None, None, do_send=False,
-            out_expert_offsets=offsets, alignment=8,
-        )  # fmt: skip
+        receive(ata, out=bf16(29, 16), **more)
+
+
+@pytest.fixture
+def dispatched() -> AllToAll:
+    """One rank that has dispatched 2 of at most 4 tokens in the packed layout."""
+    _, (ata,) = build(Layout(4, 2, 1, 1, 1, 16, 32, 0))
+    send(ata, torch.ones(2, 16, dtype=torch.bfloat16), torch.tensor([[0], [1]]), torch.ones(2, 1))
+    offsets, rows = torch.zeros(2, dtype=torch.int32), bf16(ata.packed_rows(8), 16)
+    receive(ata, out=rows, out_expert_offsets=offsets, alignment=8)
+    return ata
+
+
+def test_more_tokens_than_were_dispatched_are_refused(dispatched: AllToAll) -> None:
+    y = torch.ones(dispatched.packed_rows(8), 16, dtype=torch.bfloat16)
+    out, ids = torch.zeros(3, 16), torch.zeros(3, 1, dtype=torch.int64)
+    with pytest.raises(ConfigError, match="out_tokens: found '3 tokens', allowed: at most the 2"):
+        dispatched.combine(out, ids, None, y)
+    send_back(dispatched, y)
+    receive_back(dispatched, out[:2], torch.tensor([[0], [1]]))
+    assert torch.equal(out[:2], torch.ones(2, 16))
+
+
+def test_too_few_packed_rows_are_refused(dispatched: AllToAll) -> None:
+    rows = dispatched.packed_rows(8)
+    with pytest.raises(ConfigError, match=f"expert_y: found '{rows - 1} packed rows'"):
+        send_back(dispatched, bf16(rows - 1, 16))
+
+
+def test_weights_of_too_many_entries_belong_to_the_dispatch() -> None:
+    layout = Layout((1 << 16) + 1, 16, 16, 1, 1, 8, 16, 0)
+    transport = PeerMemory(layout, SimulatedWorkspace(1).rank(0))
+    with pytest.raises(ConfigError, match=r"max_num_tokens \* experts_per_token: found 1048592"):
+        transport.combine(CombineRequest(weights=torch.ones(1, 16), send=True, exchange=True))

@@ -21,7 +21,16 @@ from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.open_transport import open_transport
-from megatron_fluid.low_latency.reference import combine_reference, dispatch_reference
+from megatron_fluid.low_latency.reference import combine_reference
+from tests.support.all_to_all_calls import (
+    bf16,
+    check_close,
+    check_received,
+    receive,
+    receive_back,
+    send,
+    send_back,
+)
 from tests.support.fake_nvshmem import SIGNAL_SET, FakeNvshmem, fake_nvshmem
 from tests.support.far_experts import far_experts
 from tests.support.machine import NEEDS_INTERPRETER
@@ -42,66 +51,38 @@ def _build(fake_nvshmem: FakeNvshmem, layout: Layout) -> list[AllToAll]:
 
 
 @NEEDS_INTERPRETER
-@pytest.mark.parametrize(("world", "dp", "scale_words"), [(3, 1, 2), (4, 2, 0)])
+@pytest.mark.parametrize(("world", "dp", "words"), [(3, 1, 2), (4, 2, 0)])
 def test_puts_in_any_order_arrive_before_their_signals(
-    fake_nvshmem: FakeNvshmem, world: int, dp: int, scale_words: int
+    fake_nvshmem: FakeNvshmem, world: int, dp: int, words: int
 ) -> None:
-    local, k, capacity, hidden = 2, 3, 3, 32
-    layout = Layout(capacity, local * world, k, world, dp, hidden, hidden * 2, scale_words * 4)
+    local, k, capacity, hidden, sources = 2, 3, 3, 32, world // dp
+    layout = Layout(capacity, local * world, k, world, dp, hidden, hidden * 2, words * 4)
     ranks = _build(fake_nvshmem, layout)
-    generator = torch.Generator().manual_seed(world)
+    g = torch.Generator().manual_seed(world)
     for _ in range(3):
-        tokens = [
-            int(torch.randint(0, capacity + 1, (1,), generator=generator))
-            for _ in range(world // dp)
-        ]
-        x = [torch.randn(m, hidden, generator=generator).to(torch.bfloat16) for m in tokens]
-        scale = [torch.rand(m, scale_words, generator=generator) for m in tokens]
-        ids = [
-            torch.rand(m, local * world, generator=generator).topk(k, -1).indices.int()
-            for m in tokens
-        ]
-        weights = [torch.rand(m, k, generator=generator) for m in tokens]
+        tokens = torch.randint(0, capacity + 1, (sources,), generator=g).tolist()
+        x = [torch.randn(m, hidden, generator=g).to(torch.bfloat16) for m in tokens]
+        scale = [torch.rand(m, words, generator=g) for m in tokens]
+        ids = [torch.rand(m, local * world, generator=g).topk(k, -1).indices.int() for m in tokens]
+        weights = [torch.rand(m, k, generator=g) for m in tokens]
         for r, ata in enumerate(ranks):
             s = r // dp
-            ata.dispatch(
-                None,
-                None,
-                None,
-                x[s],
-                scale[s] if scale_words else None,
-                ids[s],
-                do_recv=False,
-                weights=weights[s],
-            )
+            send(ata, x[s], ids[s], weights[s], scale=scale[s] if words else None)
         fake_nvshmem.deliver()
-        y = []
         for r, ata in enumerate(ranks):
-            counts = torch.zeros(local, dtype=torch.int32)
-            out = torch.zeros(local, layout.max_rows, hidden, dtype=torch.bfloat16)
-            out_scale = torch.zeros(local, layout.max_rows, scale_words) if scale_words else None
-            ata.dispatch(counts, out, out_scale, None, None, None, do_send=False)
+            received = receive(ata)
             ata.check_errors()
-            expected = dispatch_reference(ids, r, local)
-            assert torch.equal(counts, expected.counts)
-            for e in range(local):
-                assert torch.equal(out[e, : counts[e]], expected.gather(e, x))
-                if out_scale is not None:
-                    assert torch.equal(out_scale[e, : counts[e]], expected.gather(e, scale))
-            y.append(
-                torch.randn(local, layout.max_rows, hidden, generator=generator).to(torch.bfloat16)
-            )
+            check_received(received, r, ids, x, scale)
+        y = [bf16(local, layout.max_rows, hidden) for _ in ranks]
         for r, ata in enumerate(ranks):
-            ata.combine(None, None, None, y[r], do_recv=False)
+            send_back(ata, y[r])
         fake_nvshmem.deliver()
         wanted = combine_reference(ids, weights, y, local)
         for r, ata in enumerate(ranks):
-            result = torch.zeros(tokens[r // dp], hidden, dtype=torch.bfloat16)
-            ata.combine(result, ids[r // dp], None, None, do_send=False)
+            out = torch.zeros(tokens[r // dp], hidden, dtype=torch.bfloat16)
+            receive_back(ata, out, ids[r // dp])
             ata.check_errors()
-            reference = wanted[r // dp]
-            if reference.numel():
-                assert (result.float() - reference).norm() / reference.norm() < 8e-3
+            check_close(out, wanted[r // dp])
 
 
 @NEEDS_INTERPRETER
@@ -110,16 +91,13 @@ def test_experts_may_lie_gigabytes_apart_and_ids_beyond_32_bits_are_masks(
 ) -> None:
     (ata,) = _build(fake_nvshmem, Layout(3, 2, 1, 1, 1, 16, 32, 0))
     x = torch.tensor([1.0, 2.0, 3.0])[:, None].expand(3, 16).contiguous().to(torch.bfloat16)
-    ids, counts = torch.tensor([[0], [1], [1 << 40]]), torch.zeros(2, dtype=torch.int32)
-    far, result = far_experts(2, 3, 16), torch.zeros_like(x)
-    ata.dispatch(None, None, None, x, None, ids, do_recv=False, weights=torch.ones(3, 1))
+    ids, far = torch.tensor([[0], [1], [1 << 40]]), far_experts(2, 3, 16)
+    send(ata, x, ids, torch.ones(3, 1))
     fake_nvshmem.deliver()
-    ata.dispatch(counts, far, None, None, None, None, do_send=False)
-    assert counts.tolist() == [1, 1]
-    ata.combine(None, None, None, far, do_recv=False)
+    assert receive(ata, out=far)[0].tolist() == [1, 1]
+    send_back(ata, far)
     fake_nvshmem.deliver()
-    ata.combine(result, ids, None, None, do_send=False)
-    assert result[:, 0].tolist() == [1, 2, 0]
+    assert receive_back(ata, torch.zeros_like(x), ids)[:, 0].tolist() == [1, 2, 0]
 
 
 @NEEDS_INTERPRETER
@@ -132,55 +110,44 @@ def test_a_peer_whose_puts_are_lost_is_named(
     missing."""
     layout = Layout(2, 6, 1, 3, 1, 16, 32, 0)
     ranks = _build(fake_nvshmem, layout)
-    x, ids, weights = (
-        torch.randn(2, 16).to(torch.bfloat16),
-        torch.zeros(2, 1, dtype=torch.int32),
-        torch.ones(2, 1),
-    )
-    counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 6, 16, dtype=torch.bfloat16)
+    x, ids, y = bf16(2, 16), torch.zeros(2, 1, dtype=torch.int32), bf16(2, 6, 16)
 
-    def send(what: str, lost: bool) -> None:
+    def send_all(what: str, lost: bool) -> None:
         for r, ata in enumerate(ranks):
-            fake_nvshmem.dropped = (
-                {0} if lost and r == 1 else set()
-            )  # nothing that rank 1 sends reaches rank 0
+            # Nothing that rank 1 sends reaches rank 0.
+            fake_nvshmem.dropped = {0} if lost and r == 1 else set()
             if what == "dispatch":
-                ata.dispatch(None, None, None, x, None, ids, do_recv=False, weights=weights)
+                send(ata, x, ids, torch.ones(2, 1))
             else:
-                ata.combine(None, None, None, out, do_recv=False)
+                send_back(ata, y)
         fake_nvshmem.deliver()
 
-    def receive(what: str, ata: AllToAll) -> None:
+    def receive_one(what: str, ata: AllToAll) -> None:
         if what == "dispatch":
-            ata.dispatch(counts, out, None, None, None, None, do_send=False)
+            receive(ata)
         else:
-            ata.combine(torch.zeros_like(x), ids, None, None, do_send=False)
+            receive_back(ata, torch.zeros_like(x), ids)
         ata.check_errors()
 
     steps = ["dispatch", "combine"] * (before + 1)
     for what in steps[: 2 * before + (operation == "combine")]:
-        send(what, lost=False)
+        send_all(what, lost=False)
         for ata in ranks:
-            receive(what, ata)
-    send(operation, lost=True)
-    receive(operation, ranks[2])
+            receive_one(what, ata)
+    send_all(operation, lost=True)
+    receive_one(operation, ranks[2])
     with pytest.raises(PeerTimeoutError, match=rf"rank 0: no answer from peer 1 in .*{operation}"):
-        receive(operation, ranks[0])
+        receive_one(operation, ranks[0])
 
 
 def test_the_signal_operation_is_that_of_nvshmems_headers(fake_nvshmem: FakeNvshmem) -> None:
     from megatron_fluid.kernels.low_latency import nvshmem as kernels
 
     assert kernels.SIGNAL_SET.value == SIGNAL_SET
-    found = [
-        header
-        for folder in [
-            os.environ.get("NVSHMEM_HOME", ""),
-            os.path.join(sysconfig.get_path("purelib"), "nvidia/nvshmem"),
-        ]
-        for header in Path(folder).glob("include/device_host_transport/nvshmem_common_transport.h")
-        if folder
-    ]
+    wheel = os.path.join(sysconfig.get_path("purelib"), "nvidia/nvshmem")
+    homes = filter(None, (os.environ.get("NVSHMEM_HOME"), wheel))
+    header = "include/device_host_transport/nvshmem_common_transport.h"
+    found = [path for home in homes for path in Path(home).glob(header)]
     if not found:
         pytest.skip("NVSHMEM's headers are not installed")
     for header in found:
