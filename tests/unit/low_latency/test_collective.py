@@ -11,19 +11,31 @@ import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, all_to_all
+from tests.support.all_to_all_calls import receive, receive_back, send, send_back
 from tests.support.launch import run_ranks
+
+ONES = torch.ones(4, 1)
+
+
+def _open(
+    rank: int, world: int, hidden: int = 16, scale_bytes: int = 0, itemsize: int = 2, **named: Any
+) -> AllToAll:
+    """Of 4 tokens, 2 experts, top-1."""
+    named = {"transport": "gloo", "timeout_s": 30.0, **named}
+    build = AllToAll.internode if "+" in named["transport"] else AllToAll.intranode
+    return build(4, 2, 1, rank, world, 1, hidden, hidden * itemsize, scale_bytes, **named)
 
 
 def _late(rank: int, world: int) -> list[str]:
-    ata = AllToAll.intranode(4, 2, 1, rank, world, 1, 16, 32, 0, timeout_s=1.0)
-    ids, counts = torch.full((4, 1), 1 - rank, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    out, x = torch.zeros(1, 8, 16, dtype=torch.bfloat16), torch.ones(4, 16, dtype=torch.bfloat16)
+    ata = _open(rank, world, timeout_s=1.0)
+    ids, x = torch.full((4, 1), 1 - rank, dtype=torch.int32), torch.ones(4, 16)
     if rank == 1:
         time.sleep(2)
     said = []
     for _ in range(2):
         try:
-            ata.dispatch(counts, out, None, x, None, ids, weights=torch.ones(4, 1))
+            send(ata, x.to(torch.bfloat16), ids, ONES)
+            receive(ata)
         except PeerTimeoutError as error:
             said.append(str(error))
     with pytest.raises(PeerTimeoutError, match="dispatch"):
@@ -38,21 +50,20 @@ def test_after_a_timeout_over_gloo_every_call_raises_it_again() -> None:
 
 def _odd(rank: int, world: int) -> None:
     ids = torch.zeros(4, 1, dtype=torch.int32)
-    counts, weights = torch.zeros(1, dtype=torch.int32), torch.ones(4, 1)
     # One scale a row: of a column's strides, and of no tokens at all.
-    ata = AllToAll.intranode(4, 2, 1, rank, world, 1, 16, 32, 4, timeout_s=10.0)
-    x, scale = torch.ones(4, 16, dtype=torch.bfloat16), torch.arange(1.0, 5.0)[None].t()
-    out, out_scale = torch.zeros(1, 8, 16, dtype=torch.bfloat16), torch.zeros(1, 8, 1)
-    ata.dispatch(counts, out, out_scale, x, scale, ids, weights=weights)
-    if rank == 0:
+    ata = _open(rank, world, scale_bytes=4)
+    scale = torch.arange(1.0, 5.0)[None].t()
+    send(ata, torch.ones(4, 16, dtype=torch.bfloat16), ids, ONES, scale=scale)
+    _, _, out_scale = receive(ata)
+    if rank == 0 and out_scale is not None:
         assert out_scale.flatten().tolist() == [1.0, 2.0, 3.0, 4.0] * 2
-    ata = AllToAll.intranode(4, 2, 1, rank, world, 1, 128, 128, 4, timeout_s=10.0)
+    ata = _open(rank, world, 128, 4, 1)
     m = 3 * rank
-    out, out_scale = torch.zeros(1, 8, 128, dtype=torch.float8_e4m3fn), torch.zeros(1, 8, 1)
     x = torch.full((m, 128), 448.0).to(torch.bfloat16)
-    ata.dispatch(counts, out, out_scale, x, None, ids[:m], weights=weights[:m], quantize=True)
+    send(ata, x, ids[:m], ONES[:m], quantize=True)
+    counts, out, out_scale = receive(ata, torch.float8_e4m3fn)
     assert int(counts) == (3 if rank == 0 else 0)
-    if rank == 0:
+    if rank == 0 and out_scale is not None:
         assert torch.equal(out.float()[0, :3] * out_scale[0, :3], torch.full((3, 128), 448.0))
 
 
@@ -61,54 +72,28 @@ def test_one_scale_a_row_travels_from_a_column_and_from_no_tokens() -> None:
 
 
 def _wide_ids(rank: int, world: int) -> None:
-    ata = AllToAll.intranode(4, 2, 1, rank, world, 1, 16, 32, 0, timeout_s=10.0)
-    x, ids = (
-        torch.ones(4, 16, dtype=torch.bfloat16),
-        torch.tensor([[1], [1 << 40], [-(1 << 40)], [-1]]),
-    )
-    counts, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 8, 16, dtype=torch.bfloat16)
-    ata.dispatch(counts, out, None, x, None, ids, weights=torch.ones(4, 1))
-    assert int(counts) == (0 if rank == 0 else 2)
+    ata = _open(rank, world)
+    ids = torch.tensor([[1], [1 << 40], [-(1 << 40)], [-1]])
+    send(ata, torch.ones(4, 16, dtype=torch.bfloat16), ids, ONES)
+    assert int(receive(ata)[0]) == (0 if rank == 0 else 2)
 
 
 def test_ids_beyond_32_bits_are_no_expert() -> None:
     run_ranks(_wide_ids, 2)
 
 
-def _outside(rank: int, world: int, transport: str) -> None:
-    build = AllToAll.internode if "+" in transport else AllToAll.intranode
+def _outside(rank: int, world: int, named: dict[str, Any]) -> None:
     with torch.inference_mode():
-        ata = build(
-            4,
-            2,
-            1,
-            rank,
-            world,
-            1,
-            16,
-            32,
-            0,
-            transport=transport,
-            timeout_s=10.0,
-            **_SIZES[transport],
-        )
-    x, ids = (
-        torch.full((2, 16), 1.0 + rank).to(torch.bfloat16),
-        torch.zeros(2, 1, dtype=torch.int32),
-    )
-    counts, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 8, 16, dtype=torch.bfloat16)
-    ata.dispatch(counts, out, None, x, None, ids, weights=torch.ones(2, 1))
-    result = torch.zeros_like(x)
-    ata.combine(result, ids, None, out)
-    assert torch.equal(result, x)
+        ata = _open(rank, world, **named)
+    x, ids = torch.full((2, 16), 1.0 + rank).to(torch.bfloat16), torch.zeros(2, 1).int()
+    send(ata, x, ids, ONES[:2])
+    send_back(ata, receive(ata)[1])
+    assert torch.equal(receive_back(ata, torch.zeros_like(x), ids), x)
 
 
-_SIZES: dict[str, dict[str, Any]] = {"gloo": {}, "gloo+gloo": {"domain_size": 1}}
-
-
-@pytest.mark.parametrize("transport", list(_SIZES))
-def test_what_is_built_in_inference_mode_works_outside_it(transport: str) -> None:
-    run_ranks(_outside, 2, transport)
+@pytest.mark.parametrize("named", [{}, {"transport": "gloo+gloo", "domain_size": 1}])
+def test_what_is_built_in_inference_mode_works_outside_it(named: dict[str, Any]) -> None:
+    run_ranks(_outside, 2, named)
 
 
 def _second_wait(rank: int, world: int) -> None:
@@ -131,66 +116,49 @@ def test_a_round_that_timed_out_is_not_done_and_fails_again() -> None:
 
 def _two_in_flight(rank: int, world: int) -> None:
     """Each half of the one object's calls runs between the halves of the other's."""
-    sizes = ((16, 4), (48, 3))
-    objects = [
-        AllToAll.intranode(
-            most, 2, 1, rank, world, 1, hidden, 2 * hidden, 0, transport="gloo", timeout_s=30.0
-        )
-        for hidden, most in sizes
-    ]
+    objects = [_open(rank, world, hidden) for hidden in (16, 48)]
     ids = torch.tensor([[0], [1], [1]], dtype=torch.int32)
-    ones = torch.ones(3, 1)
     for turn in range(2):
         x = [
-            torch.full((3, hidden), 1.0 + rank + 2 * turn + 4 * number).to(torch.bfloat16)
-            for number, (hidden, _) in enumerate(sizes)
-        ]
-        rows = [
-            torch.zeros(1, most * world, hidden, dtype=torch.bfloat16) for hidden, most in sizes
+            torch.full((3, ata.layout.hidden_dim), 1.0 + rank + 2 * turn + 4 * number).bfloat16()
+            for number, ata in enumerate(objects)
         ]
         for ata, sent in zip(objects, x, strict=True):
-            ata.dispatch(None, None, None, sent, None, ids, do_recv=False, weights=ones)
-        for ata, got in zip(objects, rows, strict=True):
-            counts = torch.zeros(1, dtype=torch.int32)
-            ata.dispatch(counts, got, None, None, None, None, do_send=False)
+            send(ata, sent, ids, ONES[:3])
+        rows = []
+        for ata in objects:
+            counts, got, _ = receive(ata)
             assert counts.tolist() == [world * (1 + rank)]
+            rows.append(got)
         for ata, got in zip(objects, rows, strict=True):
-            ata.combine(None, None, None, got, do_recv=False)
+            send_back(ata, got)
         for ata, sent in zip(objects, x, strict=True):
-            out = torch.zeros_like(sent)
-            ata.combine(out, ids, None, None, do_send=False)
-            assert torch.equal(out, sent)
+            assert torch.equal(receive_back(ata, torch.zeros_like(sent), ids), sent)
 
 
 def test_two_objects_of_one_group_are_in_flight_at_a_time() -> None:
     run_ranks(_two_in_flight, 2)
 
 
-def _another_gpu(rank: int, world: int) -> str:
-    all_to_all._multiprocessors = lambda: 132 - 18 * rank
-    try:
-        AllToAll.intranode(4, 2, 1, rank, world, 1, 16, 32, 0, transport="gloo", timeout_s=30.0)
-    except ConfigError as error:
-        return str(error)
-    return "built"
+def _another(rank: int, world: int, what: str) -> str:
+    named: dict[str, Any] = {}
+    if what == "multiprocessors":
+        all_to_all._multiprocessors = lambda: 132 - 18 * rank
+    else:
+        named["combine_dtype"] = (torch.bfloat16, torch.float16)[rank]
+    with pytest.raises(ConfigError) as caught:
+        _open(rank, world, **named)
+    return str(caught.value)
 
 
-def test_gpus_of_other_sizes_are_told_apart() -> None:
-    """Ranks count the flags of each other's sending programs, of which there is one a processor."""
-    for said in run_ranks(_another_gpu, 2):
-        assert "multiprocessors: found '132' on rank 0, '114' on rank 1" in said
-
-
-def _another_dtype(rank: int, world: int) -> str:
-    dtype = (torch.bfloat16, torch.float16)[rank]
-    sizes = (4, 2, 1, rank, world, 1, 16, 32, 0)
-    try:
-        AllToAll.intranode(*sizes, combine_dtype=dtype, transport="gloo", timeout_s=30.0)
-    except ConfigError as error:
-        return str(error)
-    return "built"
-
-
-def test_rows_that_return_in_other_dtypes_are_told_apart() -> None:
-    for said in run_ranks(_another_dtype, 2):
-        assert "combine_dtype: found 'torch.bfloat16' on rank 0, 'torch.float16' on rank 1" in said
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        # Ranks count the flags of each other's sending programs, one a processor.
+        ("multiprocessors", "'132' on rank 0, '114' on rank 1"),
+        ("combine_dtype", "'torch.bfloat16' on rank 0, 'torch.float16' on rank 1"),
+    ],
+)
+def test_ranks_that_would_misread_each_other_are_told_apart(what: str, found: str) -> None:
+    for said in run_ranks(_another, 2, what):
+        assert f"{what}: found {found}" in said

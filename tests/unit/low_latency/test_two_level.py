@@ -4,6 +4,7 @@ reorders and drops; and gloo."""
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,19 @@ from megatron_fluid import topology
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, open_transport
 from megatron_fluid.low_latency.layout import Layout
-from megatron_fluid.low_latency.reference import combine_reference, dispatch_reference
+from megatron_fluid.low_latency.reference import combine_reference
 from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
 from megatron_fluid.low_latency.two_level import TwoLevel, TwoLevelLayout
+from tests.support.all_to_all_calls import (
+    bf16,
+    check_close,
+    check_received,
+    receive,
+    receive_back,
+    send,
+    send_back,
+    tensor_of,
+)
 from tests.support.fake_nvshmem import FakeNvshmem, fake_nvshmem
 from tests.support.launch import run_ranks
 from tests.support.machine import NEEDS_INTERPRETER
@@ -98,11 +109,7 @@ def test_simulated_ranks_match_the_reference(
         for r, two in enumerate(ranks):
             two.receive_in_domain(requests[r])
             two.check_errors()
-            expected = dispatch_reference(sources[1], r, local)
-            counts, out = outs[r]
-            assert torch.equal(counts, expected.counts)
-            for e in range(local):
-                assert torch.equal(out[e, : counts[e]], expected.gather(e, sources[0]))
+            check_received((*outs[r], None), r, sources[1], sources[0])
             y.append(torch.randn(local, layout.max_rows, hidden).to(torch.bfloat16))
         combines = []
         for r, two in enumerate(ranks):
@@ -120,10 +127,7 @@ def test_simulated_ranks_match_the_reference(
             reference = wanted[slot[r]] + (2.0 if turn == 1 else 0.0)
             found = combines[r].out
             assert found is not None
-            if reference.numel() and reference.norm() > 0:
-                assert (found.float() - reference).norm() / reference.norm() < _TOLERANCE
-            else:
-                assert torch.equal(found.float(), reference)
+            check_close(found, reference, _TOLERANCE)
 
 
 @NEEDS_INTERPRETER
@@ -132,9 +136,8 @@ def test_a_peer_lost_between_domains_is_named_by_its_rank(fake_nvshmem: FakeNvsh
     ranks = _build(fake_nvshmem, TwoLevelLayout(layout, 2))
     x, ids = torch.randn(2, 16).to(torch.bfloat16), torch.zeros(2, 1, dtype=torch.int32)
     for r, two in enumerate(ranks):
-        fake_nvshmem.dropped = (
-            {0} if r == 3 else set()
-        )  # nothing that rank 3 sends reaches the first of its rail, rank 1
+        # Nothing that rank 3 sends reaches the first of its rail, rank 1.
+        fake_nvshmem.dropped = {0} if r == 3 else set()
         two.send_along_rail(DispatchRequest(x=x, indices=ids, weights=torch.ones(2, 1)))
     fake_nvshmem.deliver()
     for two in ranks:
@@ -158,52 +161,41 @@ def test_sizes_that_two_levels_cannot_have_are_named() -> None:
             TwoLevelLayout(changed, domain_size)
 
 
+def _open(rank: int, world: int, *sizes: int, **named: Any) -> AllToAll:
+    """An all-to-all over two levels of gloo, of (C, E, K, H)."""
+    c, experts, k, hidden = sizes
+    named = {"transport": "gloo+gloo", "domain_size": 2, "timeout_s": 20.0, **named}
+    return AllToAll.internode(c, experts, k, rank, world, 1, hidden, hidden * 2, 0, **named)
+
+
 def _over_gloo(rank: int, world: int, split: bool, early: bool) -> None:
-    local, k, hidden = 3, 4, 24
-    layout = Layout(5, local * world, k, world, 1, hidden, hidden * 2, 0)
-    ata = AllToAll.internode(
-        5,
-        local * world,
-        k,
-        rank,
-        world,
-        1,
-        hidden,
-        hidden * 2,
-        0,
-        transport="gloo+gloo",
-        domain_size=2,
-        timeout_s=20.0,
-    )
+    ata = _open(rank, world, 5, 3 * world, 4, 24)
+    layout = ata.layout
     assert ata.transport == "gloo+gloo" and "2 domains of 2 ranks" in ata.transport_report()
     order = _order(TwoLevelLayout(layout, 2))
     for turn in range(4):
         x, ids, weights = _tokens(layout, turn)
         sources = [[table[r] for r in order] for table in (x, ids, weights)]
-        counts = torch.zeros(local, dtype=torch.int32)
-        out = torch.zeros(local, layout.max_rows, hidden, dtype=torch.bfloat16)
-        sent, at_dispatch = (x[rank], None, ids[rank]), weights[rank] if early else None
+        at_dispatch, late = (weights[rank], None) if early else (None, weights[rank])
         if split:
-            ata.dispatch(None, None, None, *sent, do_recv=False, weights=at_dispatch)
-            ata.dispatch(counts, out, None, None, None, None, do_send=False)
+            send(ata, x[rank], ids[rank], at_dispatch)
+            received = receive(ata)
         else:
-            ata.dispatch(counts, out, None, *sent, weights=at_dispatch)
-        expected = dispatch_reference(sources[1], rank, local)
-        assert torch.equal(counts, expected.counts)
-        for e in range(local):
-            assert torch.equal(out[e, : counts[e]], expected.gather(e, sources[0]))
-        generator = torch.Generator().manual_seed(100 + turn)
-        y = [torch.randn(out.shape, generator=generator).to(torch.bfloat16) for _ in range(world)]
+            counts, out = torch.zeros(3, dtype=torch.int32), tensor_of(layout, 24)
+            ata.dispatch(counts, out, None, x[rank], None, ids[rank], weights=at_dispatch)
+            received = counts, out, None
+        check_received(received, rank, sources[1], sources[0])
+        g = torch.Generator().manual_seed(100 + turn)
+        shape = received[1].shape
+        y = [torch.randn(shape, generator=g).to(torch.bfloat16) for _ in range(world)]
         result = torch.full_like(x[rank], 2.0)
-        late = None if early else weights[rank]
         if split:
-            ata.combine(None, None, late, y[rank], do_recv=False)
-            ata.combine(result, ids[rank], late, None, do_send=False)
+            send_back(ata, y[rank], late)
+            receive_back(ata, result, ids[rank], late)
         else:
             ata.combine(result, ids[rank], late, y[rank])
-        reference = combine_reference(sources[1], sources[2], y, local)[order.index(rank)]
-        if reference.numel() and reference.norm() > 0:
-            assert (result.float() - reference).norm() / reference.norm() < _TOLERANCE
+        reference = combine_reference(sources[1], sources[2], y, 3)[order.index(rank)]
+        check_close(result, reference, _TOLERANCE)
     ata.destroy()
 
 
@@ -214,17 +206,14 @@ def test_four_gloo_ranks_in_two_domains(split: bool, early: bool) -> None:
 
 
 def _bound_at_one_half(rank: int, world: int) -> None:
-    ata = AllToAll.internode(
-        4, 4, 1, rank, world, 1, 16, 32, 0, transport="gloo+gloo", domain_size=2, timeout_s=20.0
-    )
+    ata = _open(rank, world, 4, 4, 1, 16)
     x, weights = torch.full((4, 16), 1.0 + rank).to(torch.bfloat16), torch.full((4, 1), 2.0**rank)
     ids, bound = torch.tensor([[0], [1 << 40], [0], [0]]), torch.tensor([2], dtype=torch.int32)
-    counts, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 16, 16, dtype=torch.bfloat16)
-    ata.dispatch(counts, out, None, x, None, ids, bound)
+    send(ata, x, ids, bound_m=bound)
+    counts, out, _ = receive(ata)
     assert counts.tolist() == [4 if rank == 0 else 0]
-    result = torch.full_like(x, 5.0)
-    ata.combine(None, None, weights, out, do_recv=False)  # without the bound
-    ata.combine(result, ids, weights, None, bound, do_send=False)
+    send_back(ata, out, weights)  # without the bound
+    result = receive_back(ata, torch.full_like(x, 5.0), ids, weights, bound_m=bound)
     assert result[:, 0].tolist() == [(1 + rank) * 2**rank, 0, 5, 5]
     ata.destroy()
 
@@ -234,15 +223,13 @@ def test_late_weights_find_their_tokens_whether_or_not_the_bound_comes_with_them
 
 
 def _lost_weights(rank: int, world: int) -> None:
-    ata = AllToAll.internode(
-        4, 4, 2, rank, world, 1, 16, 32, 0, transport="gloo+gloo", domain_size=1, timeout_s=1.0
-    )
-    x, ids = torch.randn(3, 16).to(torch.bfloat16), torch.tensor([[0, 2]] * 3, dtype=torch.int32)
-    counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 8, 16, dtype=torch.bfloat16)
-    ata.dispatch(counts, out, None, x, None, ids)
+    ata = _open(rank, world, 4, 4, 2, 16, domain_size=1, timeout_s=1.0)
+    ids = torch.tensor([[0, 2]] * 3, dtype=torch.int32)
+    send(ata, bf16(3, 16), ids)
+    _, out, _ = receive(ata)
     if rank == 0:
         with pytest.raises(PeerTimeoutError, match=r"combine weights.*between domains"):
-            ata.combine(torch.zeros_like(x), ids, torch.ones(3, 2), out)
+            send_back(ata, out, torch.ones(3, 2))
     else:
         time.sleep(2.5)
 
@@ -256,17 +243,13 @@ def _by_hosts(rank: int, world: int) -> None:
     assert group is not None
     topology.socket.gethostname = lambda: f"host{rank // 2}"  # type: ignore[attr-defined]
     assert open_transport.host_domains(group) == (2, "")
-    ata = AllToAll.internode(
-        4, 8, 2, rank, world, 1, 16, 32, 0, transport="gloo+gloo", timeout_s=20.0
-    )
+    ata = _open(rank, world, 4, 8, 2, 16, domain_size=None)
     assert "2 domains of 2 ranks" in ata.transport_report()
     ata.destroy()
     plain = AllToAll.internode(4, 8, 2, rank, world, 1, 16, 32, 0, timeout_s=20.0)
     assert plain.transport == "gloo" and "CUDA is not available" in plain.transport_reason
     with pytest.raises(ConfigError, match=r"transport.*backend of the group, gloo"):
-        AllToAll.internode(
-            4, 8, 2, rank, world, 1, 16, 32, 0, transport="nvlink+nccl", domain_size=2
-        )
+        _open(rank, world, 4, 8, 2, 16, transport="nvlink+nccl")
     with pytest.raises(ConfigError, match=r"transport: found 'gloo\+gloo'"):
         AllToAll.intranode(4, 8, 2, rank, world, 1, 16, 32, 0, transport="gloo+gloo")
     # Domains of one size are needed, and sizes that two levels can have.
@@ -292,30 +275,12 @@ def _reopened(rank: int, world: int, between: str) -> None:
         if between == "other groups":  # each rank is in another number of groups than the next one
             for r in range(min(turn + 1, world)):
                 dist.new_group([r])
-        ata = AllToAll.internode(
-            4,
-            world,
-            1,
-            rank,
-            world,
-            1,
-            16,
-            32,
-            0,
-            transport="gloo+gloo",
-            domain_size=min(2, world),
-            timeout_s=10.0,
-        )
+        ata = _open(rank, world, 4, world, 1, 16, domain_size=min(2, world))
         x = torch.full((4, 16), 1.0 + rank).to(torch.bfloat16)
         ids = torch.zeros(4, 1, dtype=torch.int32)
-        counts, out = (
-            torch.zeros(1, dtype=torch.int32),
-            torch.zeros(1, 4 * world, 16, dtype=torch.bfloat16),
-        )
-        ata.dispatch(counts, out, None, x, None, ids, weights=torch.full((4, 1), 2.0))
-        result = torch.zeros_like(x)
-        ata.combine(result, ids, None, out)
-        assert torch.equal(result, 2 * x), turn
+        send(ata, x, ids, torch.full((4, 1), 2.0))
+        send_back(ata, receive(ata)[1])
+        assert torch.equal(receive_back(ata, torch.zeros_like(x), ids), 2 * x), turn
         ata.destroy()
         if between == "barrier":
             dist.barrier()
