@@ -55,10 +55,15 @@ class HeadPart:
         q, kv = len(self.q_heads), len(self.kv_heads)
         return q % kv == 0 and self.kv_of_q == tuple(i // (q // kv) for i in range(q))
 
-    @property
+    @cached_property
     def width(self) -> int:
-        queries, pairs = len(self.q_heads), len(self.kv_heads)
-        return queries * self.head_dim + pairs * (self.head_dim + self.value_dim)
+        return sum(heads * width for heads, width in self.shapes)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """(heads, width of one) of queries, keys and values."""
+        pairs = len(self.kv_heads)
+        return (len(self.q_heads), self.head_dim), (pairs, self.head_dim), (pairs, self.value_dim)
 
     @property
     def output_width(self) -> int:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -147,7 +146,7 @@ class Exchanges:
         return self._of_length(rows, batch_bytes, layout)
 
     def _make(self, rows: int, batch_bytes: int, layout: str) -> HeadExchange:
-        from megatron_fluid.attention.exchange.collective import CollectiveExchange
+        from megatron_fluid.attention.exchange.registry import open_exchange
         from megatron_fluid.attention.layouts import SequenceLayout
 
         ranks = self.heads.world
@@ -156,14 +155,8 @@ class Exchanges:
                 "seq_length", rows * ranks, f"a multiple of 2 * context_parallel_size ({2 * ranks})"
             )
         sequence = SequenceLayout(rows * ranks, ranks, layout)
-        if not self.nvlink:
-            return CollectiveExchange(self.group, self.heads, sequence)
-        from megatron_fluid.attention.exchange.buffers import shared_head_buffers
-        from megatron_fluid.attention.exchange.symmetric import SymmetricExchange, choose_groups
-
-        groups = choose_groups(self.heads, sequence.length, 1, batch_bytes)
-        heads = dataclasses.replace(self.heads, groups=groups)
-        return SymmetricExchange(shared_head_buffers(self.group), heads, sequence)
+        name = "symmetric" if self.nvlink else "collective"
+        return open_exchange(name, self.group, self.heads, sequence, 1, batch_bytes)
 
 
 def nvlink_reason(group: Any, head_dim: int) -> str | None:
@@ -171,12 +164,11 @@ def nvlink_reason(group: Any, head_dim: int) -> str | None:
     group on GPUs."""
     import torch
 
-    if not torch.cuda.is_initialized():  # in CPU mode is_available() may say otherwise
-        return "symmetric memory is on CUDA devices"
-    from megatron_fluid.attention.exchange.symmetric import heads_unsupported_reason
-    from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
+    from megatron_fluid.attention.exchange.registry import symmetric_heads_unsupported_reason
 
-    return heads_unsupported_reason(head_dim, torch.bfloat16) or symmetric_unsupported_reason(group)
+    # In CPU mode is_available() may say otherwise.
+    device = "cuda" if torch.cuda.is_initialized() else "cpu"
+    return symmetric_heads_unsupported_reason(group, head_dim, device)
 
 
 def _group_of(pg_collection: Any, name: str, getter: str) -> Any:

@@ -13,14 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
-from megatron_fluid.attention.exchange.buffers import shared_head_buffers
 from megatron_fluid.attention.exchange.protocol import HeadExchange
-from megatron_fluid.attention.exchange.rounds import RoundsExchange, groups_between_hosts
-from megatron_fluid.attention.exchange.symmetric import (
-    SymmetricExchange,
-    choose_groups,
-    choose_transport,
-)
+from megatron_fluid.attention.exchange.registry import open_exchange
+from megatron_fluid.attention.exchange.symmetric import choose_groups, choose_transport
 from megatron_fluid.attention.layouts import SequenceLayout
 from megatron_fluid.attention.overlap import (
     AttentionCall,
@@ -195,23 +190,27 @@ class OverlappedAttention(OverlappedModule):
         return y, bias if returned else None
 
     def _make_exchange(self, rows: int, batch: int, dtype: Any, layout: str) -> HeadExchange:
-        heads, length = self.heads, rows * self.heads.world
-        sequence = SequenceLayout(length, heads.world, layout)
+        world = self.heads.world
+        sequence = SequenceLayout(rows * world, world, layout)
+        settings: dict[str, Any] = {}
         if self.backend == "nvlink":
-            groups = choose_groups(heads, length, batch, dtype.itemsize)
-            if self.dropout:  # all heads in one call: random numbers fall where Megatron's do
-                groups = 1
-            heads = dataclasses.replace(heads, groups=groups)
             # Transformer Engine reads each of q, k and v for itself: they are laid out so where
             # they arrive, but for a norm's backward, and where norms in the kernel's graph give q
             # and k storages of their own (v would begin inside one, which it refuses).
-            apart = "alone" in self.core.__dict__ and not self.norms.any
-            return SymmetricExchange(shared_head_buffers(self.group), heads, sequence, apart)
-        rounds = shared_rounds(self.group, self.config.timeout_s)
-        if not self.dropout:
-            groups = groups_between_hosts(rounds, heads, length, batch, dtype.itemsize)
-            heads = dataclasses.replace(heads, groups=groups)
-        return RoundsExchange(rounds, heads, sequence)
+            settings["apart"] = "alone" in self.core.__dict__ and not self.norms.any
+        else:
+            shared_rounds(self.group, self.config.timeout_s)
+        return open_exchange(
+            "symmetric" if self.backend == "nvlink" else "rounds",
+            self.group,
+            self.heads,
+            sequence,
+            batch,
+            dtype.itemsize,
+            # With dropout all heads in one call: random numbers fall where Megatron's do.
+            in_groups=not self.dropout,
+            **settings,
+        )
 
     def _make_call(
         self, rows: int, batch: int, dtype: Any, device: Any, packed: bool

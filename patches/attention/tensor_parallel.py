@@ -15,14 +15,21 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["SequenceShards", "TensorParallelism"]
+__all__ = ["TensorParallelism"]
 
 
 @dataclass(frozen=True)
-class SequenceShards:
-    """Rows of a context-parallel rank in parts, by the ranks of ``group``."""
+class TensorParallelism:
+    """What surrounds one module's overlapped forward. Under sequence parallelism it is also the
+    call's ``RowShards``, which gather and scatter inside the forward.
+
+    Args:
+        group: the tensor-parallel group.
+        sequence_parallel: whether its ranks hold the rows in parts.
+    """
 
     group: Any
+    sequence_parallel: bool
 
     def gather(self, x: Tensor) -> Tensor:
         from megatron.core.tensor_parallel.mappings import _gather_along_first_dim
@@ -36,28 +43,14 @@ class SequenceShards:
         mine: Tensor = _reduce_scatter_along_first_dim(dx, self.group)
         return mine
 
-
-@dataclass(frozen=True)
-class TensorParallelism:
-    """What surrounds one module's overlapped forward.
-
-    Args:
-        group: the tensor-parallel group.
-        sequence_parallel: whether its ranks hold the rows in parts.
-    """
-
-    group: Any
-    sequence_parallel: bool
-
     @property
     def ranks(self) -> int:
         return int(self.group.size())
 
     @property
-    def shards(self) -> SequenceShards | None:
+    def shards(self) -> TensorParallelism | None:
         """Who gathers rows inside the overlapped forward."""
-        parts = self.ranks > 1 and self.sequence_parallel
-        return SequenceShards(self.group) if parts else None
+        return self if self.ranks > 1 and self.sequence_parallel else None
 
     def rows(self, x: Tensor) -> int:
         """s, of the rows x that the module was given."""

@@ -52,11 +52,11 @@ def core_kernel(core: Any, groups: int, packed: Any = None) -> CoreKernel:
     """
     from megatron_fluid.attention.attention_kernels import CoreKernel
 
-    if packed is not None:
-        run = _te_kernel_of_packs(core, groups, packed)
-        return CoreKernel(type(core).__name__, lambda case: None, run)
-    make = _te_kernel if "alone" in core.__dict__ else local_kernel
-    return CoreKernel(type(core).__name__, lambda case: None, make(core, groups))
+    if "alone" in core.__dict__:
+        run = _te_kernel(core, groups, core.mask_type, packed)
+    else:
+        run = local_kernel(core, groups)
+    return CoreKernel(type(core).__name__, lambda case: None, run)
 
 
 def te_dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
@@ -118,54 +118,40 @@ def _exchanges(core: Any, config: Any, given: dict[str, Any]) -> Exchanges | Non
     return None
 
 
-def _te_kernel(core: Any, groups: int) -> Callable[..., Tensor]:
-    inner, exchanges, mask_type = core.alone(groups), core.exchanges, core.mask_type
-    heads = exchanges.heads.num_heads // exchanges.heads.world // groups
-    key_value_heads = exchanges.key_value_heads // groups
-
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, case: CoreCase, offset: Tensor | None = None
-    ) -> Tensor:
-        if inner.training != core.training:
-            inner.train(core.training)
-        # Transformer Engine chooses its kernel by layout too: it is given that of its own path,
-        # each tensor for itself. Over symmetric memory they arrive so (SymmetricExchange, apart),
-        # and nothing is copied here.
-        length, dim = q.shape[0], q.shape[3]
-        queries = q.reshape(length, -1, heads, dim).contiguous()
-        keys, values = (
-            t.reshape(length, -1, key_value_heads, t.shape[3]).contiguous() for t in (k, v)
-        )
-        with with_offset(inner, offset):
-            attended: Tensor = inner(queries, keys, values, None, mask_type)
-        return attended
-
-    return run
-
-
-def _te_kernel_of_packs(core: Any, groups: int, packed: Any) -> Callable[..., Tensor]:
+def _te_kernel(
+    core: Any, groups: int, mask_type: Any, packed: Any = None, **settings: Any
+) -> Callable[..., Tensor]:
+    """Transformer Engine's attention of this rank's heads in so many head groups. ``settings``:
+    further arguments of its forward."""
     inner, exchanges = core.alone(groups), core.exchanges
-    heads = exchanges.heads.num_heads // exchanges.heads.world // groups
+    ranks = exchanges.heads.world
     key_value_heads = exchanges.key_value_heads // groups
+    counts = exchanges.heads.num_heads // ranks // groups, key_value_heads, key_value_heads
     order: list[tuple[Tensor, Tensor]] = []  # of this call, for all head groups and recomputation
+    if packed is not None:
+        settings["packed_seq_params"] = packed
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, case: CoreCase, offset: Tensor | None = None
+        q: Tensor, k: Tensor, v: Tensor, case: CoreCase | None, offset: Tensor | None = None
     ) -> Tensor:
         if inner.training != core.training:
             inner.train(core.training)
-        length, ranks = q.shape[0], exchanges.heads.world
+        length, by_head = q.shape[0], zip((q, k, v), counts, strict=True)
+        qkv = [t.reshape(length, -1, count, t.shape[3]) for t, count in by_head]
+        if packed is None:
+            # Transformer Engine chooses its kernel by layout too: it is given that of its own path,
+            # each tensor for itself. Over symmetric memory they arrive so (SymmetricExchange,
+            # apart), and nothing is copied here.
+            qkv = [t.contiguous() for t in qkv]
+            with with_offset(inner, offset):
+                attended: Tensor = inner(*qkv, None, mask_type, **settings)
+            return attended
         if not order:
             order.append(pack_order(packed, length // ranks, ranks))
         there, back = order[0]
-        queries, keys, values = (
-            Reorder.apply(t.reshape(length, count, t.shape[3]), back, there)
-            for t, count in ((q, heads), (k, key_value_heads), (v, key_value_heads))
-        )
+        qkv = [Reorder.apply(t.squeeze(1), back, there) for t in qkv]  # the pack is one sequence
         with with_offset(inner, offset):
-            attended: Tensor = inner(
-                queries, keys, values, None, core.mask_type, packed_seq_params=packed
-            )
+            attended = inner(*qkv, None, mask_type, **settings)
         ordered: Tensor = Reorder.apply(attended.view(length, 1, -1), there, back)
         return ordered
 
@@ -204,22 +190,11 @@ def _te_class(base: type) -> type:
             if packed:  # the pack is one sequence
                 query, key, value = (t.unsqueeze(1) for t in (query, key, value))
             exchange = self.exchanges.of(query, "contiguous" if packed else "zigzag")
-            inner = self.alone(exchange.heads.groups)
-            if inner.training != self.training:
-                inner.train(self.training)
-
-            offset, ranks = softmax_offset(self), exchange.heads.world
-            order = pack_order(packed_seq_params, query.size(0), ranks) if packed else None
+            groups, offset = exchange.heads.groups, softmax_offset(self)
+            run = _te_kernel(self, groups, attn_mask_type, packed_seq_params, num_splits=num_splits)
 
             def attend(part: HeadPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                mine = None if offset is None else offset[part.head_slice]
-                if order is not None:
-                    there, back = order
-                    q, k, v = (Reorder.apply(t.squeeze(1), back, there) for t in (q, k, v))
-                how = {"packed_seq_params": packed_seq_params, "num_splits": num_splits}
-                with with_offset(inner, mine):
-                    attended: Tensor = inner(q, k, v, None, attn_mask_type, **how)
-                return attended if order is None else Reorder.apply(attended, *order)
+                return run(q, k, v, None, None if offset is None else offset[part.head_slice])
 
             attended = exchanged_attention(exchange, query, key, value, attend)
             return attended.squeeze(1) if packed else attended

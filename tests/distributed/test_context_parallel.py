@@ -285,7 +285,7 @@ def test_transformer_engines_attention_is_given_whole_sequences_and_a_share_of_t
             "which is served",
             "mask": "attn_mask_type: a mask of padding or of one's own is not exchanged",
             "clip": "qk_clip: logits are recorded by Megatron's own module",
-            "cpu": "symmetric memory is on CUDA devices",
+            "cpu": "symmetric memory is on CUDA devices, not on cpu",
         }
 
 

@@ -87,7 +87,7 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
     on the whole sequence."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_fluid.attention.exchange import symmetric
+    from megatron_fluid.attention.exchange import registry, symmetric
     from megatron_fluid.patches import overlap_decision
     from megatron_fluid.patches.attention import core as core_patch
     from megatron_fluid.patches.attention import overlapped, self_attention
@@ -99,7 +99,10 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
     everything, sequence = torch.arange(length), SequenceLayout(length, ranks, "zigzag")
     domains: dict[Any, ThreadBuffers] = {}
     core_patch.nvlink_reason = lambda *_: None
-    overlapped.shared_head_buffers = domains.__getitem__
+    kind = registry.EXCHANGES["symmetric"]
+    registry.EXCHANGES["symmetric"] = dataclasses.replace(
+        kind, connect=domains.__getitem__, make=symmetric.SymmetricExchange
+    )
     overlap_decision.exchange = lambda mine, group, *_: [mine] * group.size()
     symmetric._COPY_ENGINE_BYTES = 256  # so that there are several head groups
     for case in cases:

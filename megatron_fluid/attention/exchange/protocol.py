@@ -173,10 +173,9 @@ class HeadExchange(ABC):
         result = []
         for group in range(self.heads.groups):
             part, (_, packed) = self.heads.part(self.rank, group), sent.take(group)
-            counts = len(part.q_heads), len(part.kv_heads), len(part.kv_heads)
             q, k, v = (
-                t.reshape(*packed.shape[:2], count, t.shape[3]).contiguous()
-                for t, count in zip(split(packed, part), counts, strict=True)
+                t.reshape(*packed.shape[:2], *shape).contiguous()
+                for t, shape in zip(split(packed, part), part.shapes, strict=True)
             )
             result.append((q, k, v))
         return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
 from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
 
-__all__ = ["EXCHANGES", "ExchangeKind", "symmetric_heads_unsupported_reason"]
+__all__ = ["EXCHANGES", "ExchangeKind", "open_exchange", "symmetric_heads_unsupported_reason"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class ExchangeKind:
     Collective."""
     connect: Callable[[dist.ProcessGroup], Any]
     """Makes what all layers of a group share. Collective the first time."""
-    make: Callable[[Any, HeadLayout, SequenceLayout], HeadExchange]
+    make: Callable[..., HeadExchange]
+    """Takes what `connect` made, heads and sequence."""
     head_groups: Callable[[Any, HeadLayout, int, int, int], int]
     """How many head groups pay for (what `connect` made, heads, sequence length, batch, bytes of a
     value)."""
@@ -52,16 +54,36 @@ def symmetric_heads_unsupported_reason(
     return reason or symmetric_unsupported_reason(group)
 
 
+def open_exchange(
+    name: str,
+    group: dist.ProcessGroup,
+    heads: HeadLayout,
+    sequence: SequenceLayout,
+    batch: int,
+    itemsize: int,
+    in_groups: bool = True,
+    **settings: Any,
+) -> HeadExchange:
+    """Return the exchange of this name, with as many head groups as pay for a sequence.
+
+    Args:
+        name: of EXCHANGES.
+        group: the context-parallel group; collective at its first exchange of this name.
+        heads, sequence: the layouts, in one head group.
+        batch, itemsize: B, and the bytes of a value.
+        in_groups: False: one head group.
+        settings: further arguments of the exchange.
+    """
+    kind = EXCHANGES[name]
+    connection = kind.connect(group)
+    if in_groups:
+        groups = kind.head_groups(connection, heads, sequence.length, batch, itemsize)
+        heads = dataclasses.replace(heads, groups=groups)
+    return kind.make(connection, heads, sequence, **settings)
+
+
 def _serves_all(*_: object) -> None:
     return None
-
-
-def _one_group(*_: object) -> int:
-    return 1
-
-
-def _groups_over_nvlink(_: object, heads: HeadLayout, length: int, batch: int, size: int) -> int:
-    return choose_groups(heads, length, batch, size)
 
 
 def _over_rounds(
@@ -77,8 +99,8 @@ EXCHANGES: dict[str, ExchangeKind] = {
         symmetric_heads_unsupported_reason,
         shared_head_buffers,
         functools.lru_cache(maxsize=64)(SymmetricExchange),  # its tables are looked up once
-        _groups_over_nvlink,
+        lambda _, *of: choose_groups(*of),
     ),
     "rounds": ExchangeKind(_serves_all, shared_rounds, _over_rounds, groups_between_hosts),
-    "collective": ExchangeKind(_serves_all, lambda group: group, CollectiveExchange, _one_group),
+    "collective": ExchangeKind(_serves_all, lambda group: group, CollectiveExchange, lambda *_: 1),
 }

@@ -402,16 +402,8 @@ class SymmetricExchange(HeadExchange):
         sent = self._claim_heads(q, tables)
         self._push_heads(sent, tables, *(aligned_heads(_pieces(t, dim)) for t in (q, k, v)))
         _, flat = self.take_heads(sent, SPLIT, batch)
-        parts = [self.heads.part(self.rank, g) for g in range(self.heads.groups)]
-        shapes = [
-            shape
-            for p in parts
-            for shape in (
-                (len(p.q_heads), p.head_dim),
-                (len(p.kv_heads), p.head_dim),
-                (len(p.kv_heads), p.value_dim),
-            )
-        ]
+        groups = range(self.heads.groups)
+        shapes = [shape for g in groups for shape in self.heads.part(self.rank, g).shapes]
         ours = _apart(flat, self.sequence.length, batch, shapes)
         # Transformer Engine refuses contiguous tensors that begin inside a storage, but for q, k, v
         # one after the other from its beginning, as the first group's are: the others' become
