@@ -22,7 +22,6 @@ from megatron_fluid.moe.choose import ExchangeCase, choose_transport
 from megatron_fluid.moe.local.transport import local_unsupported_reason
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.moe.fp8 import follow_microbatches
-from megatron_fluid.patches.moe.own_experts import SeparateExperts
 from megatron_fluid.patches.moe.parts import (
     PartReasons,
     graphed_phases_reason,
@@ -31,6 +30,7 @@ from megatron_fluid.patches.moe.parts import (
     part_reasons,
     separate_experts_reason,
 )
+from megatron_fluid.patches.moe.separate_experts import SeparateExperts
 from megatron_fluid.patches.overlap_decision import (
     Decision,
     OverlapDecisions,
@@ -200,8 +200,8 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
             return None
         if found.inference_active() or found.hooks.logged():
             return None
-        if (changed := found.changed(layer)) is not None:
-            self.refuse_change(layer, changed)
+        if isinstance(looked := found.look(layer), str):
+            self.refuse_change(layer, looked)
         return found
 
     def find(self, config: FluidConfig, layer: MoELayer) -> Finding:
@@ -211,7 +211,7 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         on_gpus = self.group(layer).size() > 1 and not cpu_mode_active()
         no_nvlink = nvlink_unsupported_reason(layer.config) if on_gpus else None
         if parts.experts is None:
-            from megatron_fluid.patches.moe.expert_parameters import ExpertParameters
+            from megatron_fluid.patches.moe.own_experts import ExpertParameters
 
             descends = ExpertParameters(layer.experts).arrange()
         separate = separate_experts_reason(layer)

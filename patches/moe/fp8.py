@@ -7,7 +7,7 @@ attribute of that name, which is how Transformer Engine's linears know it, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,7 +49,7 @@ def compile_fp8_kernels_ahead(layer: MoELayer, device: torch.device) -> None:
             compile_fp8_weight_grads_ahead(device)
 
 
-def expire_casts(layer: MoELayer, projections: Callable[[], Iterable[ExpertWeights]]) -> None:
+def expire_casts(layer: MoELayer, projections: Iterable[ExpertWeights]) -> None:
     """Have the weights cast again in the first microbatch of a step; in every call of a layer that
     Megatron does not mark."""
     marked = "is_first_microbatch" in vars(layer)
@@ -57,6 +57,6 @@ def expire_casts(layer: MoELayer, projections: Callable[[], Iterable[ExpertWeigh
         return
     if marked:
         layer.is_first_microbatch = False  # type: ignore[assignment]
-    for fc in projections():
+    for fc in projections:
         if fc.kept.cast is not None:
             fc.kept.cast.expire()

@@ -33,24 +33,21 @@ from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.kernels.grouped_gemm.launch import compile_ahead
 from megatron_fluid.moe.autograd import start_experts
 from megatron_fluid.moe.backends import BACKENDS, LayerShape
-from megatron_fluid.moe.call import ExpertCall, prepare
+from megatron_fluid.moe.call import prepare
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
 from megatron_fluid.patches.moe.decision import MoEDecisions
-from megatron_fluid.patches.moe.fp8 import compile_fp8_kernels_ahead, expire_casts
+from megatron_fluid.patches.moe.fp8 import compile_fp8_kernels_ahead
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
 from megatron_fluid.patches.moe.limits import bounded_unsupported_reason
 from megatron_fluid.patches.moe.offload import offload_of
-from megatron_fluid.patches.moe.own_experts import OwnExperts, SeparateExperts
+from megatron_fluid.patches.moe.own_experts import Looked, OwnExperts, Projections
+from megatron_fluid.patches.moe.separate_experts import SeparateExperts
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_fluid.moe.expert_weights import ExpertWeights
-    from megatron_fluid.patches.moe.expert_parameters import Looked
     from megatron_fluid.patches.moe.token_dispatcher import ExchangedLayer
-
-    type Projections = tuple[ExpertWeights, ExpertWeights]
 
 __all__ = [
     "DECISIONS",
@@ -192,10 +189,9 @@ class OverlappedLayer(OwnExperts):
             room=microbatch_room(),
         )
         self.transports = kind(shape, self.rounds)
-        self._probs_on_input = bool(c.moe_apply_probs_on_input)
         self.fp8 = self.fp8 and kind.exact_over is None
-        self._recompute = () if backend == "rounds" else moe_recompute(config)
-        self._offload = offload_of(c, config) if backend == "local" else None
+        self.recompute = () if backend == "rounds" else moe_recompute(config)
+        self.offload = offload_of(c, config) if backend == "local" else None
 
     def start(self, descends: Sequence[bool]) -> None:
         """What every rank of the group has to do with the others before the first call.
@@ -224,7 +220,7 @@ class OverlappedLayer(OwnExperts):
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()  # [B, S] -> [S, B], as hidden_states
         recompute = layer.moe_layer_recompute and layer.training
-        fcs = self.weights.matrices(looked)
+        fcs = self.projections(layer, looked)
         plan, probs = self.route(layer, hidden_states, padding_mask, recompute, fcs)
         if not recompute:
             return self._compute(layer, plan, fcs, hidden_states, probs), None
@@ -239,8 +235,6 @@ class OverlappedLayer(OwnExperts):
         plan and the probabilities [T, K]. With `recompute` the backward computes the experts again,
         by the same plan.
         """
-        if self.fp8:
-            expire_casts(layer, lambda: fcs)
         ids, probs = self.choices(layer, x, mask)
         plan = self.transports.plan(
             *(x.reshape(-1, x.shape[-1]), ids, probs),
@@ -272,25 +266,7 @@ class OverlappedLayer(OwnExperts):
         """[S, B, H] -> [S, B, H], with the shared experts."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         x, weights = self.transports.enter(plan, tokens, probs)
-        scale: Tensor | None = weights
-        if self._probs_on_input:
-            x, scale = (weights.unsqueeze(1) * x).to(x.dtype), None
-        w1, w2 = self.weights.matrices() if fcs is None else fcs
-        call = ExpertCall(
-            x=x,
-            probs=scale,
-            w1=w1,
-            w2=w2,
-            num_experts=w1.num_experts,
-            activation=self.activation,
-            biases=self.weights.biases(),
-            fp8=self.fp8,
-            fp8_weight_grads=self.config.moe_fp8_weight_grads == "fp8",
-            fused_main_grad=self.fused_main_grad,
-            recompute=self._recompute,
-            offload=self._offload,
-            name=self.name,
-        )
+        call = self.call(x, weights, self.weights.matrices() if fcs is None else fcs)
         started = start_experts(prepare(call), self.transports.transport(plan))
         shared = self._shared_experts(layer, hidden_states)
         output = self.transports.leave(plan, started.finish()).view(hidden_states.shape)

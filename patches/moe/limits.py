@@ -3,7 +3,7 @@ EXPERT_LIMITS and FUSION_LIMITS, and what each part asks of a layer's modules.
 
     ruled out       exchange      experts
     nothing         ours          ours          fused and overlapped (layer.py)
-    the fusion      ours          ours          phase by phase (token_dispatcher.py, own_experts.py)
+    the fusion      ours          ours          phase by phase (token_dispatcher.py)
     the experts     ours          Megatron's    phase by phase
     the exchange    Megatron's    ours          phase by phase
     both            Megatron's    Megatron's
@@ -47,9 +47,9 @@ _PRECISION = "expert GEMMs run in the parameters' precision"
 
 def activation_name(config: TransformerConfig) -> str | None:
     """Name of the activation that `config` asks for, or None where the overlapped path has none."""
-    from megatron_fluid.patches.moe import expert_parameters
+    from megatron_fluid.patches.moe import expert_modules
 
-    return expert_parameters.activation_name(config)
+    return expert_modules.activation_name(config)
 
 
 def _fuses_another_activation(config: TransformerConfig, _: FluidConfig) -> bool:

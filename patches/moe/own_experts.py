@@ -1,54 +1,269 @@
 """This package's experts of a Megatron layer: their parameters, and what is looked at in every
-call; and these experts behind a token dispatcher.
+call. The experts' modules, whose forwards are never called, hold the parameters:
 
-Where a setting or a module rules out the fused path but not our experts (limits.py), the layer runs
-Megatron's forward, phase by phase, with our token dispatcher or with Megatron's. SeparateExperts
-takes the place of the experts' modules in it (phases.py): rows sorted by expert, their counts and
-their probabilities go in, and the rows' results come out, biases included. Where experts are split
-over tensor-parallel ranks, each computes with its shards, and the dispatcher gathers and reduces
-around it.
+    SequentialMLP    experts.local_experts.{i}.linear_fc1.weight    El parameters [F1, H]
+    TEGroupedMLP     experts.linear_fc1.weight{i}                   El parameters [F1, H]
+    packed           experts.linear_fc1.weight                      one parameter [El, F1, H]
 
-Nothing is agreed on with other ranks: what these experts do, no other rank sees.
+F1 = 2F for gated activations, gate first.
 
-Shapes: N expert rows of this rank, El local experts, H hidden.
+Packed is what moe_single_grouped_weight makes of a TEGroupedMLP, and moe_single_grouped_bias of its
+biases: a GroupedTensor of Transformer Engine, which has no memory itself. Its values lie in its
+attribute `rowwise_data`. Megatron's DistributedDataParallel re-points that, not `param.data`.
+
+Shapes: N expert rows of this rank, El local experts, H hidden, F1 / F widths of an expert.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch.nn.functional as F
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from megatron_fluid.backward.readiness import counted, gradient_owner
-from megatron_fluid.backward.weight_grads import (
-    WeightGradScheduler,
-    WeightGradTask,
-    get_backward_scheduler,
-)
-from megatron_fluid.config import FluidConfig, moe_recompute
-from megatron_fluid.moe.autograd import run_experts
-from megatron_fluid.moe.call import ExpertCall, prepare
-from megatron_fluid.moe.expert_rows import InPlace
+from megatron_fluid.backward.readiness import gradient_owner
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.config import FluidConfig
+from megatron_fluid.moe.call import ExpertCall
+from megatron_fluid.moe.expert_weights import ExpertWeights, GivenWeights, KeptLayout, Packed
+from megatron_fluid.moe.offloading import Offload
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts
 from megatron_fluid.patches.moe.limits import PHASES
-from megatron_fluid.patches.moe.offload import offload_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_fluid.patches.moe.expert_parameters import ExpertParameters, Looked
+__all__ = ["ExpertParameters", "Looked", "OwnExperts", "share_storage"]
 
-__all__ = ["OwnExperts", "SeparateExperts", "delayed_gradients"]
-
+type Parameters = tuple[nn.Parameter, ...]
+type Projections = tuple[ExpertWeights, ExpertWeights]
 
 _phases_of = operator.attrgetter(*PHASES)
+
+
+class Looked(NamedTuple):
+    """A layer's parameters as one call has found them. Not kept beyond it.
+
+    Attributes:
+        w1, w2: as of ExpertParameters.current().
+        addresses: where they lie.
+        leaves: whether they are parameters of one class, all of them trained or none.
+        state: numbers and classes to be compared in one go with those of another look: of which
+            classes the parameters are, where they lie, which are trained, and whether there are
+            others (a bias). Whether an object is the same does not matter, as each call reads it.
+    """
+
+    w1: Parameters
+    w2: Parameters
+    addresses: list[int]
+    leaves: bool
+    state: list[Any]
+
+
+class ExpertParameters:
+    """The current parameters of a layer's experts, in the order in which one grouped GEMM can read
+    them.
+
+    They are read at every call: the distributed optimizer re-points `param.data`, and loading may
+    replace parameters, so that nothing derived from them is kept. Only the order is fixed. A
+    grouped GEMM reads matrices that lie in one storage at equal, positive distances. Megatron's
+    parameter buffers (distributed optimizer) hold them at equal distances in reverse, so that the
+    reversed order serves; parameters with a storage each are moved into a common one. Packed
+    parameters lie in order.
+
+    Args:
+        experts: a SequentialMLP or TEGroupedMLP.
+
+    Attributes:
+        biased: whether the linears have biases.
+        packed: whether all experts' weights, and whether their biases, are one parameter a linear.
+        order: local expert numbers in the order of `current()`, ascending or descending. [El]
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        from megatron_fluid.patches.moe.expert_modules import linears_of  # imports Megatron
+
+        fc1, fc2 = linears_of(experts)
+        # The dictionaries live as long as the modules; a lookup in them is cheaper than a module's
+        # attribute.
+        held1, held2 = ([linear._parameters for linear in fc] for fc in (fc1, fc2))
+        self._held, count = [*held1, *held2], len(fc1)
+        grouped = not hasattr(experts, "local_experts")
+        if grouped:
+            count = int(experts.num_local_experts)  # type: ignore[arg-type]
+        self.order = list(range(count))
+        self.packed: tuple[bool, bool] = tuple(  # type: ignore[assignment]
+            grouped and any(held.get(kind) is not None for held in self._held)
+            for kind in ("weight", "bias")
+        )
+
+        def keys(kind: str, packed: bool) -> tuple[list[Any], list[Any], list[str]]:
+            """Of each parameter: the dictionary of fc1 and of fc2 that holds it, its key in
+            both."""
+            if not grouped or packed:
+                return [*held1], [*held2], [kind] * len(fc1)
+            return held1 * count, held2 * count, [f"{kind}{i}" for i in range(count)]
+
+        self._weights, self._biases = map(keys, ("weight", "bias"), self.packed)
+        self._name()
+        self._kept: tuple[KeptLayout | None, KeptLayout | None] = None, None  # at these addresses:
+        self._addresses: list[int] = []
+        fc1_biases, fc2_biases, names = self._biases
+        pair = fc1_biases[-1].get(names[-1]), fc2_biases[-1].get(names[-1])
+        self.biased = None not in pair
+
+    def _name(self) -> None:
+        """Of several parameters in one dictionary a single look-up gives all."""
+        fc1, fc2, names = self._weights
+        alone = len(names) > 1 and all(held is found[0] for found in (fc1, fc2) for held in found)
+        self._named: Callable[[Any], Parameters] | None = None
+        if alone:
+            self._named = operator.itemgetter(*names)
+
+    def current(self) -> tuple[Parameters, Parameters]:
+        """(w1, w2): El parameters [F1, H] and El parameters [H, F]; packed, one [El, F1, H] and one
+        [El, H, F]."""
+        fc1, fc2, names = self._weights
+        if self._named is not None:
+            return self._named(fc1[0]), self._named(fc2[0])
+        w1 = tuple(map(operator.getitem, fc1, names))
+        w2 = tuple(map(operator.getitem, fc2, names))
+        return w1, w2
+
+    def matrices(self, looked: Looked | None = None) -> tuple[ExpertWeights, ExpertWeights]:
+        """`current()` as grouped GEMMs take it, for one call. Where the parameters lie is looked at
+        again only when one has moved. looked: of this call, if there is one."""
+        w1, w2, addresses, leaves, _ = self.look() if looked is None else looked
+        kept1, kept2 = self._kept if addresses == self._addresses else (None, None)
+        experts, packed = len(self.order), self.packed[0]
+        first = ExpertWeights(
+            self._given(w1, packed), experts, name="w1", kept=kept1, leaves=leaves
+        )
+        second = ExpertWeights(
+            self._given(w2, packed), experts, name="w2", kept=kept2, leaves=leaves
+        )
+        self._kept, self._addresses = (first.kept, second.kept), addresses
+        return first, second
+
+    def _addresses_of(self, weights: Parameters) -> list[int]:
+        """Where weights lie."""
+        if self.packed[0]:
+            return [_values(weight).data_ptr() for weight in weights]
+        # Of a hundred parameters in every call: map, whose loop is in C.
+        return [*map(Tensor.data_ptr, weights)]
+
+    def _given(self, parameters: Parameters, packed: bool) -> GivenWeights:
+        """Weights or biases of one linear, as its experts read them."""
+        if not packed:
+            return parameters
+        (parameter,) = parameters
+        shape = len(self.order), *parameter.shape[1:]
+        return Packed(parameter, _values(parameter).detach().view(shape))
+
+    def look(self) -> Looked:
+        """The parameters as they are now.
+
+        Raises:
+            AttributeError, KeyError, RuntimeError: a parameter is missing or has no memory.
+        """
+        w1, w2 = self.current()
+        both = (*w1, *w2)
+        addresses = self._addresses_of(both)
+        kinds, trained = [*map(type, both)], [*map(_TRAINED, both)]
+        state: list[Any] = [*addresses, *kinds, *trained]
+        if self.packed[0]:
+            state += [(_values(weight).dtype, weight.shape) for weight in both]
+        state += map(type, map(dict.get, self._held, itertools.repeat("bias")))
+        state += map(len, self._held)
+        alike = trained.count(trained[0]) == len(both) == kinds.count(kinds[0])
+        return Looked(w1, w2, addresses, alike, state)
+
+    def biases(self) -> tuple[GivenWeights, GivenWeights] | None:
+        """(b1, b2): El parameters [F1] and El parameters [H], in the order of `current()`, or two
+        packed ones [El, F1] and [El, H]; None without biases."""
+        if not self.biased:
+            return None
+        b1, b2 = self._bias_parameters()
+        return self._given(b1, self.packed[1]), self._given(b2, self.packed[1])
+
+    def _bias_parameters(self) -> tuple[Parameters, Parameters]:
+        fc1, fc2, names = self._biases
+        return tuple(map(operator.getitem, fc1, names)), tuple(map(operator.getitem, fc2, names))
+
+    def first(self) -> nn.Parameter:
+        """One of the parameters."""
+        fc1, _, names = self._weights
+        first: nn.Parameter = fc1[0][names[0]]
+        return first
+
+    def every(self) -> tuple[nn.Parameter, ...]:
+        """All parameters, biases too."""
+        (w1, w2), (b1, b2) = self.current(), self._bias_parameters() if self.biased else ((), ())
+        return w1 + w2 + b1 + b2
+
+    def arrange(self, ordered: bool = True) -> bool:
+        """Bring about the order that a grouped GEMM can read, before the first call, and again when
+        parameters have moved: on a GPU the parameters of each projection get a common storage.
+
+        Args:
+            ordered: whether the order may be turned round.
+
+        Returns:
+            Whether the order was turned round: before the first call, whether it is descending.
+            Every rank of the group has to know it of every other.
+        """
+        for projection in () if self.packed[0] else self.current():
+            if projection[0].is_cuda:
+                share_storage(projection)
+        if not ordered or any(self.packed) or not all(map(_descends, self.current())):
+            return False
+        for sequence in (*self._weights, *self._biases, self.order):
+            sequence.reverse()
+        self._name()
+        return True
+
+
+def _values(parameter: Any) -> Tensor:
+    """Where the values of a packed parameter lie.
+
+    Raises:
+        RuntimeError: nowhere.
+    """
+    if type(parameter) is nn.Parameter:
+        return parameter
+    values: Tensor | None = parameter.rowwise_data
+    if values is None:
+        raise RuntimeError("a packed parameter without values")
+    return values
+
+
+_TRAINED = operator.attrgetter("requires_grad")
+
+
+def _descends(weights: tuple[nn.Parameter, ...]) -> bool:
+    """Whether matrices of one storage lie in it in reverse."""
+    first, last = weights[0], weights[-1]
+    same = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return same and last.storage_offset() < first.storage_offset()
+
+
+def share_storage(weights: tuple[nn.Parameter, ...]) -> None:
+    """Move parameters that have a storage each into a common one; those that lie in someone's
+    buffer stay there."""
+    kinds = {(weight.shape, weight.dtype, weight.is_contiguous()) for weight in weights}
+    owned = all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
+    if len(weights) == 1 or len(kinds) != 1 or not weights[0].is_contiguous() or not owned:
+        return
+    # In an evaluation, too, parameters stay tensors that can be trained.
+    with torch.inference_mode(False), torch.no_grad():
+        stack = weights[0].new_empty((len(weights), *weights[0].shape))
+        for place, weight in zip(stack, weights, strict=True):
+            place.copy_(weight)
+            weight.data = place
 
 
 class ParameterGathers:
@@ -77,79 +292,6 @@ class ParameterGathers:
         )
 
 
-class ExpertWatch:
-    """Whether the experts of an overlapped layer are still those that it was made for: one cheap
-    look in every call.
-
-    The overlapped path never calls the experts' modules. Adapters and quantisers replace modules,
-    classes or forwards, register hooks, or add parameters; made after the first forward, they would
-    be left out of the arithmetic. Such a change is an error (overlap_decision.py). Weights that
-    were moved, replaced by others like them, frozen or thawed are read where they are.
-
-    The experts of one layer as they were when its path was made. It holds their modules, and
-    neither the layer nor a parameter.
-
-    Args:
-        layer: an MoELayer whose experts the overlapped path stands for.
-        weights: the parameters of these experts.
-
-    Attributes:
-        hooks: those of the experts' modules.
-    """
-
-    def __init__(self, layer: MoELayer, weights: ExpertParameters) -> None:
-        from megatron_fluid.patches.moe.expert_parameters import expert_gemm
-
-        self._weights, self._gemm = weights, expert_gemm
-        self.hooks = ModuleHooks(experts=layer.experts)
-        self._mlps = [vars(module) for module in layer.experts.modules()]
-        self._mlps = [attributes for attributes in self._mlps if "activation_func" in attributes]
-        self._known = self._surroundings(layer)
-        self._state = weights.look().state
-
-    def _surroundings(self, layer: MoELayer) -> tuple[Any, ...]:
-        """What decides beside the experts' own modules and parameters; none of it compares by
-        value."""
-        kind, held = type(layer), vars(layer)
-        return (
-            layer._modules["experts"],
-            type(held.get("token_dispatcher")),
-            _phases_of(kind),
-            held.keys().isdisjoint(PHASES),
-            self._gemm(),
-            [*map(dict.get, self._mlps, itertools.repeat("activation_func"))],
-        )
-
-    def look(self, layer: MoELayer) -> Looked | str:
-        """The parameters as they are now; or what has changed that the path does not honour."""
-        found = self._surroundings(layer)
-        if found != self._known:
-            pairs = zip(_SURROUNDINGS, found, self._known, strict=True)
-            return next(what for what, now, known in pairs if now != known)
-        if (reason := self.hooks.replaced() or self.hooks.foreign()) is not None:
-            return reason
-        try:
-            looked = self._weights.look()
-            if looked.state == self._state:
-                return looked
-        except (AttributeError, KeyError, RuntimeError, TypeError):  # missing, or without memory
-            pass
-        from megatron_fluid.patches.moe.expert_parameters import (
-            ExpertParameters,
-            expert_modules_reason,
-        )
-
-        if (reason := expert_modules_reason(layer.experts)) is not None:
-            return reason
-        now = ExpertParameters(layer.experts)
-        if (now.biased, now.packed) != (self._weights.biased, self._weights.packed):
-            return "biases of the experts were added or taken away, or their parameters packed"
-        self._weights.share_storages()
-        looked = self._weights.look()
-        self._state = looked.state
-        return looked
-
-
 _SURROUNDINGS = (
     "experts was replaced",
     "the token dispatcher was replaced",
@@ -164,6 +306,12 @@ class OwnExperts:
     """The experts of one layer from call to call. It holds no state of any call, and neither the
     layer nor a parameter.
 
+    The overlapped path never calls the experts' modules. Adapters and quantisers replace modules,
+    classes or forwards, register hooks, or add parameters; made after the first forward, they would
+    be left out of the arithmetic. `look` finds such a change, which is an error
+    (overlap_decision.py). Weights that were moved, replaced by others like them, frozen or thawed
+    are read where they are.
+
     Args:
         layer: an MoELayer whose experts are ours.
         config: the settings that the layer keeps.
@@ -173,34 +321,72 @@ class OwnExperts:
         weights: the experts' parameters.
         hooks: those of the experts' modules.
         fp8: whether they compute in fp8.
+        recompute, offload: as in ExpertCall.
     """
+
+    recompute: Collection[str] = ()
+    offload: Offload | None = None
 
     def __init__(self, layer: MoELayer, config: FluidConfig, ordered: bool = True) -> None:
         from megatron.core.inference.utils import InferenceMode
 
-        from megatron_fluid.patches.moe.expert_parameters import ExpertParameters, resolve
+        from megatron_fluid.patches.moe.expert_modules import expert_gemm, resolve
 
         self.config = config
         self.activation = resolve(layer.config, hasattr(layer.experts, "linear_fc1"))
         self.weights = ExpertParameters(layer.experts)
         self.weights.arrange(ordered)
-        self._watch = ExpertWatch(layer, self.weights)
-        self.hooks = self._watch.hooks
+        self.hooks = ModuleHooks(experts=layer.experts)
+        self._gemm, modules = expert_gemm, layer.experts.modules()
+        self._mlps = [m.__dict__ for m in modules if "activation_func" in m.__dict__]
+        self._known = self._surroundings(layer)
+        self._state = self.weights.look().state
         self._gathers = ParameterGathers()
         self.inference_active = InferenceMode.is_active
         self.fused_main_grad = bool(layer.config.gradient_accumulation_fusion)
         self.fp8 = computes_in_fp8(layer)
         self.name = f"{'MTP ' if layer.is_mtp_layer else ''}MoE layer {layer.layer_number}"
+        self._probs_on_input = bool(layer.config.moe_apply_probs_on_input)
+
+    def _surroundings(self, layer: MoELayer) -> tuple[Any, ...]:
+        """What decides beside the experts' own modules and parameters, as _SURROUNDINGS has it;
+        none of it compares by value."""
+        kind, held = type(layer), vars(layer)
+        return (
+            layer._modules["experts"],
+            type(held.get("token_dispatcher")),
+            _phases_of(kind),
+            held.keys().isdisjoint(PHASES),
+            self._gemm(),
+            [*map(dict.get, self._mlps, itertools.repeat("activation_func"))],
+        )
 
     def look(self, layer: MoELayer) -> Looked | str:
-        """The parameters as they are now; or what has changed of the experts that this may not
-        honour."""
-        return self._watch.look(layer)
+        """The parameters as they are now; or what has changed of the experts that this does not
+        honour. One cheap look in every call."""
+        found = self._surroundings(layer)
+        if found != self._known:
+            pairs = zip(_SURROUNDINGS, found, self._known, strict=True)
+            return next(what for what, now, known in pairs if now != known)
+        if (reason := self.hooks.replaced() or self.hooks.foreign()) is not None:
+            return reason
+        try:
+            looked = self.weights.look()
+            if looked.state == self._state:
+                return looked
+        except (AttributeError, KeyError, RuntimeError, TypeError):  # missing, or without memory
+            pass
+        from megatron_fluid.patches.moe.expert_modules import expert_modules_reason
 
-    def changed(self, layer: MoELayer) -> str | None:
-        """What has changed, or None."""
-        looked = self.look(layer)
-        return looked if isinstance(looked, str) else None
+        if (reason := expert_modules_reason(layer.experts)) is not None:
+            return reason
+        now = ExpertParameters(layer.experts)
+        if (now.biased, now.packed) != (self.weights.biased, self.weights.packed):
+            return "biases of the experts were added or taken away, or their parameters packed"
+        self.weights.arrange(ordered=False)
+        looked = self.weights.look()
+        self._state = looked.state
+        return looked
 
     def gather_parameters(self) -> None:
         """Wait for the parameters, as calling the experts' modules would have done."""
@@ -208,82 +394,37 @@ class OwnExperts:
         if not self._gathers.finished(self.weights.first(), self.weights.every):
             self.hooks.run_parameter_gather()
 
-
-class _DelayedGradients(WeightGradScheduler):
-    """Weight gradients of one layer that wait until Megatron's schedule calls its backward_dw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enabled = True
-        self._queue: deque[Callable[[], None]] = deque()
-
-    def submit(
-        self, name: str, params: Sequence[Tensor], compute: Callable[[], Sequence[Tensor] | None]
-    ) -> None:
-        self._queue.append(counted(params, WeightGradTask(name, params, compute).run))
-
-    def finish_batch(self) -> None:
-        """Nothing: the schedule says when."""
-
-    def run(self) -> int:
-        """Compute and deliver what waits, and say how much it was."""
-        ran = 0
-        while self._queue:
-            self._queue.popleft()()
-            ran += 1
-        return ran
-
-
-# By layer: a backward may come after its experts were changed.
-_delayed: weakref.WeakKeyDictionary[Any, _DelayedGradients] = weakref.WeakKeyDictionary()
-delayed_gradients = _delayed.get
-
-
-class SeparateExperts(OwnExperts):
-    """Experts behind a token dispatcher."""
-
-    def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
-        super().__init__(layer, config, ordered=False)
-        self._probs_on_input = bool(layer.config.moe_apply_probs_on_input)
-        self._recompute = set(moe_recompute(config)) & {"hidden"}
-        self._offload = offload_of(layer.config, config)
-        self._scheduler: WeightGradScheduler | None = None
-        if layer.config.delay_wgrad_compute:
-            self._scheduler = _delayed.setdefault(layer, _DelayedGradients())
-        elif config.defer_weight_grads:
-            get_backward_scheduler().enable()
-
-    def start(self, descends: Sequence[bool]) -> None:
-        """What the first call needs of all ranks: nothing."""
-
-    def compute(self, layer: MoELayer, rows: Tensor, counts: list[int], probs: Tensor) -> Tensor:
-        """rows [N, H], their probabilities [N], counts [El] -> [N, H]. A dispatcher may give more
-        rows than it counts: what they become is zero."""
-        self.gather_parameters()
-        w1, w2 = self.weights.matrices()
+    def projections(self, layer: MoELayer, looked: Looked | None = None) -> Projections:
+        """fc1 and fc2 of one call. looked: the parameters as this call has found them, if it has
+        looked."""
+        fcs = self.weights.matrices(looked)
         if self.fp8:
-            expire_casts(layer, lambda: (w1, w2))
-        probs, spare = probs.reshape(-1), rows.shape[0] - sum(counts)
-        if spare:
-            rows, probs = rows[: len(rows) - spare], probs[: len(probs) - spare]
+            expire_casts(layer, fcs)
+        return fcs
+
+    def call(
+        self, x: Tensor, probs: Tensor, fcs: Projections,
+        scheduler: WeightGradScheduler | None = None,
+    ) -> ExpertCall:  # fmt: skip
+        """One call of these experts: x and probs as its transport takes them, [T, H] with [T, K] or
+        [N, H] with [N]."""
         scale: Tensor | None = probs
-        if self._probs_on_input:
-            rows, scale = (probs.unsqueeze(1) * rows).to(rows.dtype), None
-        call = ExpertCall(
-            x=rows,
+        if self._probs_on_input:  # K is 1
+            x, scale = (probs.view(-1, 1) * x).to(x.dtype), None
+        w1, w2 = fcs
+        return ExpertCall(
+            x=x,
             probs=scale,
             w1=w1,
             w2=w2,
-            num_experts=len(counts),
+            num_experts=w1.num_experts,
             activation=self.activation,
             biases=self.weights.biases(),
             fp8=self.fp8,
             fp8_weight_grads=self.config.moe_fp8_weight_grads == "fp8",
             fused_main_grad=self.fused_main_grad,
-            recompute=self._recompute,
-            offload=self._offload,
-            scheduler=self._scheduler,
+            recompute=self.recompute,
+            offload=self.offload,
+            scheduler=scheduler,
             name=self.name,
         )
-        output = run_experts(prepare(call), InPlace(counts))
-        return F.pad(output, (0, 0, 0, spare)) if spare else output

@@ -87,7 +87,7 @@ def part_reasons(
     experts = experts or fp8_reason(config, fluid)
     fusion = first_reason(FUSION_LIMITS, config, fluid)
     if layer is not None:
-        from megatron_fluid.patches.moe.expert_parameters import expert_modules_reason
+        from megatron_fluid.patches.moe.expert_modules import expert_modules_reason
 
         exchange = exchange or _dispatcher_reason(layer, fluid)
         experts = experts or _overridden(layer, _EXPERT_PHASE)

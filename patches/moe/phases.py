@@ -1,7 +1,7 @@
 """The phases of Megatron's MoELayer in which our experts stand alone: between dispatch and combine,
 and where its schedule asks for weight gradients that it delays.
 
-What they are is own_experts.py's, and which layers have them decision.py's.
+What they are is in separate_experts.py; which layers have them, in decision.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megatron_fluid.patches.moe.layer import DECISIONS, path_of
-from megatron_fluid.patches.moe.own_experts import delayed_gradients
+from megatron_fluid.patches.moe.separate_experts import delayed_gradients
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer

@@ -2,8 +2,8 @@
 
 Where a setting or a module rules out the fused path but not our exchange (limits.py), the layer
 runs Megatron's forward, and FluidTokenDispatcher takes the place of its token dispatcher. The
-experts are ours (own_experts.py), or Megatron's modules, called as ever: Transformer Engine's in
-any precision, sequential ones, with biases, with adapters, offloaded. Between them and the
+experts are ours (separate_experts.py), or Megatron's modules, called as ever: Transformer Engine's
+in any precision, sequential ones, with biases, with adapters, offloaded. Between them and the
 transports stand two differentiable functions (megatron_fluid/moe/open_exchange.py).
 
     dispatch_preprocess   choices of the routing map; rounds: rows by destination
@@ -42,7 +42,7 @@ from megatron_fluid.moe.open_exchange import OpenExchange
 from megatron_fluid.moe.transport import TokenTransport
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
-from megatron_fluid.patches.moe.own_experts import SeparateExperts
+from megatron_fluid.patches.moe.separate_experts import SeparateExperts
 
 __all__ = ["ExchangedLayer", "FluidTokenDispatcher", "install"]
 

@@ -84,7 +84,7 @@ def _layer_both(
             pytest.MonkeyPatch.context() as patch,
         ):
             patch.setattr(
-                "megatron_fluid.patches.moe.expert_parameters._te_linear_types",
+                "megatron_fluid.patches.moe.expert_modules._te_linear_types",
                 lambda: (tiny_gpt.GroupedLinear,),
             )
             if not on:  # changes no number, and in Megatron's own path it needs Transformer Engine

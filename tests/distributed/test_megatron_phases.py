@@ -25,11 +25,11 @@ def _one_by_one(way: str, delayed: bool = False) -> dict[str, Any]:
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    from megatron_fluid.patches.moe import own_experts
+    from megatron_fluid.patches.moe import separate_experts
     from tests.support import tiny_gpt
 
     ran: list[int] = []
-    run = own_experts._DelayedGradients.run
+    run = separate_experts._DelayedGradients.run
 
     def counted(self: Any) -> int:
         ran.append(run(self))
@@ -41,7 +41,7 @@ def _one_by_one(way: str, delayed: bool = False) -> dict[str, Any]:
         "bf16": True,  # Megatron asks for it
     }
     scale = mock.patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.ones(1))
-    count = mock.patch.object(own_experts._DelayedGradients, "run", counted)
+    count = mock.patch.object(separate_experts._DelayedGradients, "run", counted)
     with plug_in(way != "stock") as (calls, exchanged), scale, count:
         config = tiny_gpt.config_of(**overrides)
         config.bf16, config.delay_wgrad_compute = False, delayed

@@ -74,7 +74,7 @@ def _plug_in(on: bool, **fields: Any) -> Iterator[None]:
     from tests.support import tiny_gpt
     from tests.support.grouped_tensor import megatron_with_grouped_tensors
 
-    linears = "megatron_fluid.patches.moe.expert_parameters._te_linear_types"
+    linears = "megatron_fluid.patches.moe.expert_modules._te_linear_types"
     with (
         megatron_with_grouped_tensors(),
         mock.patch(linears, return_value=(tiny_gpt.GroupedLinear,)),

@@ -99,7 +99,7 @@ def plug_in(on: bool) -> Iterator[tuple[list[int], list[int]]]:
         tiny_gpt.plug_in(on) as calls,
         mock.patch.object(OpenExchange, "dispatch", counted),
         mock.patch(
-            "megatron_fluid.patches.moe.expert_parameters._te_linear_types",
+            "megatron_fluid.patches.moe.expert_modules._te_linear_types",
             return_value=(tiny_gpt.GroupedLinear,),
         ),
     ):

@@ -43,19 +43,19 @@ def uneven_collectives() -> Iterator[None]:
 def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
     """tiny_gpt.plug_in, which yields the calls in which our experts stood alone. `auto` chooses as
     on GPUs that do not reach each other's memory."""
-    from megatron_fluid.patches.moe import own_experts
+    from megatron_fluid.patches.moe import separate_experts
 
     calls: list[int] = []
-    real = own_experts.run_experts
+    real = separate_experts.run_experts
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         return real(*args, **kwargs)
 
-    grouped = "megatron_fluid.patches.moe.expert_parameters._te_linear_types"
+    grouped = "megatron_fluid.patches.moe.expert_modules._te_linear_types"
     with (
         tiny_gpt.plug_in(on, **fields) as fused,
-        mock.patch.object(own_experts, "run_experts", counted),
+        mock.patch.object(separate_experts, "run_experts", counted),
         mock.patch(grouped, return_value=(tiny_gpt.GroupedLinear,)),
         mock.patch("megatron_fluid.patches.moe.decision.cpu_mode_active", return_value=False),
     ):

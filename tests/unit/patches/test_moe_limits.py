@@ -23,7 +23,7 @@ from megatron_fluid.moe.activations import ACTIVATIONS
 from megatron_fluid.moe.choose import Choice
 from megatron_fluid.patches.moe import decision, limits, parts
 from megatron_fluid.patches.moe import layer as moe_layer
-from megatron_fluid.patches.moe.expert_parameters import activation_name, resolve
+from megatron_fluid.patches.moe.expert_modules import activation_name, resolve
 from megatron_fluid.patches.moe.limits import (
     EXCHANGE_LIMITS,
     EXPERT_LIMITS,

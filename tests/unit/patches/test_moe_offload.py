@@ -68,7 +68,7 @@ def _steps(
     settings = {"moe_grouped_gemm": True, "min_offloaded_tensor_size": 1, **settings, **overrides}
     if modules:
         settings |= {"fine_grained_activation_offloading": True, "offload_modules": modules}
-    grouped = "megatron_fluid.patches.moe.expert_parameters._te_linear_types"
+    grouped = "megatron_fluid.patches.moe.expert_modules._te_linear_types"
     with (
         manager_on_cpu() as log,
         tiny_gpt.plug_in(True, moe_backend=backend, **fields),
