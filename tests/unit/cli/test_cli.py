@@ -92,6 +92,22 @@ def test_no_rank_is_refused_by_name(ranks: str, capsys: pytest.CaptureFixture[st
     assert f"argument --ranks: found '{ranks}', allowed: 1 or more" in capsys.readouterr().err
 
 
+def test_a_rank_that_was_killed_gives_the_status_that_a_shell_would(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import PContext
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    def killed(arguments: object) -> None:
+        raise ChildFailedError("x.py", {1: ProcessFailure(1, 7, -9, "no file")})
+
+    monkeypatch.setattr(torchrun, "run", killed)
+    monkeypatch.setattr(PContext, "close", PContext.close)  # which `run` wraps
+    assert main(["run", "--nproc-per-node", "2", "x.py"]) == 128 + 9
+    assert "rank 1 was ended by SIGKILL" in capsys.readouterr().err
+
+
 def test_a_subcommand_is_needed_and_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([])
