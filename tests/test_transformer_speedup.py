@@ -34,12 +34,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from benchmarks.harness.results import Row, read_results
 from benchmarks.suites import transformer_speedup
 from benchmarks.suites.transformer_speedup import (
-    ALLOWED,
     MODES,
     SMALL,
     Options,
@@ -55,7 +53,6 @@ from megatron_fluid import TransformerLayer
 from tests.support.launch import run_ranks
 
 EXACT = dataclasses.replace(SMALL, dtype="float64")
-ROUNDED = dataclasses.replace(SMALL, dtype="bfloat16", seq=1024)
 
 
 def _measure(
@@ -66,11 +63,7 @@ def _measure(
 
 @pytest.mark.parametrize(
     ("world", "options"),
-    [
-        (2, Options(head_groups=2, output_chunks=2, dx_chunks=3)),
-        (4, Options(defer=False)),
-        (4, Options(dx_chunks=2)),
-    ],
+    [(2, Options(head_groups=2, output_chunks=2, dx_chunks=3)), (4, Options(defer=False))],
 )
 def test_both_variants_agree_and_the_table_has_figures(world: int, options: Options) -> None:
     results = run_ranks(_measure, world, EXACT, options, timeout_s=200)
@@ -116,53 +109,11 @@ def _one_weight(layer: TransformerLayer) -> None:
         layer.mlp.weight2[0, 0, 0] += 0.1
 
 
-def _rounded_otherwise(layer: TransformerLayer) -> None:
-    """The experts get what another order of a sum would give them."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-
-    def noise(module: object, inputs: object, y: torch.Tensor) -> torch.Tensor:
-        return y * (1 + 2**-9 * torch.randn(y.shape, generator=generator).to(y.dtype))
-
-    layer.pre_mlp_layernorm.register_forward_hook(noise)
-
-
-def _two_tokens_exchanged(layer: TransformerLayer) -> None:
-    def exchange(module: object, inputs: object, y: torch.Tensor) -> torch.Tensor:
-        return torch.cat([y[1:2], y[:1], y[2:]])
-
-    layer.mlp.register_forward_hook(exchange)
-
-
-def _other_experts(layer: TransformerLayer) -> None:
-    with torch.no_grad():
-        layer.mlp.router.weight.copy_(layer.mlp.router.weight.roll(1, 0))
-
-
 def test_the_comparison_sees_one_changed_weight() -> None:
     found = run_ranks(_compare, 2, EXACT, _one_weight)[0]
     assert found["output"] > 1e-6
     with pytest.raises(AssertionError, match="differ by more than 1e-11"):
         check(found, EXACT.dtype)
-
-
-def test_tokens_that_rounding_sends_elsewhere_are_no_difference_in_bfloat16() -> None:
-    found = run_ranks(_compare, 2, ROUNDED, _rounded_otherwise, timeout_s=200)[0]
-    assert found["choices"] > 0, "no token was near a tie"
-    assert found["output"] > 1e-3, "the rounding was the same"
-    check(found, ROUNDED.dtype)
-
-
-@pytest.mark.parametrize(
-    ("change", "seen_in"),
-    [(_two_tokens_exchanged, ["output", "dX"]), (_other_experts, ["choices"])],
-)
-def test_the_comparison_sees_wrong_tokens_and_wrong_experts_in_bfloat16(
-    change: Callable[[TransformerLayer], None], seen_in: list[str]
-) -> None:
-    found = run_ranks(_compare, 2, ROUNDED, change, timeout_s=200)[0]
-    assert all(found[name] > 5 * ALLOWED[ROUNDED.dtype] for name in seen_in), found
-    with pytest.raises(AssertionError, match="differ by more than 0.06"):
-        check(found, ROUNDED.dtype)
 
 
 def test_speedup_is_baseline_over_overlap() -> None:

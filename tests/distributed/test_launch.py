@@ -60,29 +60,6 @@ def test_a_traceback_names_the_rank_and_comes_first() -> None:
     assert not caught.value.outcomes[1].ok
 
 
-class _LongStory(Exception):
-    def __str__(self) -> str:
-        time.sleep(1.0)
-        return "told at length"
-
-
-def _first_to_fail_reports_last(rank: int, world_size: int, failed: Path) -> None:
-    if rank == 1:
-        failed.touch()
-        raise _LongStory
-    while not failed.exists():
-        time.sleep(0.05)
-    time.sleep(0.3)
-    raise ValueError("told at once")
-
-
-def test_failures_are_shown_in_the_order_in_which_they_happened(tmp_path: Path) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(_first_to_fail_reports_last, 2, tmp_path / "failed", backend="")
-    text = str(caught.value)
-    assert 0 < text.index("told at length") < text.index("told at once")
-
-
 def test_a_rank_that_dies_without_a_word_is_reported() -> None:
     outcomes = run_ranks_outcomes(_one_rank_dies, 2)
     assert outcomes[0].exitcode == 7

@@ -2,8 +2,8 @@
 evaluation, summary.
 
 Every test reads what such runs print and leave behind. One is started by torchrun, those about
-endings by `megatron-fluid run`; the others are forked (forked_program.py), because each start costs
-two imports of Megatron.
+Ctrl-C and an error of Megatron by `megatron-fluid run`; the others are forked (forked_program.py),
+because each start costs two imports of Megatron.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.forked_program import run_program
+from tests.support.fresh_program import run_code
 from tests.unit.examples.test_text_files import tokenizer_folder
 
 pytest.importorskip("megatron.core")
@@ -115,8 +116,13 @@ def run(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
 
 def forked(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
     """As :func:`run`, without a start of Megatron for each rank."""
+    return forked_short(folder, ranks, [*flags, "--fluid-verbose"])
+
+
+def forked_short(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
+    """As :func:`forked`, with a short log."""
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MEGATRON_FLUID_CPU": "1"}
-    return Run(*run_program(SCRIPT, ranks, [*flags, "--fluid-verbose"], folder, variables))
+    return Run(*run_program(SCRIPT, ranks, flags, folder, variables))
 
 
 def succeed(
@@ -263,7 +269,8 @@ def errors(done: Run) -> list[str]:
 
 def test_a_run_is_never_overwritten(trained: Run, folder: Path) -> None:
     before = sorted(path.name for path in (folder / "c").iterdir())
-    done = short_run(folder, 2, [*TINY, "--text-path", "text", "--train-iters", "2", "--save", "c"])
+    flags = [*TINY, "--text-path", "text", "--train-iters", "2", "--save", "c"]
+    done = forked_short(folder, 1, flags)
     assert done.code == 2
     (line,) = errors(done)
     assert line.startswith("error: c holds a run (its last checkpoint: 10)") and "--resume" in line
@@ -271,7 +278,7 @@ def test_a_run_is_never_overwritten(trained: Run, folder: Path) -> None:
 
 
 def test_a_wrong_flag_is_one_line(folder: Path) -> None:
-    done = short_run(folder, 2, [*TINY, "--moe-router-topkk", "2"])
+    done = forked_short(folder, 1, [*TINY, "--moe-router-topkk", "2"])
     assert done.code == 2
     (line,) = errors(done)
     assert line.startswith("error: unrecognized arguments: --moe-router-topkk")
@@ -279,7 +286,7 @@ def test_a_wrong_flag_is_one_line(folder: Path) -> None:
 
 def test_a_folder_that_takes_no_files_is_found_before_anything_long(folder: Path) -> None:
     (folder / "a_file").write_text("")
-    done = short_run(folder, 1, [*TINY, "--save", "a_file/run"])
+    done = forked_short(folder, 1, [*TINY, "--save", "a_file/run"])
     assert done.code == 2
     (line,) = errors(done)
     assert line.startswith("error: a_file/run: this folder for the run cannot be written")
@@ -348,11 +355,6 @@ def test_context_parallelism_gets_the_one_queue_that_megatron_insists_on() -> No
         name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"
     }
     variables |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", _DEMAND, str(SCRIPT.parent)],
-        capture_output=True,
-        text=True,
-        env=variables,
-    )
+    done = run_code(_DEMAND, str(SCRIPT.parent), environment=variables)
     assert done.returncode == 0, done.stderr
     assert re.findall("found (.*)", done.stdout) == ["None", "None", "1"]

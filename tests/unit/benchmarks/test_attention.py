@@ -3,7 +3,6 @@ named."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import io
@@ -12,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cases.attention import CASES, AttentionCase, megatron_attention, start_megatron
+from benchmarks.cases.attention import CASES, megatron_attention, start_megatron
 from benchmarks.harness.variants import runnable
-from benchmarks.suites.attention import _builders, _choices, _settings
 from tests.support.launch import run_ranks
 
 
@@ -57,28 +55,6 @@ def test_a_variant_that_fails_on_one_rank_is_left_out_on_all() -> None:
     assert [line.split()[0] for line in lines] == ["construction", "forward", "backward", "forward"]
     assert all(line.endswith("left out: rank 1: RuntimeError: no such kernel") for line in lines)
     assert results[1][2] == "", "one rank speaks for all"
-
-
-def _groups(rank: int, world: int) -> dict[str, int]:
-    options = argparse.Namespace(rotary=False, kernel="auto", exchange="auto")
-    options.fluid = _choices(argparse.ArgumentParser(), "auto:2,auto:4,auto:3,sm_push:1")
-    case, device = AttentionCase(64, 8, 8, 32, 8), torch.device("cpu")
-    x = torch.randn(16, 1, 64, requires_grad=True)
-    modules = runnable(_builders(case, options, device, None), set(), x)
-    return {name: _settings(module, x).get("head_groups", 0) for name, module in modules.items()}
-
-
-def test_a_choice_of_head_groups_is_what_runs() -> None:
-    for found in run_ranks(_groups, 2):
-        # Without symmetric memory there is no transport to choose.
-        assert found == {
-            "fluid": 1,
-            "fluid_auto_2": 2,
-            "fluid_auto_4": 4,
-            "fluid_auto_3": 3,
-            "fluid_no_overlap": 0,
-            "floor_sdpa": 0,
-        }
 
 
 def _of_real_models(rank: int, world: int) -> dict[str, bool]:

@@ -3,16 +3,13 @@ another."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from types import ModuleType
 
 import pytest
 import torch
 
-from benchmarks.cases.moe import MoECase
 from benchmarks.harness import options
-from benchmarks.suites import attention, block, moe_layer
 
 MODES = "found 'nosuch', allowed: some of forward, train, comma-separated"
 
@@ -69,32 +66,3 @@ def test_without_a_gpu_a_suite_says_what_runs_instead(
     said = capsys.readouterr().err
     assert f"found {found}; one tiny case runs without a GPU" in said
     assert f"TRITON_INTERPRET=1 NPROC=1 benchmarks/launch.sh {suite} --smoke" in said
-
-
-def test_variants_that_may_be_asked_for_are_those_that_are_built(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cpu, logits = torch.device("cpu"), torch.empty(2, 4)
-    monkeypatch.setattr(attention, "everywhere", lambda name, attempt: None)
-    monkeypatch.setattr(attention.dist, "get_world_size", lambda *group: 2)
-    given = argparse.Namespace(rotary=False, kernel="auto", exchange="auto", fluid=[])
-    built = attention._builders(attention.TINY["tiny"], given, cpu, "te")
-    assert sorted([*built, "floor"]) == sorted(attention.VARIANTS)
-
-    monkeypatch.setattr(block, "runnable", lambda builders, wanted, x: builders)
-    built = block._variants(block.TINY["tiny"], cpu, True, set(), logits)
-    assert sorted([*built, "fluid_graph"]) == sorted(block.VARIANTS)
-
-    for name in ("fluid_layer", "MegatronMoE"):
-        monkeypatch.setattr(moe_layer, name, lambda *arguments, **named: None)
-    monkeypatch.setattr(moe_layer.dist, "new_group", lambda: None)
-    given = argparse.Namespace(variants="", schedules="", tokens=2)
-    found = {"floor", "floor_fluid", "fluid_graph"}
-    monkeypatch.setattr(moe_layer, "missing", lambda variant: None)
-    monkeypatch.setattr(moe_layer, "fp8_device_reason", lambda device: None)
-    for ranks in (1, 2):
-        layers, fixed = moe_layer._layers(MoECase(256, 32, 4, 2), given, cpu, None, ranks)
-        assert set(fixed) < set(layers)
-        assert ("torch_grouped" in layers) is (ranks == 1)
-        found |= layers.keys()
-    assert sorted(found) == sorted(moe_layer.VARIANTS)

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,10 +23,9 @@ from benchmarks.harness.results import (
     write_results,
 )
 from benchmarks.harness.timing import Timing, measure, quantile, rows_of, slowest_rank
-from benchmarks.suites.tp_overlap import Options, Report, recommend, run_case
+from benchmarks.suites.tp_overlap import Report, recommend
 from benchmarks.tune import tp_table
 from megatron_fluid.tensor_parallel.measured import read_table
-from tests.support.launch import run_ranks
 
 
 def test_quantiles_interpolate() -> None:
@@ -71,63 +69,6 @@ def test_the_host_s_time_stands_beside_a_gpu_s(monkeypatch: pytest.MonkeyPatch) 
     assert found.row("case", "forward", "a", {"h": 1}).config == {"h": 1, "host_ms": 8.0}
     on_cpu = measure({"a": lambda: None}, "cpu", iters=3)["a"]
     assert on_cpu.host_ms is None and on_cpu.row("case", "forward", "a").config == {}
-
-
-def test_a_head_start_comes_before_the_ranks_meet_and_the_clock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a GPU that writes down what it is asked for, in the order of its stream."""
-    done: list[object] = []
-
-    class _Event:
-        def __init__(self, enable_timing: bool) -> None:
-            pass
-
-        def record(self) -> None:
-            done.append("event")
-
-        def synchronize(self) -> None:
-            done.append("wait")
-
-        def elapsed_time(self, end: object) -> float:
-            return 6.0
-
-    device = torch.device("cuda", 0)
-    for kilohertz in (0, 1_500_000):
-        monkeypatch.setattr(
-            torch.cuda,
-            "get_device_properties",
-            lambda _, rate=kilohertz: SimpleNamespace(clock_rate=rate),
-        )
-        timing._cycles_per_ms.cache_clear()
-        if not kilohertz:
-            with pytest.raises(RuntimeError, match="found 0 kHz"):
-                timing._cycles_per_ms(device)
-    monkeypatch.setattr(torch.cuda, "Event", _Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append("idle"))
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(cycles))
-    monkeypatch.setattr(timing, "_together", lambda _: done.append("together"))
-    clock = itertools.count(0.0, 0.25)  # each look a quarter of a second after the one before
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: done.append("look") or next(clock))
-    assert timing._sample_cuda(lambda: done.append("call"), 3, device, 0.5) == (2.0, 250 / 3)
-    assert done == [
-        "idle",
-        750_000,
-        "together",
-        "event",
-        "look",
-        "call",
-        "call",
-        "call",
-        "look",
-        "event",
-        "wait",
-    ]
-    done.clear()
-    timing._sample_cuda(lambda: done.append("call"), 1, device, 0.0)
-    assert done == ["idle", "together", "event", "look", "call", "look", "event", "wait"]
-    timing._cycles_per_ms.cache_clear()
-    assert timing.layer_head_start_ms(device) == 1.0
 
 
 def test_a_cpu_has_no_head_start() -> None:
@@ -245,33 +186,6 @@ def test_exposed_and_hidden_are_relative_to_the_gemm_and_to_nccl() -> None:
     )
     free = Report("ag", (8, 4, 2), (8, 8, 2), {**timings, "torch": timings["gemm_only"]})
     assert free.hidden("fluid") is None and free.rows()
-
-
-def _measure_tiny(rank: int, ranks: int) -> list[str]:
-    names = ("gemm_only", "torch", "fluid", "fluid_copy_engine", "te_userbuffers_ring")
-    lines = []
-    for case in SWEEPS["tiny"]:
-        report = run_case(
-            case, Options(iters=2, warmup=1, repeats=2, backends=names), torch.device("cpu")
-        )
-        assert set(report.timings) | set(report.absent) == set(names)
-        assert all(len(medians) == ranks for medians in report.by_rank.values())
-        lines += report.lines(each_rank=True)
-    with pytest.raises(ValueError, match="M: found 63"):
-        run_case(("ag", 63, 96, 32), Options(backends=names), torch.device("cpu"))
-    return lines
-
-
-def test_a_tensor_parallel_case_is_measured_on_every_rank() -> None:
-    for lines in run_ranks(_measure_tiny, 2):
-        assert [line.split()[0] for line in lines if line[0] != " "] == [
-            "ag-64-48-32",
-            "rs-64-32-48",
-        ]
-        assert sum("absent:" in line and "CUDA" in line for line in lines) == (
-            0 if torch.cuda.is_available() else 4
-        )
-        assert sum(line.startswith("  rank 1") for line in lines) >= 6
 
 
 def test_a_command_does_not_tell_where_its_files_were_put(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,20 +86,6 @@ def test_one_small_file_still_has_a_held_out_part(tmp_path: Path) -> None:
     assert all(piece not in trained_on for piece in held_out)
 
 
-def test_the_choice_of_split_does_not_depend_on_the_length_of_a_piece() -> None:
-    """Short and long pieces must be held out alike, or the held-out loss speaks of another text."""
-    choose = td._SplitByPosition((0.9, 0.1, 0.0), longest_piece=100, total=1_000_000)
-    random = numpy.random.default_rng(0)
-    held_out: dict[bool, list[bool]] = {True: [], False: []}
-    position = 0
-    for _ in range(20_000):
-        length = int(random.choice([5, 100]))
-        held_out[length == 5].append(choose(position) == "valid")
-        position += length
-    assert abs(numpy.mean(held_out[True]) - 0.1) < 0.02
-    assert abs(numpy.mean(held_out[False]) - 0.1) < 0.02
-
-
 def test_a_second_build_reads_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = write(tmp_path / "in", a=lines(200))
     first = td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache")
@@ -241,14 +227,6 @@ def test_a_damaged_cache_is_refused_by_path(tmp_path: Path, damage: Any) -> None
         td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache")
 
 
-def test_a_cache_that_was_copied_is_as_good(tmp_path: Path) -> None:
-    files = write(tmp_path / "in", a=lines(200))
-    built = td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache")
-    for path in Path(built.folder).iterdir():
-        os.utime(path, ns=(1, 1))  # other times, the same content
-    assert td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache") == built
-
-
 def test_a_lock_file_that_is_a_link_is_refused_and_its_target_kept(tmp_path: Path) -> None:
     target = tmp_path / "precious"
     target.write_text("kept")
@@ -259,40 +237,6 @@ def test_a_lock_file_that_is_a_link_is_refused_and_its_target_kept(tmp_path: Pat
     ):
         pass
     assert target.read_text() == "kept"
-
-
-def test_a_lock_of_another_user_and_a_read_only_cache_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import text_cache
-
-    lock = tmp_path / "key.lock"
-    lock.write_text("")
-
-    def refuse(*_: Any) -> int:  # root, which runs tests in containers, may open anything
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(text_cache.os, "open", refuse)
-    with (
-        pytest.raises(
-            ValueError, match=r"key\.lock cannot be opened .*belongs to user .*--text-cac"
-        ),
-        only_builder(lock, 1.0),
-    ):
-        pass
-    monkeypatch.undo()
-    files = write(tmp_path / "in", a=lines(200))
-    (tmp_path / "cache").mkdir()
-    make = Path.mkdir
-
-    def read_only(path: Path, *args: Any, **kwargs: Any) -> None:
-        if ".partial." in path.name:
-            refuse()
-        make(path, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "mkdir", read_only)
-    with pytest.raises(ValueError, match=r"--text-cache .*cannot be written \(Permission denied\)"):
-        td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache")
 
 
 def test_too_little_text_is_refused_with_figures(tmp_path: Path) -> None:
