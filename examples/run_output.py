@@ -41,7 +41,7 @@ class RunOutput:
     """The output of one rank, made before Megatron is imported: that prints and logs already."""
 
     def __init__(self, argv: Sequence[str]) -> None:
-        self.verbose = "--fluid-verbose" in argv
+        self.verbose = "--fluid-verbose" in argv or bool(os.environ.get("MEGATRON_FLUID_VERBOSE"))
         self.rank = int(os.environ.get("RANK", "0"))
         self.sequence_length: int | None = None
         self._terminal: TextIO = sys.stdout

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 
 from megatron_fluid import __version__
-from megatron_fluid.cli import doctor, patches, plan, profile, run, warm
+from megatron_fluid.cli import compare, doctor, patches, plan, profile, run, warm
 from megatron_fluid.cli.arguments import BriefParser
 
 __all__ = ["main"]
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = BriefParser(prog="megatron-fluid", description=__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (doctor, patches, plan, profile, run, warm):
+    for module in (doctor, compare, patches, plan, profile, run, warm):
         module.add_parser(commands)
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["run"]:

@@ -190,7 +190,7 @@ def check_cli(words: list[str]) -> None:
     if command.startswith("-"):
         return
     known = flags_of_cli(command)
-    if command in ("run", "profile"):  # behind the program's name stand the program's flags
+    if command in ("run", "profile", "compare"):  # behind the program stand its flags
         script = next((i for i, word in enumerate(rest) if word.endswith(".py")), None)
         module = rest.index("-m") if "-m" in rest else None
         if module is not None:

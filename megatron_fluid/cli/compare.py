@@ -1,0 +1,209 @@
+"""`megatron-fluid compare`: train the first steps of a command without this package, with it, and
+without it again, and write one page that says what changed.
+
+megatron-fluid compare torchrun --nproc-per-node 8 pretrain_gpt.py FLAGS
+
+Data, seed and flags are the command's own. Losses and gradient norms are laid over each other, and
+the difference that the package makes stands beside the difference of the two runs without it. The
+runs write no checkpoint (--save is left out), and every step is logged. Under --load they end at
+the next iteration that --steps divides.
+
+The numbers agree, and the exit status is 0, if the losses with and without the package differ by at
+most --tolerance in relation to the loss, on average over all steps, or by at most three times as
+much as those of the two runs without it. Status 1: they do not. Status 2: the command line is
+wrong. A run that fails ends the comparison with its own status.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_fluid.cli.arguments import positive
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.profiling.compare_page import Comparison, Step, write_page
+
+__all__ = ["add_parser", "prepare", "read_log", "run"]
+
+_VALUE = r"\s*:?\s*([-+.\deE]+|(?i:-?(?:nan|inf)))"
+_ITERATION = re.compile(r"\biteration\s+(\d+)/\s*\d+ \|")
+_FIELDS = {
+    "ms": re.compile(r"elapsed time per iteration \(ms\)" + _VALUE),
+    "loss": re.compile(r"\blm loss" + _VALUE),
+    "grad_norm": re.compile(r"\bgrad norm" + _VALUE),
+}
+_MEMORY = re.compile(r"max allocated:?\s*([.\d]+)")
+_LEFT_OUT = ("--save", "--save-interval", "--tensorboard-dir", "--exit-interval", "--log-interval")
+# The start-up table, one row a feature; its first column is the widest.
+_TABLE = re.compile(
+    r"^feature +state.*\n-+ .*\n(?:\S.* (?:on|off|no effect) .*\n(?: {20}.*\n)*)*", re.M
+)
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the subcommand."""
+    what = "train some steps of a command with and without this package, and compare them"
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser("compare", help=what, description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("--steps", type=positive, default=20, help="steps of each run (default: %(default)s)")
+    warm_up = "first steps that no time is taken of (default: %(default)s)"
+    add("--warm-up", type=int, default=5, metavar="STEPS", help=warm_up)
+    tolerance = "relative difference of losses that is allowed (default: %(default)s)"
+    add("--tolerance", type=float, default=0.005, help=tolerance)
+    folder = "folder of the page, its picture and the runs' logs (default: compare)"
+    add("--output", type=Path, default=Path("compare"), help=folder)
+    program = "a Megatron training command"
+    add("program", nargs=argparse.REMAINDER, metavar="COMMAND", help=program)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train three times, write the page, and say what it says.
+
+    Returns:
+        0 if the numbers agree, 1 if not, 2 for a wrong command line, or the status of a run that
+        failed.
+    """
+    try:
+        if not 0 <= args.warm_up <= args.steps - 2:
+            allowed = f"0 to {max(args.steps - 2, 0)}, two less than --steps"
+            raise ConfigError.of("--warm-up", args.warm_up, allowed)
+        words = args.program[1:] if args.program[:1] == ["--"] else args.program
+        commands = {on: prepare(words, args.steps, on) for on in (False, True)}
+        args.output.mkdir(parents=True, exist_ok=True)
+        runs: list[_Log] = []
+        for name, active in (("off", False), ("on", True), ("off again", False)):
+            log = args.output / f"{name.replace(' ', '_')}.log"
+            print(f"{name} ({len(runs) + 1} of 3): log in {log}", flush=True)
+            started = time.monotonic()
+            status = _train(commands[active], log, _environment(active))
+            runs.append(read_log(log.read_text(errors="replace")))
+            found = len(runs[-1].steps)
+            print(f"  {found} steps, {time.monotonic() - started:.0f} s", flush=True)
+            if status:
+                print("\n".join(log.read_text(errors="replace").splitlines()[-15:]))
+                print(f"the run {name!r} ended with status {status}", file=sys.stderr)
+                return status if status > 0 else 128 - status  # ended by a signal
+            if found < args.warm_up + 2:
+                raise ConfigError(
+                    f"COMMAND: found {found} lines 'iteration N/M | ...' in {log}, at least "
+                    f"{args.warm_up + 2} are needed: it must be a Megatron training"
+                )
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    off, fluid, again = runs
+    comparison = Comparison(
+        off=off.steps, on=fluid.steps, again=again.steps, warm_up=args.warm_up,
+        tolerance=args.tolerance, memory_mib=(off.memory_mib, fluid.memory_mib),
+        started=fluid.messages, command=commands[True],
+    )  # fmt: skip
+    print("\n".join(comparison.lines()))
+    for path in write_page(comparison, args.output):
+        print(f"page: {path}")
+    return int(not comparison.agrees)
+
+
+@dataclass
+class _Log:
+    """What a run has logged: its steps, the most memory that rank 0 reported, in MiB, and what this
+    package said."""
+
+    steps: list[Step] = field(default_factory=list)
+    memory_mib: float | None = None
+    messages: list[str] = field(default_factory=list)
+
+
+def read_log(text: str) -> _Log:
+    """Read the lines that Megatron's training loop writes for each iteration."""
+    log = _Log()
+    for line in text.splitlines():
+        if at := _ITERATION.search(line):
+            values = {
+                name: float(found[1]) if (found := pattern.search(line)) else None
+                for name, pattern in _FIELDS.items()
+            }
+            if values["ms"] is not None and values["loss"] is not None:
+                log.steps.append(
+                    Step(int(at[1]), values["ms"], values["loss"], values["grad_norm"])
+                )
+        elif memory := _MEMORY.search(line):
+            log.memory_mib = max(log.memory_mib or 0.0, float(memory[1]))
+        elif line.startswith("megatron_fluid: "):
+            log.messages.append(line.rstrip())
+    if table := _TABLE.search(text):
+        log.messages += table[0].splitlines()
+    return log
+
+
+def prepare(words: Sequence[str], steps: int, on: bool) -> list[str]:
+    """Return the command that trains `steps` steps, with the package imported before its script.
+
+    Args:
+        words: a launcher with its flags, a Python script and Megatron's flags.
+        on: False leaves out this package's own flags, which Megatron does not know.
+
+    Raises:
+        ConfigError: no script is named.
+    """
+    scripts = [i for i, word in enumerate(words) if word.endswith(".py") and Path(word).is_file()]
+    if not scripts:
+        found = " ".join(words) or "nothing"
+        raise ConfigError(f"COMMAND: found {found!r}, which names no file SCRIPT.py that exists")
+    start, flags = list(words[: scripts[0]]), list(words[scripts[0] + 1 :])
+    script = words[scripts[0]]
+    if (
+        "megatron_fluid.run" not in start
+        and "import megatron_fluid" not in Path(script).read_text()
+    ):
+        start += ["-m", "megatron_fluid.run"]
+    ours = () if on else ("--fluid-",)
+    flags = list(_without(flags, ours))
+    return [*start, script, *flags, "--exit-interval", str(steps), "--log-interval", "1"]
+
+
+def _without(flags: Sequence[str], ours: tuple[str, ...]) -> list[str]:
+    """`flags` without those of _LEFT_OUT, and without those that begin as `ours` say, each with its
+    values."""
+    kept, dropping = [], False
+    for word in flags:
+        if word.startswith("--"):
+            name = word.split("=")[0]
+            dropping = name in _LEFT_OUT or name.startswith(ours)
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
+def _environment(on: bool) -> Mapping[str, str]:
+    """Of a run. Without a GPU, "off" leaves CPU mode, without which Megatron does not start."""
+    import torch
+
+    environment = {**os.environ, "MEGATRON_FLUID_VERBOSE": "1", "PYTHONUNBUFFERED": "1"}
+    if on:
+        return environment
+    if torch.cuda.is_available():
+        return {**environment, "MEGATRON_FLUID": "off"}
+    from megatron_fluid import patches
+    from megatron_fluid.patches.cpu import mode
+
+    kept = {patch.name for patch in patches.PATCHES if patch.group == mode.GROUP}
+    kept.add("dataset-helpers")  # Megatron's wheel lacks a file that it compiles
+    others = ",".join(patch.name for patch in patches.PATCHES if patch.name not in kept)
+    return {**environment, "MEGATRON_FLUID_DISABLE_PATCH": others}
+
+
+def _train(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> int:
+    with log.open("w") as file:
+        try:
+            return subprocess.run(
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT
+            ).returncode
+        except OSError as error:
+            raise ConfigError(f"COMMAND: cannot start {command[0]!r}: {error.strerror}") from error

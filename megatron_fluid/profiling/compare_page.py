@@ -1,0 +1,230 @@
+"""The page of `megatron-fluid compare`: three runs of one training, laid over each other."""
+
+from __future__ import annotations
+
+import html
+import io
+import shlex
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_fluid import __version__
+
+__all__ = ["Comparison", "Step", "write_page"]
+
+_SAME = 1e-7  # relative difference of losses that Megatron's log cannot show
+_COLOURS = {"off": "#9db8d9", "off again": "#8a94a0", "on": "#c8321e"}
+
+
+class Step(NamedTuple):
+    """One iteration as Megatron logs it: milliseconds, loss, gradient norm (None: not logged)."""
+
+    iteration: int
+    ms: float
+    loss: float
+    grad_norm: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Three runs: without the package, with it, and without it again.
+
+    Attributes:
+        off, on, again: their steps; those that all three have are compared.
+        warm_up: first steps whose times do not count.
+        tolerance: mean relative difference of losses that is allowed.
+        memory_mib: the most that rank 0 allocated without the package and with it.
+        started: the lines that the package printed at start-up.
+        command: what ran with the package.
+    """
+
+    off: Sequence[Step]
+    on: Sequence[Step]
+    again: Sequence[Step]
+    warm_up: int
+    tolerance: float
+    memory_mib: tuple[float | None, float | None]
+    started: Sequence[str]
+    command: Sequence[str]
+
+    def difference(self, one: Sequence[Step], other: Sequence[Step]) -> list[float]:
+        """Relative difference of the losses of two runs, step by step."""
+        pairs = zip(one, other, strict=False)
+        return [abs(a.loss - b.loss) / max(abs(b.loss), 1e-12) for a, b in pairs]
+
+    @property
+    def made(self) -> float:
+        """Mean relative difference of the losses with and without the package."""
+        return statistics.fmean(self.difference(self.on, self.off))
+
+    @property
+    def noise(self) -> float:
+        """The same of the two runs without it."""
+        return statistics.fmean(self.difference(self.again, self.off))
+
+    @property
+    def agrees(self) -> bool:
+        """Whether losses agree; one that is not a number never does."""
+        return self.made <= max(self.tolerance, 3 * self.noise)
+
+    def ms(self, *runs: Sequence[Step]) -> float:
+        """Median milliseconds of an iteration behind the warm-up."""
+        return statistics.median(step.ms for run in runs for step in run[self.warm_up :])
+
+    @property
+    def speed_up(self) -> float:
+        """How many times as fast an iteration is with the package."""
+        return self.ms(self.off, self.again) / self.ms(self.on)
+
+    def lines(self) -> list[str]:
+        """What the terminal shows: the verdict first."""
+        word = "agree" if self.agrees else "DIFFER"
+        off, on = self.ms(self.off, self.again), self.ms(self.on)
+        lines = [
+            f"{self.speed_up:.2f} times as fast: {off:.1f} ms an iteration -> {on:.1f} ms "
+            f"(median behind {self.warm_up} steps of {len(self.on)})",
+            f"losses {word}: with and without the package they differ by {_share(self.made)}, "
+            f"two runs without it by {_share(self.noise)} (allowed: {_share(self.tolerance)}, or "
+            "three times the latter)",
+        ]
+        if all(self.memory_mib):
+            before, after = self.memory_mib
+            lines.append(f"memory of rank 0: {before:,.0f} MiB -> {after:,.0f} MiB")
+        return lines
+
+
+def _share(value: float) -> str:
+    return "nothing that the log shows" if value < _SAME else f"{value:.2g}"
+
+
+def write_page(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write compare.html and compare.png; returns the paths written.
+
+    Without matplotlib the page has the table of steps and no curves, there is no PNG, and a message
+    says so.
+    """
+    charts: list[str] = []
+    paths = [folder / "compare.html"]
+    try:
+        charts = [_svg(comparison, [panel]) for panel in _panels(comparison)]
+        paths.append(folder / "compare.png")
+        _figure(comparison, _panels(comparison), 2).savefig(paths[-1], dpi=110)
+    except ImportError as error:
+        paths = paths[:1]
+        print(f"no curves: install matplotlib ({error})", flush=True)
+    verdict, *facts = map(html.escape, comparison.lines())
+    started = html.escape("\n".join(comparison.started) or "(nothing was printed at start-up)")
+    rows = "".join(
+        f"<tr><td>{a.iteration}<td>{a.loss:.6g}<td>{b.loss:.6g}<td>{c.loss:.6g}"
+        f"<td>{a.ms:.1f}<td>{b.ms:.1f}<td>{c.ms:.1f}</tr>"
+        for a, b, c in zip(comparison.off, comparison.on, comparison.again, strict=False)
+    )
+    paths[0].write_text(
+        _PAGE.format(
+            verdict=verdict,
+            facts="".join(f"<p>{fact}</p>" for fact in facts),
+            charts="".join(f"<figure>{chart}</figure>" for chart in charts),
+            started=started,
+            command=html.escape(shlex.join(comparison.command)),
+            rows=rows,
+            version=__version__,
+        )
+    )
+    return paths
+
+
+class _Panel(NamedTuple):
+    """One plot: a curve a name, as (iterations, values); a logarithmic axis where values are
+    differences."""
+
+    title: str
+    curves: dict[str, tuple[list[int], list[float]]]
+    log: bool = False
+
+
+def _panels(comparison: Comparison) -> list[_Panel]:
+    runs = {"off": comparison.off, "off again": comparison.again, "on": comparison.on}
+
+    def curve(run: Sequence[Step], name: str) -> tuple[list[int], list[float]]:
+        found = [(s.iteration, value) for s in run if (value := getattr(s, name)) is not None]
+        return [at for at, _ in found], [value for _, value in found]
+
+    at = [step.iteration for step in comparison.on]
+    differences = {
+        "on and off": comparison.difference(comparison.on, comparison.off),
+        "off again and off": comparison.difference(comparison.again, comparison.off),
+    }
+    shown = {
+        name: (at[: len(values)], [max(value, _SAME) for value in values])
+        for name, values in differences.items()
+    }
+    return [
+        _Panel("loss", {name: curve(run, "loss") for name, run in runs.items()}),
+        _Panel("relative difference of losses", shown, log=True),
+        _Panel("gradient norm", {name: curve(run, "grad_norm") for name, run in runs.items()}),
+        _Panel("milliseconds an iteration", {
+            name: curve(run[comparison.warm_up :], "ms") for name, run in runs.items()
+        }),
+    ]  # fmt: skip
+
+
+def _figure(comparison: Comparison, panels: Sequence[_Panel], columns: int) -> Any:
+    from matplotlib.figure import Figure
+
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(5.6 * columns, 3.1 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for axis, panel in zip(axes, panels, strict=True):
+        for name, (at, values) in panel.curves.items():
+            colour = _COLOURS.get(name.split(" and ")[0], "#333333")
+            style = {"off again": "--"}.get(name.split(" and ")[0], "-")
+            width = 4.0 if name == "off" else 1.5  # the curve below is seen beside the one above
+            axis.plot(at, values, style, color=colour, label=name, linewidth=width)
+        axis.set_title(panel.title, loc="left", fontsize=11)
+        axis.set_xlabel("iteration", fontsize=10)
+        axis.grid(color="#dddddd", linewidth=0.5)
+        axis.legend(fontsize=9, frameon=False)
+        if panel.log:
+            axis.set_yscale("log")
+            axis.set_ylim(_SAME / 2, max(1e-2, 2 * axis.get_ylim()[1]))
+    if len(panels) > 1:
+        figure.suptitle(comparison.lines()[0], fontsize=12)
+    return figure
+
+
+def _svg(comparison: Comparison, panels: Sequence[_Panel]) -> str:
+    text = io.StringIO()
+    _figure(comparison, panels, 1).savefig(text, format="svg")
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>megatron_fluid: a comparison</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+body {{ font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; color: #1b2733; margin: 24px auto;
+  max-width: 1240px; padding: 0 16px; background: #fff; }}
+h1 {{ font-size: 22px; margin: 0 0 6px; }} h2 {{ font-size: 17px; }}
+main {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 380px), 1fr));
+  gap: 14px; }}
+figure {{ margin: 0; border: 1px solid #dde2e8; border-radius: 8px; padding: 8px; }}
+svg {{ width: 100%; height: auto; display: block; }}
+pre {{ background: #f5f7f9; padding: 10px; overflow-x: auto; font-size: 12.5px; }}
+.steps {{ overflow-x: auto; }} table {{ border-collapse: collapse; font-size: 13px; }}
+td, th {{ padding: 2px 12px 2px 0; text-align: right; font-variant-numeric: tabular-nums; }}
+</style></head><body>
+<h1>{verdict}</h1>
+{facts}
+<main>{charts}</main>
+<h2>What was on, and what stayed Megatron's</h2>
+<pre>{started}</pre>
+<h2>The command, with megatron_fluid {version}</h2>
+<pre>{command}</pre>
+<h2>Every step</h2>
+<div class="steps"><table><tr><th>iteration<th>loss off<th>on<th>off again<th>ms off<th>on
+<th>off again</tr>{rows}</table></div>
+</body></html>
+"""

@@ -1,0 +1,142 @@
+"""`megatron-fluid compare`, on a training that is played by a small script."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_fluid.cli import main
+from megatron_fluid.cli.compare import prepare, read_log
+from megatron_fluid.profiling.compare_page import Comparison, Step, write_page
+
+# Writes Megatron's lines; with the package (which is imported by name only) it is twice as fast.
+_TRAINING = """
+import os, sys
+assert "--save" not in sys.argv and "--log-interval" in sys.argv, sys.argv
+on = not os.environ.get("MEGATRON_FLUID_DISABLE_PATCH")
+assert on or not any(word.startswith("--fluid") for word in sys.argv), sys.argv
+if on:
+    print("feature               state  objects  reason")
+    print("--------------------  -----  -------  ------")
+    print("overlapped MoE layer  on     2        rounds")
+    print("attention             off    2        one rank")
+    print("building datasets")
+drift = float(os.environ.get("DRIFT", 0)) if on else 0.0
+for i in range(1, int(sys.argv[sys.argv.index("--exit-interval") + 1]) + 1):
+    loss, ms = 10.0 / i + drift, 50.0 if on else 100.0
+    print(f" [2026-11-27] iteration {i:8}/ 100 | elapsed time per iteration (ms): {ms} | "
+          f"lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: {2.0 / i:.3f} |")
+print("[Rank 0] (after 2 iterations) memory (MB) | allocated: 1.0 | max allocated: 512.0 |")
+sys.exit(int(os.environ.get("STATUS", 0)))
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    script = tmp_path / "train.py"
+    script.write_text(_TRAINING)
+    flags = ["--num-layers", "2", "--save", "checkpoints", "--fluid-moe-backend", "rounds"]
+    return ["--", sys.executable, str(script), *flags]
+
+
+@pytest.mark.process
+def test_a_page_says_how_much_faster_and_that_losses_agree(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["compare", "--steps", "6", "--warm-up", "2", "--output", str(tmp_path / "out")]
+    assert main([*words, *command]) == 0
+    said = capsys.readouterr().out
+    assert "2.00 times as fast: 100.0 ms an iteration -> 50.0 ms" in said
+    assert "losses agree" in said and "512 MiB -> 512 MiB" in said
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert "<h1>2.00 times as fast" in page and page.count("<svg") == 4
+    started = page[page.index("What was on") : page.index("The command")]
+    assert "overlapped MoE layer  on" in started and "attention             off" in started
+    assert "building datasets" not in started
+    assert (tmp_path / "out" / "compare.png").stat().st_size > 10_000
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("drift", "status"), [("0.01", 0), ("0.5", 1), ("nan", 1)])
+def test_the_exit_status_says_whether_losses_agree(
+    drift: str, status: int, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRIFT", drift)
+    words = ["compare", "--steps", "4", "--warm-up", "1", "--output", str(tmp_path / "out")]
+    assert main([*words, *command]) == status
+
+
+@pytest.mark.process
+def test_a_run_that_fails_ends_the_comparison_with_its_status(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STATUS", "7")
+    assert main(["compare", "--output", str(tmp_path / "out"), *command]) == 7
+    assert not (tmp_path / "out" / "compare.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--warm-up", "9", "--steps", "10", "--", "x"], "--warm-up: found 9, allowed: 0 to 8"),
+        (["--", "torchrun", "none.py"], "names no file SCRIPT.py"),
+        (["--"], "found 'nothing'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.process
+def test_a_program_that_is_no_training_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.py").write_text("print('hello')")
+    words = ["compare", "--output", str(tmp_path), "--", sys.executable, str(tmp_path / "x.py")]
+    assert main(words) == 2
+    assert "it must be a Megatron training" in capsys.readouterr().err
+
+
+def test_the_script_is_started_with_the_package_unless_it_imports_it(tmp_path: Path) -> None:
+    plain, own = tmp_path / "plain.py", tmp_path / "own.py"
+    plain.write_text("import torch")
+    own.write_text("import megatron_fluid")
+    end = ["--exit-interval", "5", "--log-interval", "1"]
+    runner = ["-m", "megatron_fluid.run"]
+    flags = ["--lr", "-1e-4", "--log-interval=10", "--fluid-disable-patch", "a", "b", "--x"]
+    kept = ["--lr", "-1e-4", "--x"]
+    launcher = ["torchrun", "--nproc-per-node", "2"]
+    assert prepare([*launcher, str(plain), *flags], 5, on=False) == [
+        *launcher, *runner, str(plain), *kept, *end
+    ]  # fmt: skip
+    assert prepare([*launcher, *runner, str(plain)], 5, on=True) == [
+        *launcher, *runner, str(plain), *end
+    ]  # fmt: skip
+    assert prepare(["python", str(own)], 5, on=True) == ["python", str(own), *end]
+
+
+def test_steps_without_a_gradient_norm_are_read() -> None:
+    line = " iteration  3/ 9 | elapsed time per iteration (ms): 1.5 | lm loss: nan | x: 1 |"
+    (step,) = read_log(line).steps
+    assert (step.iteration, step.ms, step.grad_norm) == (3, 1.5, None)
+    assert step.loss != step.loss
+
+
+def test_noise_of_the_runs_without_the_package_widens_what_agrees(tmp_path: Path) -> None:
+    def steps(*losses: float) -> list[Step]:
+        return [Step(i, 1.0, loss, None) for i, loss in enumerate(losses)]
+
+    def comparison(again: float) -> Comparison:
+        return Comparison(
+            off=steps(1.0, 1.0), on=steps(1.02, 1.02), again=steps(again, again), warm_up=0,
+            tolerance=0.005, memory_mib=(None, None), started=[], command=["train"],
+        )  # fmt: skip
+
+    assert not comparison(1.0).agrees
+    assert comparison(1.01).agrees
+    assert write_page(comparison(1.0), tmp_path)[0].read_text().startswith("<!doctype html>")
