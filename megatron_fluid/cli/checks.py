@@ -143,12 +143,12 @@ def _symmetric_memory() -> tuple[bool, str]:
 
 def _nvshmem() -> tuple[bool, str]:
     symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
-    installed = nvshmem_checks.installed()
+    found, where = nvshmem_checks.find_library("libnvshmem_host.so*")
     if symmetric_memory.is_nvshmem_available():
-        return True, "torch finds it" + (f": {installed}" if installed else "")
-    if not installed:
+        return True, f"torch finds it: {where}" if found else "torch finds it"
+    if not found:
         return False, f"not installed ({install_command('nvshmem')})"
-    return False, f"{installed}, but torch cannot load it: put its lib folder on LD_LIBRARY_PATH"
+    return False, f"{where}, but torch cannot load it: put that folder on LD_LIBRARY_PATH"
 
 
 def _megatron() -> tuple[bool, str]:
@@ -220,27 +220,16 @@ CHECKS: Mapping[str, Check] = {
         "update torch",
     ),
     "nvshmem": Check(_nvshmem, _NO_NVSHMEM, _NVSHMEM_WHEEL),
-    "nvshmem device library": Check(
-        LOOKS["nvshmem device library"], _NO_NVSHMEM, _NVSHMEM_WHEEL, ("nvshmem",)
-    ),
-    "nvshmem bootstrap": Check(
-        LOOKS["nvshmem bootstrap"], _NO_NVSHMEM, _NVSHMEM_WHEEL, ("nvshmem",)
-    ),
-    "nvshmem ibgda": Check(
-        LOOKS["nvshmem ibgda"],
-        "NVSHMEM takes ibrc or libfabric between hosts",
-        _NVSHMEM_WHEEL,
-        ("nvshmem",),
-    ),
-    "nvshmem ibrc": Check(
-        LOOKS["nvshmem ibrc"],
-        "NVSHMEM takes ibgda or libfabric between hosts",
-        _NVSHMEM_WHEEL,
-        ("nvshmem",),
-    ),
-    "nvshmem libfabric": Check(
-        LOOKS["nvshmem libfabric"], "no NVSHMEM on EFA or Slingshot", _NVSHMEM_WHEEL, ("nvshmem",)
-    ),
+    **{
+        name: Check(LOOKS[name], consequence, _NVSHMEM_WHEEL, ("nvshmem",))
+        for name, consequence in (
+            ("nvshmem device library", _NO_NVSHMEM),
+            ("nvshmem bootstrap", _NO_NVSHMEM),
+            ("nvshmem ibgda", "NVSHMEM takes ibrc or libfabric between hosts"),
+            ("nvshmem ibrc", "NVSHMEM takes ibgda or libfabric between hosts"),
+            ("nvshmem libfabric", "no NVSHMEM on EFA or Slingshot"),
+        )
+    },
     "rdma devices": Check(
         LOOKS["rdma devices"],
         "NVSHMEM stays inside this host; NCCL goes over sockets between hosts",

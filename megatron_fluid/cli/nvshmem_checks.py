@@ -7,24 +7,22 @@ access and needs none of it. The file system is read, nothing is loaded or start
 
 from __future__ import annotations
 
-import contextlib
 import ctypes.util
-import importlib.metadata
+import functools
 import importlib.util
 import os
 import re
 import sys
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["LOOKS", "Look", "installed"]
+__all__ = ["LOOKS", "Look", "find_library"]
 
 Look = Callable[[], tuple[bool, str]]
 _ROOT = Path("/")  # tests look at another
 
 
-def _packages() -> list[Path]:
+def _wheels() -> list[Path]:
     """Folders of NVSHMEM's wheels (nvidia-nvshmem-cu12, -cu13), wherever they are importable."""
     try:
         spec = importlib.util.find_spec("nvidia.nvshmem")
@@ -33,73 +31,23 @@ def _packages() -> list[Path]:
     return [] if spec is None else [Path(path) for path in spec.submodule_search_locations or ()]
 
 
-def _distributions() -> list[str]:
-    """NVSHMEM's wheels and Python bindings, with versions."""
-    names = ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13", "nvshmem4py-cu12", "nvshmem4py-cu13")
-    found = []
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return found
-
-
-def _folders() -> list[Path]:
-    """Where NVSHMEM's libraries may lie."""
-    named = [Path(os.environ[name]) for name in ("NVSHMEM_LIB_DIR",) if name in os.environ]
+def find_library(pattern: str) -> tuple[bool, str]:
+    """Look for a library of NVSHMEM: in NVSHMEM_LIB_DIR, NVSHMEM_HOME, wheels, system folders."""
+    folders = [Path(os.environ["NVSHMEM_LIB_DIR"])] if "NVSHMEM_LIB_DIR" in os.environ else []
     home = os.environ.get("NVSHMEM_HOME")
-    homes = [Path(home) / folder for folder in ("lib", "lib64")] if home else []
-    wheels = [Path(sysconfig.get_path("purelib")) / "nvidia" / "nvshmem", *_packages()]
-    system = ("usr/local/lib", "usr/lib", "opt/nvidia/nvshmem/lib")
-    every = [*named, *homes, *(wheel / "lib" for wheel in wheels)]
-    return list(dict.fromkeys([*every, *(_ROOT / path for path in system)]))
-
-
-def installed() -> str:
-    """What there is of NVSHMEM, and where; "" if nothing."""
-    found = _distributions()
-    for folder in _folders():
-        if library := next(iter(sorted(folder.glob("libnvshmem_host.so*"))), None):
-            found.append(f"{library.name} in {folder}")
-            break
-    return ", ".join(found)
-
-
-def _library(pattern: str) -> tuple[bool, str]:
-    for folder in _folders():
-        found = sorted(folder.glob(pattern))
-        if found:
-            return True, f"{found[0].name} in {found[0].parent}"
-    where = ", ".join(map(str, _folders()))
-    return False, f"no {pattern} in {where} (pip install nvidia-nvshmem-cu13, or NVSHMEM_LIB_DIR)"
+    folders += [Path(home) / folder for folder in ("lib", "lib64")] if home else []
+    folders += [wheel / "lib" for wheel in _wheels()]
+    folders += [_ROOT / path for path in ("usr/local/lib", "usr/lib", "opt/nvidia/nvshmem/lib")]
+    for folder in folders:
+        for found in sorted(folder.glob(pattern)):
+            return True, f"{found.name} in {folder}"
+    return False, f"no {pattern} in {', '.join(map(str, folders))}"
 
 
 def _device_library() -> tuple[bool, str]:
     if importlib.util.find_spec("torch.distributed._symmetric_memory._nvshmem_triton") is None:
         return False, "this torch has no NVSHMEM bindings for Triton"
-    return _library("libnvshmem_device.bc")
-
-
-def _bootstrap() -> tuple[bool, str]:
-    # torch starts NVSHMEM by a unique id that it passes round itself.
-    return _library("nvshmem_bootstrap_uid.so*")
-
-
-def _transport(name: str) -> Look:
-    def look() -> tuple[bool, str]:
-        ok, detail = _library(f"nvshmem_transport_{name}.so*")
-        if not ok:
-            return ok, detail
-        setting, values = {
-            "ibgda": ("NVSHMEM_IB_ENABLE_IBGDA", ("1", "true", "yes")),
-            "ibrc": ("NVSHMEM_REMOTE_TRANSPORT", ("ibrc",)),
-            "libfabric": ("NVSHMEM_REMOTE_TRANSPORT", ("libfabric",)),
-        }[name]
-        default = name == "ibrc" and setting not in os.environ
-        if default or os.environ.get(setting, "").lower() in values:
-            return True, f"{detail}; chosen"
-        return True, f"{detail}; set {setting}={values[0]} to choose it"
-
-    return look
+    return find_library("libnvshmem_device.bc")
 
 
 def _rdma_devices() -> tuple[bool, str]:
@@ -166,10 +114,12 @@ def _libfabric() -> tuple[bool, str]:
 
 LOOKS: dict[str, Look] = {
     "nvshmem device library": _device_library,
-    "nvshmem bootstrap": _bootstrap,
-    "nvshmem ibgda": _transport("ibgda"),
-    "nvshmem ibrc": _transport("ibrc"),
-    "nvshmem libfabric": _transport("libfabric"),
+    # torch starts NVSHMEM by a unique id that it passes round itself.
+    "nvshmem bootstrap": functools.partial(find_library, "nvshmem_bootstrap_uid.so*"),
+    **{
+        f"nvshmem {name}": functools.partial(find_library, f"nvshmem_transport_{name}.so*")
+        for name in ("ibgda", "ibrc", "libfabric")
+    },
     "rdma devices": _rdma_devices,
     "gpu direct rdma": _direct_rdma,
     "nvidia driver options": _driver_options,

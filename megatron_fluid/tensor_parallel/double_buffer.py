@@ -18,9 +18,8 @@ from megatron_fluid.comm.workspace import FlagRegion, Workspace
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels.flags import wait_for_peers_kernel
-from megatron_fluid.kernels.move_tokens.reduce_slots import reduce_slots
 
-__all__ = ["DoubleBuffer", "PeerWait", "SlotSum", "refuse_capture"]
+__all__ = ["DoubleBuffer", "PeerWait", "refuse_capture"]
 
 _UNIT = torch.bfloat16  # dtype of the allocation, which calls of any dtype share
 _ALIGN = 512  # bytes; allows the widest accesses in both buffers
@@ -101,17 +100,3 @@ class PeerWait:
         else:
             marked = (awaited.data_ptr(), awaited.nbytes // 4)
             self._launch((1, 1), (*words, value, *marked, *rest))
-
-
-class SlotSum:
-    """The sum of all ranks' slots of a receive buffer, once every other rank's word in ``region``
-    has reached a value."""
-
-    def __init__(self, workspace: Workspace, region: FlagRegion) -> None:
-        self._wait = PeerWait(workspace, region)
-
-    def __call__(self, slots: Tensor, value: int, bias: Tensor | None) -> Tensor:
-        """``[M / W, N]`` from slots ``[W, M / W, N]``, in fp32 in rank order, plus bias; waits on
-        the current stream for `value`."""
-        self._wait(value, slots)
-        return reduce_slots(slots, bias)

@@ -35,8 +35,9 @@ from megatron_fluid.kernels.fused_gemm.launch import (
     chunks_of_block,
     strips_of_block,
 )
+from megatron_fluid.kernels.move_tokens.reduce_slots import reduce_slots
 from megatron_fluid.tensor_parallel.backend import OverlappedBackend
-from megatron_fluid.tensor_parallel.double_buffer import PeerWait, SlotSum, refuse_capture
+from megatron_fluid.tensor_parallel.double_buffer import PeerWait, refuse_capture
 from megatron_fluid.tensor_parallel.gemm import Gemm
 
 __all__ = ["FusedBackend"]
@@ -68,10 +69,10 @@ class FusedBackend(OverlappedBackend):
         self._scatter_flags = workspace.flags("tp_fused_scatter", counters=counters)
         self._gather_flags_of = self._gather_flags.addresses.tolist()
         self._scatter_flags_of = self._scatter_flags.addresses.tolist()
-        self._sum = SlotSum(workspace, self._scatter_flags)
         self._scatter_calls = 0
         self._pushed = driver.event()
         self._wait = PeerWait(workspace, self._gather_flags)
+        self._scatter_wait = PeerWait(workspace, self._scatter_flags)
         self._counters = self._scatter_flags.counter.view(self.ranks, MOST_CHUNKS)
         # What the counters of each owner reach when all kernels so far are done.
         self._counted = [0] * MOST_CHUNKS
@@ -262,5 +263,6 @@ class FusedBackend(OverlappedBackend):
             driver.write(flag, self._scatter_calls, stream)
 
     def _add(self, slots: Tensor, bias: Tensor | None) -> Tensor:
-        """The sum of all ranks' slots, once they are there."""
-        return self._sum(slots, self._scatter_calls, bias)
+        """The sum of all ranks' slots in fp32 in rank order, once they are there."""
+        self._scatter_wait(self._scatter_calls, slots)
+        return reduce_slots(slots, bias)

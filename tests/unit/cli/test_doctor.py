@@ -166,14 +166,12 @@ def test_doctor_finds_nvshmem_wherever_it_lies(
     for folder in (package / "lib", home / "lib64"):
         folder.mkdir(parents=True)
         (folder / "libnvshmem_host.so.3").touch()
-    monkeypatch.setattr(nvshmem_checks, "_packages", lambda: [package])
-    monkeypatch.setattr(nvshmem_checks, "_distributions", lambda: ["nvshmem4py-cu13 0.1"])
-    monkeypatch.setattr(nvshmem_checks.sysconfig, "get_path", lambda name: str(tmp_path / "no"))
+    monkeypatch.setattr(nvshmem_checks, "_wheels", lambda: [package])
     symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
     monkeypatch.setattr(symmetric_memory, "is_nvshmem_available", lambda: False)
     monkeypatch.delenv("NVSHMEM_HOME", raising=False)
     ok, detail = CHECKS["nvshmem"].look()
-    wheel = f"nvshmem4py-cu13 0.1, libnvshmem_host.so.3 in {package / 'lib'}"
+    wheel = f"libnvshmem_host.so.3 in {package / 'lib'}"
     assert not ok and detail.startswith(f"{wheel}, but torch cannot load it")
     monkeypatch.setenv("NVSHMEM_HOME", str(home))
     assert f"libnvshmem_host.so.3 in {home / 'lib64'}" in CHECKS["nvshmem"].look()[1]
