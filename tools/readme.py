@@ -1,5 +1,5 @@
 """The generated parts of README.md and docs/, and the page of results: `python -m tools.readme`
-writes them anew, test_readme.py checks that they are up to date.
+writes them, test_readme.py checks that they are up to date.
 """
 
 import re

@@ -1,8 +1,8 @@
 """What becomes of each MoE, context-parallel and recompute setting of Megatron's models.
 
 One row for each field of TransformerConfig: honoured, left to Megatron wholly or in part (with the
-reason of the tables of limits), or without effect. `unlisted` names fields that a newer
-Megatron-Core has and this table has not: tests/unit/tools/test_settings_table.py then fails, so
+reason of the tables of limits), or without effect. `unlisted` names fields of a newer
+Megatron-Core that this table lacks: tests/unit/tools/test_settings_table.py then fails, so
 that nobody finds out by a wrong result. docs/compatibility.md is generated from it.
 
 Nothing of Megatron is imported here.
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 HONOURED, LEFT, NO_EFFECT = "honoured", "left to Megatron", "no effect"
-EXCHANGE = "exchange ours"  # and the experts Megatron's
-EXPERTS = "experts ours"  # and the exchange Megatron's
-PHASES = "phase by phase"  # exchange and experts ours
+EXCHANGE = "megatron_fluid's exchange"  # and Megatron's experts
+EXPERTS = "megatron_fluid's experts"  # and Megatron's exchange
+PHASES = "phase by phase"  # both, called by Megatron's forward one after the other
 _ROUTER = "Megatron's router runs"
-_FLEX = "of the flex dispatcher, which reads it"
-_LAYOUT = "of the layout that is built before a layer is looked at"
-_OVERLAP = "attention that is not served keeps Megatron's path"
+_FLEX = "only the flex dispatcher reads it"
+_LAYOUT = "Megatron builds the model from it before megatron_fluid sees a layer"
+_OVERLAP = "other attention keeps Megatron's path"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ _OTHERS = tuple(
             "choices that the router drops are not sent",
             "moe_expert_capacity_factor moe_token_drop_policy",
         ),
-        (HONOURED, "in the schedule and the router's losses", "moe_grad_scale_func"),
+        (HONOURED, "by the schedule and the router's losses", "moe_grad_scale_func"),
         (
             HONOURED,
             "the shared expert is Megatron's module",
@@ -97,7 +97,7 @@ _OTHERS = tuple(
         ),
         (HONOURED, "fused by rounds, phase by phase elsewhere", "moe_apply_probs_on_input"),
         (HONOURED, "rows that only pad are not sent", "moe_pad_expert_input_to_capacity"),
-        (HONOURED, "the layer is recomputed by its own transport", "moe_layer_recompute"),
+        (HONOURED, "the layer recomputes itself, over its own transport", "moe_layer_recompute"),
         (
             HONOURED,
             "around whole layers, by Megatron",
@@ -106,7 +106,7 @@ _OTHERS = tuple(
         ),
         (
             HONOURED,
-            "core_attn by the attention that is overlapped, else by Megatron",
+            "overlapped attention recomputes core_attn itself; Megatron does the rest",
             "recompute_modules",
         ),
         (HONOURED, f"with cp_comm_type a2a; {_OVERLAP}", "context_parallel_size"),
@@ -137,23 +137,23 @@ _OTHERS = tuple(
         ),
         (
             NO_EFFECT,
-            "of the stash, which keeps Megatron's path",
+            "only the paged stash reads it, which keeps Megatron's experts",
             "moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda "
             "moe_paged_stash_buffer_size_factor_cpu",
         ),
-        (HONOURED, "by our experts", "moe_mlp_glu_interleave_size"),
+        (HONOURED, "by megatron_fluid's experts", "moe_mlp_glu_interleave_size"),
         (
             HONOURED,
-            "in high precision; our experts read the one parameter where its values lie",
+            "if not quantised; megatron_fluid's experts read the parameter in place",
             "moe_single_grouped_weight moe_single_grouped_bias",
         ),
         (
             NO_EFFECT,
-            "of experts split over tensor-parallel ranks, whose checkpoints are Megatron's",
+            "only checkpoints of experts split over tensor-parallel ranks read it",
             "expert_tensor_parallel_num_weight_shards",
         ),
         (NO_EFFECT, "Megatron has no such feature yet", "moe_token_dropping"),
-        (NO_EFFECT, "of Megatron's inference", "moe_pad_experts_for_cuda_graph_inference"),
+        (NO_EFFECT, "only inference reads it", "moe_pad_experts_for_cuda_graph_inference"),
     )
     for name in names.split()
 )
@@ -191,9 +191,9 @@ def compatibility_table() -> str:
 
 
 def parts_table(parts: Iterable[tuple[str, str, Sequence[Limit[Any]]]]) -> str:
-    """The table of what is ours of an MoE layer under each setting.
+    """The table of who runs the exchange and the experts of an MoE layer under each setting.
 
-    parts: whose the exchange is, whose the experts are, and the limits under which that is so.
+    parts: who runs the exchange, who runs the experts, and the limits under which that is so.
     """
     rows = [
         f"| `{limit.setting}` | {exchange} | {experts} | {limit.reason} |"

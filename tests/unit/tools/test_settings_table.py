@@ -38,8 +38,8 @@ def test_what_the_overlapped_path_does_not_honour_is_called_so() -> None:
     states = {setting.name: setting.state for setting in SETTINGS}
     words = {
         ("Megatron's", "Megatron's"): "left to Megatron",
-        ("Megatron's", "ours"): "experts ours",
-        ("ours", "Megatron's"): "exchange ours",
+        ("Megatron's", "ours"): "megatron_fluid's experts",
+        ("ours", "Megatron's"): "megatron_fluid's exchange",
         ("ours", "ours, phase by phase"): "phase by phase",
     }
     for exchange, experts, limits in PARTS:
