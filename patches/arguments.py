@@ -121,9 +121,9 @@ _FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
     (
         "machine",
         {"metavar": "FIGURES"},
-        "Figures of the machine by which auto predicts what is faster: auto (reference figures of "
-        "this GPU; on CPUs every form that can overlap is on), reference, h100, h200, cpu, or a "
-        "file that `megatron-fluid plan --write` has written.",
+        "Figures of the machine by which auto chooses overlaps of MoE layers: auto (reference "
+        "figures of this GPU), reference, h100, h200, cpu, or a file that `megatron-fluid plan "
+        "--write` has written.",
     ),
     (
         "profile_steps",

@@ -126,7 +126,7 @@ def global_ranks(group: Any) -> list[int]:
 def is_choice(reason: str) -> bool:
     """Whether Megatron's own path is what the user chose, or nothing to overlap: no warning."""
     return reason.startswith(
-        ("moe_backend=", "cp_backend=", "expert_model_parallel_size=1", "the patch ")
+        ("moe_backend=", "cp_backend=", "expert_model_parallel_size=1", "the patch ", "auto: ")
     )
 
 

@@ -1,2 +1,1 @@
-"""Cost model: reference figures of machines, and the time that they predict for each form of a
-layer."""
+"""Figures of machines, by which `auto` chooses."""

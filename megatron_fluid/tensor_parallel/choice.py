@@ -1,9 +1,9 @@
-"""Which backend serves a shape: the one asked for by name, else the fastest of a near shape that
-was measured on such a GPU, else the one of least predicted time (megatron_fluid.plan).
+"""Which backend serves a shape: the one asked for by name, else the fastest of the nearest measured
+shape (measured.py).
 
 Every rank chooses the same without communication: the choice depends on sizes, dtypes, strides, the
-group, figures of the machine that the ranks share, and on what holds on all ranks alike (A on a
-GPU, a CUDA-graph capture, operands that begin on 16-byte boundaries).
+group, and on what holds on all ranks alike (A on a GPU, a CUDA-graph capture, operands that begin
+on 16-byte boundaries).
 
 A capture gets the collective. The overlapped backends count their calls on the host: a replay would
 reuse the captured number, and overwrite what a peer still reads. They refuse a capture by name.
@@ -22,8 +22,6 @@ from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fused_gemm.launch import MOST_RANKS
-from megatron_fluid.plan.machine import Machine, agreed_machine
-from megatron_fluid.plan.model import fastest_linear
 from megatron_fluid.tensor_parallel.backend import Backend
 from megatron_fluid.tensor_parallel.collective import CollectiveBackend
 from megatron_fluid.tensor_parallel.double_buffer import refuse_capture
@@ -54,9 +52,7 @@ class _GroupBackends:
         self.gpu = torch.cuda.get_device_name()
         self.unsupported_reason = symmetric_unsupported_reason(group)
         self._workspace = None
-        self.machine: Machine | None = None
         if self.unsupported_reason is None:
-            self.machine = agreed_machine(group, "cuda")
             self._workspace = SymmetricWorkspace(group, wait_timeout_s(group))
             driver = CudaDriver(self._workspace.device)
             self.copy_engine = CopyEngineBackend(self._workspace, driver)
@@ -124,15 +120,8 @@ def backend_for(
         return asked
     if copy_engine.unsupported_reason(a, gemm, m) is not None:
         return backends.collective
-    shape = m, gemm.n, gemm.k
-    chosen = measured_backend(backends.gpu, group.size(), operation, *shape)
-    if fused is not None and fused.unsupported_reason(a, gemm, m) is not None:
-        fused = None
-    if chosen is None:
-        assert backends.machine is not None, "agreed on with the symmetric memory"
-        can_fuse = fused is not None and fused.fills_waves(a, gemm, m, operation)
-        figures = backends.machine, operation, group.size()
-        chosen = fastest_linear(*figures, shape, a.element_size(), can_fuse)
-    if chosen == "fused" and fused is not None:
-        return fused
-    return backends.collective if chosen == "collective" else copy_engine
+    chosen = measured_backend(backends.gpu, group.size(), operation, m, gemm.n, gemm.k)
+    if chosen == "collective":
+        return backends.collective
+    fits = fused is not None and fused.unsupported_reason(a, gemm, m) is None
+    return fused if fused is not None and fits and chosen == "fused" else copy_engine

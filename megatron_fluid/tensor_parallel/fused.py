@@ -42,7 +42,6 @@ from megatron_fluid.tensor_parallel.gemm import Gemm
 
 __all__ = ["FusedBackend"]
 
-_MOST_COST = 1.25  # `FusedGemm.cost` up to which the waves of tiles count as full
 # A chunk: small enough that the last one takes little time, large enough that the start of a copy
 # does not count.
 _GATHER_BYTES, _SCATTER_BYTES, _CHUNKS = 8 << 20, 16 << 20, 8
@@ -101,12 +100,6 @@ class FusedBackend(OverlappedBackend):
         if any(t is not None and t.data_ptr() % 16 for t in (a, gemm.b, gemm.bias)):
             return "A, B or the bias does not begin on a 16-byte boundary"
         return None
-
-    def fills_waves(self, a: Tensor, gemm: Gemm, m: int, operation: str) -> bool:
-        """Whether the tiles of a whole GEMM of `m` rows keep the SMs busy. Where those of a scatter
-        do not, cuBLAS splits the sums."""
-        depth = gemm.k if operation == "gather" else 0
-        return self._gemm(a.dtype).cost(m // self.ranks, gemm.n, depth) <= _MOST_COST
 
     def _gemm(self, dtype: torch.dtype) -> FusedGemm:
         found = self._kernels.get(dtype)

@@ -16,9 +16,6 @@ TABLE = Path(__file__).with_name("measured.json")
 Entry = tuple[str, int, str, int, int, int, str]
 """GPU, ranks, "gather" or "scatter", M, N and K of the GEMM of one rank, backend."""
 
-# A measured shape serves another whose M, N and K are each within a factor of 2 of its own: log2.
-_NEAR = 1.0
-
 
 @functools.cache
 def read_table() -> tuple[Entry, ...]:
@@ -27,28 +24,34 @@ def read_table() -> tuple[Entry, ...]:
 
 
 @functools.lru_cache(maxsize=4096)  # the host time of every call counts for small GEMMs
-def measured_backend(gpu: str, ranks: int, operation: str, m: int, n: int, k: int) -> str | None:
+def measured_backend(gpu: str, ranks: int, operation: str, m: int, n: int, k: int) -> str:
     """`nearest_backend` of measured.json."""
     return nearest_backend(read_table(), gpu, ranks, operation, (m, n, k))
 
 
 def nearest_backend(
     table: Iterable[Entry], gpu: str, ranks: int, operation: str, shape: tuple[int, int, int]
-) -> str | None:
-    """Return the backend of the nearest measured shape (M, N, K), or None where none is near. The
-    distance is the largest ratio of M, N and K, then the product of all three.
+) -> str:
+    """Return the backend of the nearest measured shape (M, N, K): by the largest ratio of M, N and
+    K, then by the product of all three. "collective" where M, N or K is less than half of any that
+    was measured: overlap costs the host more there than it saves.
+
+    A GPU that was not measured has the entries of those that were, and a number of ranks those of
+    the nearest number.
 
     >>> nearest_backend([("H200", 4, "gather", 1024, 512, 512, "fused")],
     ...                 "H200", 4, "gather", (2048, 512, 512))
     'fused'
     """
-    best: tuple[float, float, str] | None = None
-    for *case, m, n, k, backend in table:
-        if case != [gpu, ranks, operation]:
-            continue
-        pairs = zip(shape, (m, n, k), strict=True)
-        apart = [abs(math.log2(found / known)) for found, known in pairs if found]
-        largest, total = max(apart), sum(apart)
-        if largest <= _NEAR and (best is None or (largest, total) < best[:2]):
-            best = largest, total, backend
-    return None if best is None else best[2]
+    if not all(shape):
+        return "collective"
+    entries = [entry for entry in table if entry[2] == operation]
+    entries = [entry for entry in entries if entry[0] == gpu] or entries
+    measured = min({entry[1] for entry in entries}, key=lambda n: (abs(math.log2(n / ranks)), n))
+    best = math.inf, math.inf, "collective"
+    for entry in entries:
+        smaller = [math.log2(n / size) for n, size in zip(entry[3:6], shape, strict=True)]
+        if entry[1] == measured and max(smaller) <= 1:
+            apart = [abs(ratio) for ratio in smaller]
+            best = min(best, (max(apart), sum(apart), entry[6]))
+    return best[2]

@@ -24,9 +24,6 @@ from megatron_fluid.patches.limits import Limit, first_reason
 from megatron_fluid.patches.linears.transformer_engine import quantises
 from megatron_fluid.patches.overlap_decision import Decision, OverlapDecisions, Reason
 from megatron_fluid.patches.rank_findings import Finding
-from megatron_fluid.plan.layers import EXCHANGED, OVERLAPPED
-from megatron_fluid.plan.machine import Machine, agreed_machine
-from megatron_fluid.plan.model import Forecast, fastest
 
 __all__ = ["AttentionDecisions", "ForwardResult", "OverlappedModule", "attention_forward"]
 
@@ -47,23 +44,16 @@ class OverlappedModule:
         modules: those whose calls the forward stands for, by name.
         config: the settings in force when it was built.
         backend: "nvlink" or "rounds".
-        machine: figures by which each call is overlapped or not, alike on all ranks; None: every
-            call is.
     """
 
     def __init__(
-        self,
-        attention: Any,
-        modules: dict[str, Any],
-        config: FluidConfig,
-        backend: str,
-        machine: Machine | None,
+        self, attention: Any, modules: dict[str, Any], config: FluidConfig, backend: str
     ) -> None:
         from megatron.core.inference.utils import InferenceMode
 
         exchanges = exchanges_of(attention.core_attention)
         assert exchanges is not None
-        self.config, self.backend, self.machine = config, backend, machine
+        self.config, self.backend = config, backend
         self.exchanges, self.group, self.heads = exchanges, exchanges.group, exchanges.heads
         self.core = attention.core_attention
         # Transformer Engine ignores a mask where it is causal or no_mask.
@@ -71,7 +61,6 @@ class OverlappedModule:
         self.causal = attention.attn_mask_type.name == "causal"
         self.modules, self.hooks = modules, ModuleHooks(**modules)
         self._inference_active = InferenceMode.is_active
-        self._slower = functools.lru_cache(maxsize=64)(self._predicted_slower)
 
     def prepare(
         self, x: Tensor, mask: Tensor | None, given: dict[str, Any]
@@ -89,10 +78,6 @@ class OverlappedModule:
     def forward(self, attention: Any, x: Tensor, *prepared: Any) -> ForwardResult:
         """[s, b, H] and what ``prepare`` returned -> ([s, b, H], the output projection's bias or
         None)."""
-        raise NotImplementedError
-
-    def forms(self, machine: Machine, rows: int, batch: int, itemsize: int) -> dict[str, Forecast]:
-        """The cost model's forms of a call of s = ``rows``: EXCHANGED and OVERLAPPED."""
         raise NotImplementedError
 
     def changed(self, attention: Any) -> str | None:
@@ -113,26 +98,9 @@ class OverlappedModule:
             return f"its input is {x.dtype}, its weights are {dtypes}"
         if rows % 2:
             return "an odd number of rows"  # which the core attention refuses by name
-        if self.machine is not None:
-            slower = self._slower(self.machine, rows, x.shape[1], x.dtype.itemsize)
-            if slower is not None:
-                return slower
         if self._inference_active() or torch.is_autocast_enabled(x.device.type) or quantises():
             return "autocast or inference is on"
         return self.hooks.logged()
-
-    def _predicted_slower(
-        self, machine: Machine, rows: int, batch: int, itemsize: int
-    ) -> str | None:
-        forms = self.forms(machine, rows, batch, itemsize)
-        if fastest(forms, EXCHANGED) == OVERLAPPED:
-            return None
-        before, after = (forms[name].seconds * 1e3 for name in (EXCHANGED, OVERLAPPED))
-        return (
-            f"a step of {rows} x {batch} rows is predicted to take {before:.3g} ms so and "
-            f"{after:.3g} ms overlapped (--fluid-cp-backend {self.backend} overlaps it all the "
-            "same)"
-        )
 
 
 class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
@@ -155,8 +123,13 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
         """The modules whose calls the overlapped forward stands for, by name."""
         raise NotImplementedError
 
-    def make(self, layer: Any, config: FluidConfig, backend: str, machine: Machine | None) -> Path:
+    def make(self, layer: Any, config: FluidConfig, backend: str) -> Path:
         """The path of a layer; arguments as of OverlappedModule."""
+        raise NotImplementedError
+
+    def slower_reason(self, config: FluidConfig, layer: Any) -> str | None:
+        """Why Megatron's projections around the exchange are faster for a layer on GPUs, alike on
+        all ranks; or None."""
         raise NotImplementedError
 
     def concerns(self, layer: Any) -> bool:
@@ -170,7 +143,11 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
         if config.cp_backend in ("collective", "megatron"):
             return f"cp_backend={config.cp_backend} was asked for"
         reason = first_reason(self.limits, layer.config, config) or _own_exchange_reason(layer)
-        return reason or self._backend(config, layer)[1]
+        reason = reason or self._backend(config, layer)[1]
+        # CPUs, which are for trying things out, overlap whatever they can.
+        if reason is None and config.cp_backend == "auto" and not cpu_mode_active():
+            reason = self.slower_reason(config, layer)
+        return reason
 
     def _backend(self, config: FluidConfig, layer: Any) -> tuple[str, str | None]:
         """Who moves heads and rows, or why nobody can."""
@@ -196,11 +173,7 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
         return Finding(reason or ModuleHooks(**self.modules(layer)).foreign())
 
     def decide(self, config: FluidConfig, layer: Any, found: Sequence[Finding]) -> Path:
-        backend, machine = self.backend_of(config, layer), None
-        if config.cp_backend == "auto":
-            device = "cuda" if backend == "nvlink" else "cpu"
-            machine = agreed_machine(self.group(layer), device, config.machine)
-        return self.make(layer, config, backend, machine)
+        return self.make(layer, config, self.backend_of(config, layer))
 
     def forward(self, original: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
         """Wrap Megatron's forward of these modules."""

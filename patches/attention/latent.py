@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.attention.attention_kernels import CoreCase
+from megatron_fluid.attention.choice import gather_slower_reason
 from megatron_fluid.attention.exchanged import return_rows
 from megatron_fluid.attention.layouts import SequenceLayout
 from megatron_fluid.backward.functions import once_differentiable
@@ -44,9 +45,6 @@ from megatron_fluid.patches.attention.transformer_engine import core_kernel
 from megatron_fluid.patches.linears.transformer_engine import norm_of_rows
 from megatron_fluid.patches.overlap_decision import Reason
 from megatron_fluid.patches.weight_gradients import rows_gradient_of
-from megatron_fluid.plan.layers import LatentWork, latent_forms
-from megatron_fluid.plan.machine import Machine
-from megatron_fluid.plan.model import Forecast
 from megatron_fluid.tensor_parallel import all_gather_matmul
 
 __all__ = ["DECISIONS", "OverlappedLatentAttention", "forward", "init"]
@@ -55,11 +53,9 @@ __all__ = ["DECISIONS", "OverlappedLatentAttention", "forward", "init"]
 class OverlappedLatentAttention(OverlappedModule):
     """The overlapped forward of one MLASelfAttention; arguments as of OverlappedModule."""
 
-    def __init__(
-        self, attention: Any, config: FluidConfig, backend: str, machine: Machine | None
-    ) -> None:
+    def __init__(self, attention: Any, config: FluidConfig, backend: str) -> None:
         modules = projected_up(attention) | {"core_attention": attention.core_attention}
-        super().__init__(attention, modules, config, backend, machine)
+        super().__init__(attention, modules, config, backend)
         model = attention.config
         self.widths = model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim
         self.q_up, self.kv_up = projected_up(attention).values()
@@ -68,14 +64,6 @@ class OverlappedLatentAttention(OverlappedModule):
         reason = next((f"{name} is given" for name in given), None)
         reason = reason or self.call_reason(x, mask, x.shape[0], self.q_up, self.kv_up)
         return () if reason is None else Reason(reason)
-
-    def forms(self, machine: Machine, rows: int, batch: int, itemsize: int) -> dict[str, Forecast]:
-        products = tuple(
-            (int(linear.weight.shape[0]), int(linear.weight.shape[1]))
-            for linear in (self.q_up, self.kv_up)
-        )
-        world, columns = self.heads.world, self.heads.qkv_rows
-        return latent_forms(machine, LatentWork(world, rows * batch, products, columns, itemsize))
 
     def forward(self, attention: Any, x: Tensor, *prepared: Any) -> ForwardResult:
         self.hooks.run_parameter_gather()
@@ -214,10 +202,15 @@ class _LatentDecisions(AttentionDecisions[OverlappedLatentAttention]):
     def built_reason(self, layer: Any) -> str | None:
         return latent_module_reason(layer)
 
-    def make(
-        self, layer: Any, config: FluidConfig, backend: str, machine: Machine | None
-    ) -> OverlappedLatentAttention:
-        return OverlappedLatentAttention(layer, config, backend, machine)
+    def make(self, layer: Any, config: FluidConfig, backend: str) -> OverlappedLatentAttention:
+        return OverlappedLatentAttention(layer, config, backend)
+
+    def slower_reason(self, config: FluidConfig, layer: Any) -> str | None:
+        model = layer.config
+        compressed = (model.q_lora_rank or model.hidden_size) + model.kv_lora_rank
+        head = 2 * (model.qk_head_dim + model.qk_pos_emb_head_dim) + model.v_head_dim
+        ranks = self.group(layer).size()
+        return gather_slower_reason(compressed, model.num_attention_heads * head // ranks)
 
     def allowed(self, config: FluidConfig, layer: Any, reason: str) -> str | None:
         return None  # heads are exchanged around its core attention all the same

@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
 from megatron_fluid.attention.exchange.protocol import HeadExchange
 from megatron_fluid.attention.exchange.registry import open_exchange
-from megatron_fluid.attention.exchange.symmetric import choose_groups, choose_transport
 from megatron_fluid.attention.layouts import SequenceLayout
 from megatron_fluid.attention.overlap import (
     AttentionCall,
@@ -39,9 +38,6 @@ from megatron_fluid.patches.attention.transformer_engine import core_kernel
 from megatron_fluid.patches.linears.transformer_engine import norm_of_rows
 from megatron_fluid.patches.overlap_decision import Reason
 from megatron_fluid.patches.weight_gradients import weight_gradient_of
-from megatron_fluid.plan.layers import AttentionWork, attention_forms
-from megatron_fluid.plan.machine import Machine
-from megatron_fluid.plan.model import Forecast
 
 __all__ = ["OverlappedAttention"]
 
@@ -49,10 +45,8 @@ __all__ = ["OverlappedAttention"]
 class OverlappedAttention(OverlappedModule):
     """The overlapped forward of one SelfAttention; arguments as of OverlappedModule."""
 
-    def __init__(
-        self, attention: Any, config: FluidConfig, backend: str, machine: Machine | None = None
-    ) -> None:
-        super().__init__(attention, bypassed(attention), config, backend, machine)
+    def __init__(self, attention: Any, config: FluidConfig, backend: str) -> None:
+        super().__init__(attention, bypassed(attention), config, backend)
         self.qkv, self.projection = attention.linear_qkv, attention.linear_proj
         self.tensor = TensorParallelism(
             attention.pg_collection.tp, bool(attention.config.sequence_parallel)
@@ -124,34 +118,6 @@ class OverlappedAttention(OverlappedModule):
         if table is not None and packed is not None:
             table = pack_table(packed, rows, self.heads.world, table)
         return table, "rotations are not by pairs" if table is None else None
-
-    def forms(self, machine: Machine, rows: int, batch: int, itemsize: int) -> dict[str, Forecast]:
-        return attention_forms(machine, self.work(rows, batch, itemsize))
-
-    def work(self, rows: int, batch: int, itemsize: int) -> AttentionWork:
-        """What a call computes and sends on one rank."""
-        heads, length = self.heads, rows * self.heads.world
-        seen = length / 2 if self.causal else length
-        if self.window is not None:
-            seen = min(seen, self.window)
-        mine = heads.num_heads / heads.world
-        columns, groups, by_copies = heads.qkv_rows, 1, False
-        if self.backend == "nvlink":
-            groups = 1 if self.dropout else choose_groups(heads, length, batch, itemsize)
-            sent = rows * batch * columns * itemsize * (heads.world - 1) // heads.world
-            by_copies = choose_transport("auto", sent) == "copy_engine"
-        return AttentionWork(
-            ranks=heads.world,
-            rows=rows * batch,
-            hidden=self.qkv.weight.shape[1],
-            qkv_columns=columns,
-            output_columns=heads.output_columns,
-            core_flops=2 * batch * length * seen * (heads.head_dim + heads.dv) * mine,
-            groups=groups,
-            by_copies=by_copies,
-            itemsize=itemsize,
-            shards=self.tensor.ranks if self.tensor.sequence_parallel else 1,
-        )
 
     def forward(
         self, attention: Any, x: Tensor, table: RotaryTable | None = None, packed: Any = None

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_fluid.attention.choice import overlap_slower_reason
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches.attention import decision
 from megatron_fluid.patches.attention.core import exchanges_of
 from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, bypassed, module_reason
 from megatron_fluid.patches.attention.overlapped import OverlappedAttention
-from megatron_fluid.plan.machine import Machine
 
 __all__ = ["DECISIONS", "attention_forward", "forward", "init", "leave", "overlapped"]
 
@@ -67,10 +67,12 @@ class _SelfAttentionDecisions(decision.AttentionDecisions[OverlappedAttention]):
     def built_reason(self, layer: Any) -> str | None:
         return module_reason(layer)
 
-    def make(
-        self, layer: Any, config: FluidConfig, backend: str, machine: Machine | None
-    ) -> OverlappedAttention:
-        return OverlappedAttention(layer, config, backend, machine)
+    def make(self, layer: Any, config: FluidConfig, backend: str) -> OverlappedAttention:
+        return OverlappedAttention(layer, config, backend)
+
+    def slower_reason(self, config: FluidConfig, layer: Any) -> str | None:
+        hides = config.tp_overlap != "off" and bool(layer.config.sequence_parallel)
+        return overlap_slower_reason(layer.pg_collection.tp.size() if hides else 1)
 
     def allowed(self, config: FluidConfig, layer: Any, reason: str) -> str | None:
         if config.cp_backend != "rounds":

@@ -1,4 +1,4 @@
-"""The ranks of a group predict with the figures of its first rank, and attention follows them."""
+"""The ranks of a group choose by the figures of its first rank."""
 
 from __future__ import annotations
 
@@ -54,49 +54,3 @@ def _late(rank: int, ranks: int) -> str:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     run_ranks(_late, 2)
-
-
-def _attention(rank: int, ranks: int, folder: str) -> None:
-    """`auto` by figures: what is predicted to be faster, on every rank, with the same results."""
-    from megatron_fluid.attention.layouts import SequenceLayout
-    from megatron_fluid.patches.attention import self_attention
-    from megatron_fluid.patches.overlap_decision import features
-    from tests.support.self_attention_world import (
-        Case,
-        angles_of,
-        build,
-        count_calls,
-        error_of,
-        start,
-        step,
-    )
-
-    start(ranks)
-    case, length = Case(), 8 * ranks
-    angles = angles_of(case, length)
-    rows = SequenceLayout(length, ranks, "zigzag").positions(rank)
-    found = []
-    for name, machine in (
-        # Memory is slow, so that the passes around an exchange alone are.
-        ("overlapped", dataclasses.replace(FILE, bytes_per_s=1e3, operation_s=0.0)),
-        # The host is slow, so that the rounds to each peer are.
-        ("exchanged", dataclasses.replace(FILE, operation_s=1.0)),
-    ):
-        path = f"{folder}/{name}.json"
-        if rank == 0:
-            Path(path).write_text(machine.dumps())
-        dist.barrier()
-        module = build(case, ranks, "auto", machine=path)
-        count = count_calls()
-        found.append(step(module, case, rows, angles, length))
-        assert count() == (1 if name == "overlapped" else 0), name
-        path_taken = self_attention.DECISIONS.get(module).path
-        assert path_taken is not None and path_taken.machine is not None
-    assert any("is predicted to take" in reason for _, _, reason, _ in features())
-    for name, theirs in found[0].items():
-        assert error_of(found[1][name], theirs, case.dtype) < 2e-6, name
-
-
-def test_attention_takes_the_form_that_is_predicted_to_be_faster(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core")
-    run_ranks(_attention, 4, str(tmp_path), timeout_s=240)

@@ -45,43 +45,6 @@ class _Group:
         return self._ranks
 
 
-def _leaves_what_is_predicted_slower(module: Any, dtype: torch.dtype) -> None:
-    """By figures of a machine a call is overlapped where that is predicted to be faster; without
-    figures always."""
-    from megatron_fluid.patches.attention import self_attention
-    from megatron_fluid.plan.machine import REFERENCE
-
-    path = self_attention.DECISIONS.settle(module).path
-    assert path is not None and path.machine is None
-    batch = 3
-    x = torch.zeros(4, batch, module.config.hidden_size, dtype=dtype)
-    assert path.prepare(x, None, {}) == (None, None)
-    work = path.work(4, batch, dtype.itemsize)
-    length = 4 * path.heads.world
-    channels = path.heads.num_heads // path.heads.world * path.heads.head_dim
-    seen = length / 2 if path.causal else length
-    assert work.core_flops == 2 * 2 * batch * length * seen * channels
-    assert work.qkv_columns == module.linear_qkv.weight.shape[0] - (
-        work.output_columns if path.output_gate else 0
-    )
-    assert work.output_columns == module.linear_proj.weight.shape[1]
-    machine = REFERENCE["h200"]
-    assert machine.copies is not None
-    # Where memory is slow the passes of the exchange alone are; where a peer costs the host much
-    # the pieces are.
-    slow_memory = dataclasses.replace(machine, bytes_per_s=1.0, operation_s=0.0)
-    pieces = dataclasses.replace(machine, units=1, flops_per_s=1.0, operation_s=0.0)
-    try:
-        path.machine = slow_memory
-        assert path.prepare(x, None, {}) == (None, None)
-        path.machine = pieces
-        if work.by_copies:
-            told = path.prepare(x, None, {})
-            assert isinstance(told, str) and "is predicted to take" in told and "nvlink" in told
-    finally:
-        path.machine = None
-
-
 def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
     """Modules of `ranks` ranks, run by a thread each over simulated symmetric memory, against one
     on the whole sequence."""
@@ -118,7 +81,6 @@ def _symmetric(_: int, __: int, ranks: int, cases: list[Case]) -> None:
             for group in groups
         ]
         assert [self_attention.overlapped(module) for module in modules] == ["nvlink"] * ranks
-        _leaves_what_is_predicted_slower(modules[0], case.dtype)
         for transport in ("sm_push", "copy_engine"):
 
             def body(

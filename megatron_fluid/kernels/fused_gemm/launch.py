@@ -232,13 +232,6 @@ class FusedGemm:
         """As the function of this name."""
         return rows_before(rows, width, depth, self._call.ranks, self._programs // 2, step)
 
-    def cost(self, rows: int, width: int, depth: int = 0) -> float:
-        """As wave_cost, of the tiles that blocks of `rows` are cut into; along K, too, if `depth`
-        is given, as a gather's are."""
-        ranks, clusters = self._call.ranks, self._programs // 2
-        splits = splits_of_depth(rows, width, depth, ranks, clusters) if depth else 1
-        return wave_cost(rows, width, ranks, clusters, self.high(rows, width), splits, depth)
-
     def gather(
         self,
         shard: Tensor,

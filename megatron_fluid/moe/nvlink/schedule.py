@@ -68,8 +68,8 @@ def choose_schedule(
         sends: whether the GPU's grouped GEMMs can send (kernels/grouped_gemm: sends_rows).
         machine: figures of the prediction.
     """
-    link = machine.copies or machine.collective
-    wire_rate, flops_rate = _WIRE * link.bytes_per_s, _GROUPED * machine.flops_per_s
+    wire_rate = _WIRE * machine.wire_bytes_per_s
+    flops_rate = _GROUPED * machine.flops_per_s
     memory_rate = machine.bytes_per_s
     local = num_experts // ranks
     chosen = min(top_k, num_experts)

@@ -160,3 +160,41 @@ def test_a_module_keeps_the_exchange_that_was_asked_for_when_it_was_built(
         monkeypatch.setattr("megatron_fluid.config._current", FluidConfig(cp_backend=other))
         assert exchanges.nvlink is nvlink
         assert nvlink or exchanges.describe() == "one all-to-all each way: cp_backend=collective"
+
+
+@pytest.mark.parametrize(
+    ("decisions", "model", "slower"),
+    [
+        ("self_attention", {"sequence_parallel": True}, True),
+        ("self_attention", {"sequence_parallel": False}, False),
+        ("latent", {"num_attention_heads": 64}, False),
+        ("latent", {"num_attention_heads": 2}, True),
+    ],
+)
+def test_on_gpus_auto_overlaps_where_that_is_not_slower(
+    monkeypatch: pytest.MonkeyPatch, decisions: str, model: dict[str, Any], slower: bool
+) -> None:
+    from megatron_fluid.patches.attention import decision, latent, self_attention
+
+    found: Any = {"self_attention": self_attention, "latent": latent}[decisions].DECISIONS
+    monkeypatch.setattr(type(found), "limits", ())
+    monkeypatch.setattr(decision, "_own_exchange_reason", lambda layer: None)
+    monkeypatch.setattr(self_attention, "_groups_reason", lambda layer: None)
+    monkeypatch.setattr(found, "_backend", lambda config, layer: ("nvlink", None))
+    two = SimpleNamespace(size=lambda: 2)
+    latent_sizes = {"q_lora_rank": 96, "kv_lora_rank": 32, "qk_head_dim": 8}
+    latent_sizes |= {"qk_pos_emb_head_dim": 4, "v_head_dim": 8}
+    layer = SimpleNamespace(
+        pg_collection=SimpleNamespace(tp=two, cp=two),
+        config=SimpleNamespace(**latent_sizes, **model),
+    )
+
+    def reason(**settings: Any) -> str | None:
+        return found.setting_reason(FluidConfig(**settings), layer)
+
+    assert reason() is None, "CPUs overlap whatever they can"
+    monkeypatch.setattr(decision, "cpu_mode_active", lambda: False)
+    assert (reason() is not None) == slower
+    assert reason(cp_backend="nvlink") is None
+    if decisions == "self_attention":
+        assert reason(tp_overlap="off") is None

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.fused_gemm.launch import MOST_ROWS
-from megatron_fluid.plan.machine import REFERENCE
 from megatron_fluid.tensor_parallel import choice
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
 from megatron_fluid.tensor_parallel.fused import FusedBackend
@@ -34,12 +33,8 @@ class _CopyEngine:
 
 
 class _Fused(FusedBackend):
-    def __init__(self, full: bool) -> None:
-        self.full, self.ranks = full, 2
-
-    def fills_waves(self, a: torch.Tensor, gemm: Gemm, m: int, operation: str) -> bool:
-        assert m > 0 and operation == "gather"
-        return self.full
+    def __init__(self) -> None:
+        self.ranks = 2
 
 
 def _chosen(
@@ -47,16 +42,14 @@ def _chosen(
     a: torch.Tensor,
     gemm: Gemm,
     m: int,
-    full: bool = True,
     hopper: bool = True,
     name: str = "auto",
 ) -> str:
     backends = SimpleNamespace(
         collective=SimpleNamespace(name="collective"),
         copy_engine=_CopyEngine(),
-        fused=_Fused(full) if hopper else None,
+        fused=_Fused() if hopper else None,
         gpu="a GPU that nobody measured",
-        machine=REFERENCE["h200"],
         unsupported_reason=None,
     )
     monkeypatch.setattr(choice, "backends_of", lambda group: backends)
@@ -83,12 +76,9 @@ def nothing_symmetric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "CollectiveBackend", lambda group: served)
 
 
-def test_one_kernel_is_taken_where_it_is_worth_it_and_its_waves_are_full(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_kernel_is_taken_where_it_was_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     a, gemm = _operands()
     assert _chosen(monkeypatch, a, gemm, 8192) == "fused"
-    assert _chosen(monkeypatch, a, gemm, 8192, full=False) == "copy_engine"
     assert _chosen(monkeypatch, a, gemm, 2 * MOST_ROWS) == "fused"
     assert _chosen(monkeypatch, a, gemm, 2 * MOST_ROWS + 2) == "copy_engine", (
         "a block has no more rows than words"
