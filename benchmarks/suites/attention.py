@@ -2,9 +2,7 @@
 a2a, and the floor.
 
     benchmarks/launch.sh attention --output benchmarks/results/attention.json
-    benchmarks/launch.sh attention --phases --cases mixtral-8x7b-4096        where the time goes
-    benchmarks/launch.sh attention --tiny                                    the same on gloo ranks,
-    without a GPU
+    benchmarks/launch.sh attention --tiny       the same on gloo ranks, without a GPU
 
 Batch 1, causal, bf16, no biases, no rotation but with `--rotary`, the sequence over all ranks.
 Variants: fluid (its exchange, transport and head groups as they choose themselves; `--fluid
@@ -53,12 +51,11 @@ from benchmarks.cases.attention import (
     start_megatron,
     step_call,
 )
-from benchmarks.harness.options import MODES, chosen, refuse_ignored
+from benchmarks.harness.options import MODES, chosen
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from benchmarks.harness.variants import everywhere, runnable
 from benchmarks.report.timeline import write_trace
-from benchmarks.suites.attention_phases import attention_phases, kernel_table
 from megatron_fluid.attention.attention_kernels import CORE_KERNELS
 from megatron_fluid.attention.config import EXCHANGE_NAMES
 from megatron_fluid.attention.exchange.buffers import TRANSPORTS
@@ -274,18 +271,6 @@ def main(arguments: list[str] | None = None) -> int:
         help="rotate queries and keys, in Megatron's modules too (the floor does not)",
     )
     parser.add_argument(
-        "--phases",
-        action="store_true",
-        help="print where the time of fluid goes instead of comparing",
-    )
-    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="with --phases")
-    parser.add_argument("--groups", type=positive, default=None, help="with --phases: head groups")
-    parser.add_argument(
-        "--kernels",
-        action="store_true",
-        help="with --phases: also the profiler's table of a train step",
-    )
-    parser.add_argument(
         "--profile",
         action="store_true",
         help="also write a trace and a timeline picture of each case",
@@ -296,12 +281,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=None, help="result file")
     options = parser.parse_args(arguments)
-    of_phases = ("transport", "groups", "kernels")
-    of_comparison = ("modes", "repeats", "profile", "profile_folder", "output", "variants", "fluid")
-    if options.phases:
-        refuse_ignored(parser, options, of_comparison, "without --phases")
-    else:
-        refuse_ignored(parser, options, of_phases, "with --phases")
     known = TINY if options.tiny else CASES
     names = (
         list(known) if options.cases is None else chosen(parser, "--cases", options.cases, known)
@@ -333,24 +312,6 @@ def main(arguments: list[str] | None = None) -> int:
             case.length // ranks, 1, case.hidden, device=device, dtype=dtype, generator=generator
         )
         x.requires_grad_()
-        if options.phases:
-            fluid = fluid_attention(
-                case, device, options.rotary, exchange=options.exchange, kernel=options.kernel
-            )
-            fluid.attention.head_groups = options.groups
-            if fluid.attention.head_buffers is not None:
-                fluid.attention.head_buffers.transport = options.transport
-            found = attention_phases(case, fluid, x, options.iters)
-            table = kernel_table(step_call(fluid, x), device) if options.kernels else ""
-            if rank == 0:
-                print(
-                    f"{name}: "
-                    + ", ".join(f"{phase} {ms:.3f}" for phase, ms in found.items())
-                    + " ms",
-                    flush=True,
-                )
-                print(table, flush=True)
-            continue
         builders = _builders(case, options, device, megatron)
         if "floor" in wanted:
             wanted = wanted - {"floor"} | {

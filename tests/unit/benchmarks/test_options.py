@@ -27,8 +27,6 @@ def _program(name: str) -> ModuleType:
         ("attention", "--tiny --fluid sm_push:1,nosuch:2", "argument --fluid: found 'nosuch'"),
         ("attention", "--tiny --fluid sm_push:0", "groups of 'sm_push:0': found '0', allowed: 1"),
         ("attention", "--tiny --variants fluid,nosuch", "argument --variants: found 'nosuch'"),
-        ("attention", "--phases --repeats 2", "--repeats: allowed without --phases only"),
-        ("attention", "--groups 2", "--groups: allowed with --phases only"),
         ("block", "--tiny --cases nosuch", "argument --cases: found 'nosuch', allowed: some of"),
         ("moe_layer", "--smoke --cases olmoe --iters 3", "--cases, --iters: allowed without --smo"),
         ("moe_layer", "--smoke --variants flood", "--variants: found 'flood', allowed: beginning"),
