@@ -1,5 +1,5 @@
-"""Megatron's interleaved pipeline (PP2, VPP2, EP2) with overlapped MoE layers beside its own path,
-and the phases of one layer called one by one."""
+"""Megatron's interleaved pipeline (PP2, VPP2, EP2) with overlapped MoE layers beside its own
+path."""
 
 from __future__ import annotations
 
@@ -138,47 +138,3 @@ def test_an_interleaved_pipeline_trains_as_on_megatrons_path() -> None:
             numbers, calls = found[name]
             assert calls == 2 * STEPS * 2 * MICROBATCHES  # two layers a rank, training, validation
             assert numbers == pytest.approx(reference, rel=1e-5)
-
-
-def _phases(rank: int, world_size: int) -> tuple[float, int]:
-    """The largest difference between a layer and its phases called one by one, over output and
-    gradients; and the calls of the overlapped forward."""
-    from megatron_fluid.patches import apply_all
-
-    apply_all()
-    tiny_gpt.parallel(expert_model_parallel_size=2)
-    results = []
-    with tiny_gpt.plug_in(True) as calls:
-        layer = tiny_gpt.moe_layer(
-            tiny_gpt.config_of(moe_shared_expert_intermediate_size=40, bias_dropout_fusion=False)
-        )
-        for one_by_one in (False, True, False):
-            layer.zero_grad()
-            x = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(rank))
-            x.requires_grad_()
-            if one_by_one:
-                # As Megatron's 1F1B schedule with expert-parallel overlap calls it.
-                shared = layer.shared_experts_compute(x)
-                probs, routing_map = layer.route(x)
-                tokens, probs = layer.preprocess(x, probs, routing_map)
-                dispatched, probs = layer.dispatch(tokens, probs)
-                out, _ = layer.routed_experts_compute(dispatched, probs)
-                y = layer.postprocess(layer.combine(out), shared)
-            else:
-                y, _ = layer(x)
-            y.square().sum().backward()
-            grads = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
-            results.append([y.detach(), x.grad, *grads])
-    whole, phases, again = results
-    assert len(whole) == len(phases) == len(again) > 6
-    difference = max(
-        float((a - b).abs().max() / a.abs().max())
-        for a, b in itertools.chain(zip(whole, phases, strict=True), zip(whole, again, strict=True))
-    )
-    return difference, len(calls)
-
-
-def test_phases_called_one_by_one_are_megatrons_own_and_harm_nothing() -> None:
-    for difference, calls in run_ranks(_phases, 2):
-        assert difference < 1e-5
-        assert calls == 2  # the whole layer, before and after

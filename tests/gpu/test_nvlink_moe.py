@@ -34,6 +34,7 @@ from tests.support.nvlink_calls import (
     SHAPES,
     Call,
     agree,
+    buffers_of,
     difference,
     fluid,
     gaps,
@@ -113,10 +114,7 @@ def test_rows_that_are_sent_are_awaited_and_overwrite_nothing_that_is_still_to_b
     """Calls back to back, forward and backward; each rank in turn sends late, or adds up late what
     came in time."""
     shape = SHAPES[1]
-    plain, sent = (
-        NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=s)
-        for s in (Schedule(), Schedule(sent_rows=True))
-    )
+    plain, sent = (buffers_of(space, shape, s) for s in (Schedule(), Schedule(sent_rows=True)))
     turns = itertools.count()
 
     def late(patch: pytest.MonkeyPatch, name: str) -> None:
@@ -149,9 +147,7 @@ def test_rows_that_are_sent_are_awaited_and_overwrite_nothing_that_is_still_to_b
 @pytest.mark.parametrize("local", [1, 2, 3])
 def test_few_experts_on_a_rank(space: SymmetricWorkspace, local: int, kind: str) -> None:
     shape = (160, 256, 128, local * space.world_size, 2)
-    buffers = NvlinkBuffers(
-        space, shape[0], shape[1], shape[4], shape[3], schedule=Schedule(stream=True)
-    )
+    buffers = buffers_of(space, shape, Schedule(stream=True))
     calls = [make_call(local, kind, r, space.world_size, *shape) for r in range(space.world_size)]
     found, expected = fluid(buffers, calls[space.rank]), oracle(calls, space.rank)
     for name, gap in gaps(found, expected).items():
@@ -163,7 +159,7 @@ def test_few_experts_on_a_rank(space: SymmetricWorkspace, local: int, kind: str)
 @pytest.mark.parametrize("activation", ["geglu", "relu2", "gelu"])
 def test_activations(space: SymmetricWorkspace, activation: str) -> None:
     shape = SHAPES[0]
-    buffers = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
+    buffers = buffers_of(space, shape)
     calls = [
         make_call(5, "balanced", r, space.world_size, *shape, activation == "geglu")
         for r in range(space.world_size)
@@ -178,7 +174,7 @@ def test_activations(space: SymmetricWorkspace, activation: str) -> None:
 
 def test_runs_repeat_bitwise(space: SymmetricWorkspace) -> None:
     shape = (512, 1024, 256, 32, 8)
-    buffers = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
+    buffers = buffers_of(space, shape)
     call = make_call(9, "balanced", space.rank, space.world_size, *shape)
     first = fluid(buffers, call)
     for _ in range(5):
@@ -190,7 +186,7 @@ def test_bounded_mode_equals_exact_mode_and_reports_overflow(
     space: SymmetricWorkspace, schedule: Schedule
 ) -> None:
     shape = (128, 512, 128, 16, 4)
-    buffers = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    buffers = buffers_of(space, shape, schedule)
     call = make_call(3, "balanced", space.rank, space.world_size, *shape)
     exact, bounded = fluid(buffers, call), fluid(buffers, call, capacity=buffers.most_rows)
     assert not unequal(bounded, exact)
@@ -217,7 +213,7 @@ def test_one_matrix_for_each_expert(
     may send by themselves.
     """
     shape = SHAPES[1]
-    buffers = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    buffers = buffers_of(space, shape, schedule)
     together = layout == "neighbours" or (layout == "apart on odd ranks" and space.rank % 2 == 0)
     call = make_call(4, kind, space.rank, space.world_size, *shape)
     expected = fluid(buffers, call)
@@ -282,10 +278,7 @@ def test_a_thousand_random_routings(space: SymmetricWorkspace, hundred: int) -> 
     ranks = space.world_size
     shape = (48, 256, 64, 2 * ranks, 2) if hundred % 2 else (40, 512, 128, 2 * ranks, 4)
     limits = {"y": 1e-2, "dx": 2e-2, "dprobs": 2e-2, "dw1": 2e-2, "dw2": 1e-2}
-    all_buffers = [
-        NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=s)
-        for s in ROUTING_SCHEDULES
-    ]
+    all_buffers = [buffers_of(space, shape, s) for s in ROUTING_SCHEDULES]
     worst = dict.fromkeys(limits, 0.0)
     for seed in range(100 * hundred, 100 * hundred + 100):
         calls = [random_call(seed, r, ranks, shape) for r in range(ranks)]
@@ -303,7 +296,7 @@ def test_a_thousand_random_routings(space: SymmetricWorkspace, hundred: int) -> 
 @pytest.mark.parametrize("kind", ["balanced", "empty", "uneven"])
 def test_bounded_mode_adds_to_main_grad(space: SymmetricWorkspace, kind: str) -> None:
     shape = SHAPES[1]
-    buffers = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
+    buffers = buffers_of(space, shape)
     call = make_call(8, kind, space.rank, space.world_size, *shape)
     expected = fluid(buffers, call)
     w1, w2 = (w.detach().clone().requires_grad_() for w in (call.w1, call.w2))
@@ -332,8 +325,8 @@ def test_overlap_agrees_and_repeats_bitwise(
     space: SymmetricWorkspace, schedule: Schedule, kind: str
 ) -> None:
     shape = (256, 1024, 256, 4 * space.world_size, 4)
-    plain = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
-    overlapped = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    plain = buffers_of(space, shape)
+    overlapped = buffers_of(space, shape, schedule)
     for seed in range(3):
         call = make_call(seed, kind, space.rank, space.world_size, *shape)
         expected, found = fluid(plain, call), fluid(overlapped, call)

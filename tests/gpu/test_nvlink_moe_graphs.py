@@ -22,6 +22,7 @@ from tests.support.nvlink_calls import (
     SENT,
     SHAPES,
     agree,
+    buffers_of,
     difference,
     fluid,
     gaps,
@@ -46,7 +47,7 @@ def space() -> Iterator[SymmetricWorkspace]:
 
 def test_a_kept_graph_gives_its_gradients_again(space: SymmetricWorkspace) -> None:
     shape = SHAPES[1]
-    buffers = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3])
+    buffers = buffers_of(space, shape)
     call = make_call(12, "uneven", space.rank, space.world_size, *shape)
     leaves = [t.detach().clone().requires_grad_() for t in (call.x, call.probs, call.w1, call.w2)]
     y = nvlink_moe(buffers, leaves[0], call.ids, *leaves[1:])
@@ -65,9 +66,7 @@ def test_a_kept_graph_gives_its_gradients_again(space: SymmetricWorkspace) -> No
 
 def test_a_recomputation_replays_its_plan(space: SymmetricWorkspace) -> None:
     shape = SHAPES[0]
-    buffers = NvlinkBuffers(
-        space, shape[0], shape[1], shape[4], shape[3], schedule=Schedule(stream=True)
-    )
+    buffers = buffers_of(space, shape, Schedule(stream=True))
     call = make_call(6, "balanced", space.rank, space.world_size, *shape)
     expected = fluid(buffers, call)
     handle = plan_nvlink(buffers, call.ids, call.probs)
@@ -83,7 +82,7 @@ def test_a_recomputation_replays_its_plan(space: SymmetricWorkspace) -> None:
 @pytest.mark.parametrize("schedule", CANDIDATES.values(), ids=CANDIDATES)
 def test_what_is_not_kept_is_made_again(space: SymmetricWorkspace, schedule: Schedule) -> None:
     shape = (256, 1024, 256, 4 * space.world_size, 4)
-    buffers = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    buffers = buffers_of(space, shape, schedule)
     for seed in range(5):
         call = make_call(seed, "uneven", space.rank, space.world_size, *shape)
         expected = fluid(buffers, call)
@@ -178,7 +177,7 @@ def test_a_captured_layer_equals_the_eager_one(
     space: SymmetricWorkspace, schedule: Schedule
 ) -> None:
     shape = (128, 512, 128, 16, 4)
-    buffers = NvlinkBuffers(space, shape[0], shape[1], shape[4], shape[3], schedule=schedule)
+    buffers = buffers_of(space, shape, schedule)
     static = make_call(11, "balanced", space.rank, space.world_size, *shape)
     leaves = [
         t.detach().clone().requires_grad_() for t in (static.x, static.probs, static.w1, static.w2)

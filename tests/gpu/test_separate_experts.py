@@ -87,11 +87,9 @@ def _case(overrides: dict[str, Any], backend: str) -> dict[str, Any]:
         stock = tiny_gpt.moe_layer(config)
         draw_biases(stock, 1000)
         theirs = two_passes(stock, hidden, fp8)
-    print("Megatron's own ran", flush=True)
     with tiny_gpt.plug_in(biased, moe_backend="local"):  # with biases SequentialMLP fails here
         right = tiny_gpt.moe_layer(oracle_config)
         expected = fp32_passes(right, stock, hidden)
-    print("fp32 ran", flush=True)
     with tiny_gpt.plug_in(True, moe_backend=backend, moe_fp8="ours", timeout_s=60.0):
         layer = tiny_gpt.moe_layer(config)
         layer.load_state_dict(stock.state_dict())

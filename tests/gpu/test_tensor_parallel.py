@@ -34,6 +34,10 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(RANKS < 2, reason=f"needs at least 2 ranks on GPUs, found {RANKS}"),
 ]
+ON_HOPPER = pytest.mark.skipif(
+    GPUS > 0 and torch.cuda.get_device_capability() != (9, 0),
+    reason="its kernels are for Hopper GPUs",
+)
 
 
 def _cases(rank: int, ranks: int) -> None:
@@ -100,10 +104,7 @@ def _long(rank: int, ranks: int) -> None:
     close_group(group)
 
 
-@pytest.mark.skipif(
-    GPUS > 0 and torch.cuda.get_device_capability() != (9, 0),
-    reason="its kernels are for Hopper GPUs",
-)
+@ON_HOPPER
 def test_every_row_of_long_blocks_is_right() -> None:
     run_ranks(_long, min(RANKS, 8), backend="nccl", timeout_s=200, env=TIMEOUT)
 
@@ -138,10 +139,7 @@ def _split(rank: int, ranks: int) -> None:
     close_group(group)
 
 
-@pytest.mark.skipif(
-    GPUS > 0 and torch.cuda.get_device_capability() != (9, 0),
-    reason="its kernels are for Hopper GPUs",
-)
+@ON_HOPPER
 def test_tiles_that_are_cut_along_k_are_added_up_in_order() -> None:
     run_ranks(_split, min(RANKS, 4), backend="nccl", timeout_s=200, env=TIMEOUT)
 
@@ -174,10 +172,7 @@ def _alone(rank: int, ranks: int, operation: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.skipif(
-    GPUS > 0 and torch.cuda.get_device_capability() != (9, 0),
-    reason="its kernels are for Hopper GPUs",
-)
+@ON_HOPPER
 @pytest.mark.parametrize("operation", ["gather", "scatter"])
 def test_the_fused_form_names_a_rank_that_stays_away(operation: str) -> None:
     ranks = min(RANKS, 4)

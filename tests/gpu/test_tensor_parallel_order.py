@@ -7,22 +7,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid import close_group
-from megatron_fluid.cuda.devices import multiprocessors
-from megatron_fluid.kernels.fused_gemm import launch as fused_gemm
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from megatron_fluid.tensor_parallel.choice import backends_of
-from tests.gpu.test_tensor_parallel import _many_chunks
+from tests.gpu.test_tensor_parallel import TIMEOUT, _many_chunks
 from tests.support.launch import run_ranks
 from tests.support.machine import RANKS, SHARED
-
-# Ranks compile their kernels at their own pace, but none takes this long: a lost signal is reported
-# instead of holding the GPUs.
-TIMEOUT = {"MEGATRON_FLUID_TIMEOUT_S": "40"}
-
-if SHARED:
-    # Between ranks on one GPU a copy is a kernel, which finds no SM while the GEMM that waits for
-    # it has them all.
-    fused_gemm.multiprocessors = lambda index: multiprocessors(index) - 12
 
 pytestmark = [
     pytest.mark.gpu,

@@ -155,9 +155,6 @@ def _body(rank: int, world_size: int) -> dict[str, Any]:
                 found[name] = _case(rank, *case)
             except Exception:  # reported by its own test; the cases after it still run
                 found[name] = {"error": traceback.format_exc()}
-                continue
-            if rank == 0:
-                print(name, found[name]["taken"], found[name]["errors"]["output"], flush=True)
     return found
 
 
@@ -181,8 +178,3 @@ def test_no_further_from_fp32_than_megatron(results: list[dict[str, Any]], name:
         most = CLAMPED_ERROR if "activation_func_clamp_value" in overrides else 0.02
         worse = worse_of(case["errors"], "fp8" in overrides, most)
         assert not worse, f"rank {rank}: (Megatron's, ours) {worse}"
-
-
-if __name__ == "__main__":
-    for ranks in WORLDS:
-        run_ranks(_body, ranks, timeout_s=500, backend="nccl")

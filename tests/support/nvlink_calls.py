@@ -22,6 +22,9 @@ from tests.support.expert_calls import nvlink_moe
 from tests.support.kernel_references import activation_reference
 from tests.support.launch import take_gpu
 
+Shape = tuple[int, int, int, int, int]
+"""Tokens a rank, hidden, ffn, experts of all ranks, top-k."""
+
 KINDS = ["balanced", "hot", "empty", "dropped", "uneven", "one rank", "nothing"]
 
 
@@ -38,6 +41,15 @@ def symmetric_memory_of_the_job() -> Iterator[SymmetricWorkspace]:
     yield workspace
     workspace.close()
     dist.destroy_process_group()
+
+
+def buffers_of(
+    space: SymmetricWorkspace, shape: Shape, schedule: Schedule | None = None
+) -> NvlinkBuffers:
+    """The buffers of calls of a shape."""
+    tokens, hidden, _, experts, top_k = shape
+    chosen = Schedule() if schedule is None else schedule
+    return NvlinkBuffers(space, tokens, hidden, top_k, experts, schedule=chosen)
 
 
 @dataclass

@@ -211,33 +211,6 @@ def test_the_model_s_time_is_between_the_computation_and_the_plain_form(mode: st
         assert ours < 1.25 * max(wire_ms, 200.0)
 
 
-def test_the_model_s_time_is_that_of_the_form_that_ran() -> None:
-    case, cost = cases.CASES["moe-4x1"], ExpertCost(row_s=0.0, pass_s=0.005)
-    rate = cases.rate_for(2.0, 200.0, 6e6)
-    assert rate is not None
-    at_once, pieces = (
-        cases.predicted_ms(case, "forward", 200.0, 6e6, rate, cost, form)
-        for form in (Form(first=1.0, joined=True), Form(4, 0.5))
-    )
-    # at once nothing is hidden: the wire takes 400 ms
-    assert at_once == pytest.approx(200.0 + 2.0 + 400.0, rel=0.01)
-    assert pieces < 0.9 * at_once
-
-
-@pytest.mark.parametrize(("mode", "passes"), [("forward", 1), ("train", 2)])
-def test_what_the_exchanges_take_without_a_limit_is_not_counted_twice(
-    mode: str, passes: int
-) -> None:
-    case, cost = cases.CASES["moe-4x1"], ExpertCost(row_s=0.0, pass_s=0.005)
-    rate = cases.rate_for(1.0, 400.0, 6e6)
-    assert rate is not None
-    given = case, mode, 400.0, 6e6, rate, cost, None
-    # four ranks: a third of the wire's time goes by turns
-    assert cases.predicted_ms(*given) == pytest.approx(400.0 * (2 + 1 / 3), rel=0.01)
-    less = cases.predicted_ms(*given) - cases.predicted_ms(*given, exchange_ms=30.0)
-    assert less == pytest.approx(30.0 * passes)
-
-
 class _Parent:
     """What a rank tells its parent."""
 
