@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from megatron_fluid.kernels.move_tokens.kernel import inside, sum_pieces
+from megatron_fluid.kernels.routing_plan.kernel import count_blocks, count_choices, rows_of_choices
 
 __all__ = ["count_choices_kernel", "permute_kernel", "sort_choices_kernel", "unpermute_kernel"]
 
@@ -40,11 +41,7 @@ def count_choices_kernel(
     block = tl.program_id(0)
     t = block * BT + tl.arange(0, BT)
     expert = tl.arange(0, EP)
-    # Hits of all k first, then one sum: a sum over tokens crosses warps and is expensive.
-    hits = tl.zeros((BT, EP), tl.int32)
-    for k in tl.static_range(K):
-        chosen = tl.load(ids + t * K + k, mask=t < T, other=-1).to(tl.int32)
-        hits += (chosen[:, None] == expert[None, :]).to(tl.int32)
+    hits = count_choices(ids, t, t < T, 0, K, EP)
     tl.store(counts + block * E + expert, tl.sum(hits, 0), mask=expert < E)
 
 
@@ -64,43 +61,20 @@ def sort_choices_kernel(
     time."""
     pid = tl.program_id(0)
     expert = tl.arange(0, EP)
-    # Sum the counts of all blocks, and of the blocks before this program's: every program does so
-    # for itself, which spares a third kernel.
-    total = tl.zeros((RB, EP), tl.int32)
-    earlier = tl.zeros((RB, EP), tl.int32)
-    first = tl.full((), 0, tl.int32)
-    while first < NB:
-        block = first + tl.arange(0, RB)
-        found = tl.load(
-            counts + block[:, None] * E + expert[None, :],
-            mask=(block < NB)[:, None] & (expert < E)[None, :],
-            other=0,
-        )
-        total += found
-        earlier += tl.where((block < pid)[:, None], found, 0)
-        first += RB
-    everything = tl.sum(total, 0)
-    before = tl.sum(earlier, 0)
+    everything, before = count_blocks(counts, pid, NB, True, E, EP, RB)
     ends = tl.cumsum(everything, 0)
     if pid == 0:
         tl.store(offsets + expert, ends, mask=expert < E)
 
-    # The first row of each (token, expert): experts before, blocks before, tokens before.
+    # The row of each choice: behind the experts, blocks and tokens before.
     t = pid * BT + tl.arange(0, BT)
-    mine = tl.zeros((BT, EP), tl.int32)
-    for k in tl.static_range(K):
-        chosen = tl.load(ids + t * K + k, mask=t < T, other=-1).to(tl.int32)
-        mine += ((chosen[:, None] == expert[None, :]) & (expert < E)[None, :]).to(tl.int32)
-    next_row = (ends - everything + before)[None, :] + tl.cumsum(mine, 0) - mine
+    hits = count_choices(ids, t, t < T, 0, K, EP)
     k = tl.arange(0, KP)
     room = (t < T)[:, None] & (k < K)[None, :]
     at = t[:, None] * K + k[None, :]
     chosen = tl.load(ids + at, mask=room, other=-1).to(tl.int32)
     kept = (chosen >= 0) & (chosen < E)
-    row = tl.gather(next_row, tl.where(kept, chosen, 0), 1)
-    # An expert that a token names twice: the later k has the next row.
-    again = (chosen[:, :, None] == chosen[:, None, :]) & (k[None, None, :] < k[None, :, None])
-    row += tl.sum(again.to(tl.int32), 2)
+    row = rows_of_choices(hits, ends - everything + before, chosen, kept, KP)
     tl.store(inverse + at, tl.where(kept, row, -1), mask=room)
     prob = tl.load(probs + at, mask=room, other=0.0).to(tl.float32)
     tl.store(row_prob + row, prob, mask=kept)

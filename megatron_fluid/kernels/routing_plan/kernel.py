@@ -25,7 +25,58 @@ import triton.language as tl
 
 from megatron_fluid.kernels.flags import advance, barrier
 
-__all__ = ["plan_kernel", "publish_kernel"]
+__all__ = ["count_blocks", "count_choices", "plan_kernel", "publish_kernel", "rows_of_choices"]
+
+
+@triton.jit
+def count_choices(ids, token, real, first, K: tl.constexpr, EP: tl.constexpr):
+    """How often each `token` [BT], if `real`, names expert first + e, for e below EP: int32 [BT,
+    EP]. ids: [.., K]."""
+    # Hits of all k first: a sum over tokens crosses warps and is expensive.
+    expert = tl.arange(0, EP)
+    hits = tl.zeros((token.shape[0], EP), tl.int32)
+    for k in tl.static_range(K):
+        chosen = tl.load(ids + token * K + k, mask=real, other=-1).to(tl.int32) - first
+        hits += (chosen[:, None] == expert[None, :]).to(tl.int32)
+    return hits
+
+
+@triton.jit
+def count_blocks(
+    counts, number, blocks, sound, E: tl.constexpr, EP: tl.constexpr, RB: tl.constexpr
+):
+    """The counts [blocks, E] of each expert summed over all blocks and over those before `number`,
+    int32 [EP] each; zeros unless `sound`. RB: blocks that are read at a time.
+
+    Every program does so for itself, which spares another kernel and a wait among programs.
+    """
+    expert = tl.arange(0, EP)
+    total = tl.zeros((RB, EP), tl.int32)
+    earlier = tl.zeros((RB, EP), tl.int32)
+    first = tl.full((), 0, tl.int32)
+    while first < blocks:
+        block = first + tl.arange(0, RB)
+        found = tl.load(
+            counts + block[:, None] * E + expert[None, :],
+            mask=(block < blocks)[:, None] & (expert < E)[None, :] & sound,
+            other=0,
+        )
+        total += found
+        earlier += tl.where((block < number)[:, None], found, 0)
+        first += RB
+    return tl.sum(total, 0), tl.sum(earlier, 0)
+
+
+@triton.jit
+def rows_of_choices(hits, before, chosen, kept, KP: tl.constexpr):
+    """The row of each choice [BT, KP], where `kept`: behind `before` [EP] rows of its expert, and
+    those of the tokens before by `hits` [BT, EP]. No atomic decides the order."""
+    next_row = before[None, :] + tl.cumsum(hits, 0) - hits
+    row = tl.gather(next_row, tl.where(kept, chosen, 0), 1)
+    # An expert that a token names twice: the later k has the next row.
+    k = tl.arange(0, KP)
+    again = (chosen[:, :, None] == chosen[:, None, :]) & (k[None, None, :] < k[None, :, None])
+    return row + tl.sum(again.to(tl.int32), 2)
 
 
 @triton.jit(do_not_specialize=["T", "wanted"])
@@ -66,11 +117,7 @@ def publish_kernel(
         tl.store(
             tl.load(probs_addresses + d).to(tl.pointer_type(tl.float32)) + slot, weight, mask=room
         )
-        # Hits of all k first, then one sum: a sum over tokens crosses warps and is expensive.
-        hits = tl.zeros((BT, ELP), tl.int32)
-        for kk in tl.static_range(K):
-            column = tl.load(ids + t * K + kk, mask=t < T, other=-1).to(tl.int32) - d * EL
-            hits += (column[:, None] == expert[None, :]).to(tl.int32)
+        hits = count_choices(ids, t, t < T, d * EL, K, ELP)
         counts = tl.load(counts_addresses + d).to(tl.pointer_type(tl.int32))
         first = counts + (rank * tl.num_programs(0) + block) * EL + expert
         tl.store(first, tl.sum(hits, 0), mask=(expert < EL) & sound)
@@ -121,24 +168,8 @@ def plan_kernel(
     # Triton 3.6 fails to compile some gathers and scans of rows narrower than 16 bytes: pad El.
     EP: tl.constexpr = max(ELP, 4)
     BLOCKS: tl.constexpr = min(RB, 4096 // EP)
-    # Sum the counts of all blocks, and of the blocks before this program's: every program does so
-    # for itself, which spares a second kernel and a wait among programs.
     expert = tl.arange(0, EP)
-    total = tl.zeros((BLOCKS, EP), tl.int32)
-    earlier = tl.zeros((BLOCKS, EP), tl.int32)
-    first = tl.full((), 0, tl.int32)
-    while first < W * NB:
-        block = first + tl.arange(0, BLOCKS)
-        c = tl.load(
-            counts + block[:, None] * EL + expert[None, :],
-            mask=(block < W * NB)[:, None] & (expert < EL)[None, :] & sound,
-            other=0,
-        )
-        total += c
-        earlier += tl.where((block < pid)[:, None], c, 0)
-        first += BLOCKS
-    everything = tl.sum(total, 0)
-    before = tl.sum(earlier, 0)
+    everything, before = count_blocks(counts, pid, W * NB, sound, EL, EP, BLOCKS)
     ends = tl.cumsum(everything, 0)
     # The first program writes what is not per token: where each expert's rows end.
     if pid == 0:
@@ -153,25 +184,17 @@ def plan_kernel(
         if rows > capacity:
             tl.store(overflow, tl.maximum(tl.load(overflow), rows))
 
-    # This program's tokens: first row of each (token, expert) by a prefix sum over the block's
-    # tokens, on top of the experts before and the blocks before. No atomic decides the order.
+    # This program's tokens: behind the experts before and the blocks before.
     source = pid // NB
     t = (pid % NB) * BT + tl.arange(0, BT)
     received = source * C + t
-    mine = tl.zeros((BT, EP), tl.int32)
-    for kk in tl.static_range(K):
-        column = tl.load(ids + received * K + kk, mask=(t < C) & sound, other=-1) - rank * EL
-        mine += ((column[:, None] == expert[None, :]) & (expert < EL)[None, :]).to(tl.int32)
-    next_row = (ends - everything + before)[None, :] + tl.cumsum(mine, 0) - mine
+    hits = count_choices(ids, received, (t < C) & sound, rank * EL, K, EP)
     k = tl.arange(0, KP)
     room = (t < C)[:, None] & (k < K)[None, :]
     entry = received[:, None] * K + k[None, :]
     column = tl.load(ids + entry, mask=room & sound, other=-1) - rank * EL
     here = (column >= 0) & (column < EL)
-    row = tl.gather(next_row, tl.where(here, column, 0), 1)
-    # An expert that a token names twice: the later k has the next row.
-    again = (column[:, :, None] == column[:, None, :]) & (k[None, None, :] < k[None, :, None])
-    row += tl.sum(again.to(tl.int32), 2)
+    row = rows_of_choices(hits, ends - everything + before, column, here, KP)
     # Both directions of the plan: entry -> row for the tokens, row -> entry for the experts' rows.
     valid = here & (row < capacity)
     tl.store(inverse + entry, tl.where(valid, row, tl.where(here, -2, -1)), mask=room)

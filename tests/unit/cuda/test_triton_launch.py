@@ -22,10 +22,10 @@ from tests.support.cuda_driver import FakeDriver, driver_in_place, word
 class _Driver(FakeDriver):
     """Records launches; a kernel's parameters have the widths given."""
 
-    def __init__(self, widths: list[int], status: int = 0) -> None:
+    def __init__(self, widths: list[int]) -> None:
         super().__init__()
         self.launches: list[tuple[list[int], list[int]]] = []
-        self.widths, self.broken["cuLaunchKernel"] = widths, [status] * bool(status)
+        self.widths = widths
 
     def cuFuncGetParamInfo(self, function: Any, index: int) -> tuple[Any, ...]:
         if index >= len(self.widths):
@@ -94,25 +94,20 @@ def test_a_kernel_with_other_parameters_is_left_to_triton(
     assert direct_launch(_compiled(_SIGNATURE), 4, 2, own, 2, 4) is None
 
 
-def test_a_refused_launch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8], status=700)
+def test_a_refused_launch_raises_and_one_without_a_context_is_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8])
     monkeypatch.setattr(driver_api, "driver", lambda: driver)
-    own = _addresses(*_OWN)
-    launch = direct_launch(_compiled(_SIGNATURE), 4, 2, own, 2, 4)
+    launch = direct_launch(_compiled(_SIGNATURE), 4, 2, _addresses(*_OWN), 2, 4)
     assert launch is not None
-    with pytest.raises(FluidError, match=r"cuLaunchKernel: CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
-        launch(1, 1, [0, 0, 1, 1], None)
-
-
-def test_a_thread_without_a_context_is_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8], status=201)
-    monkeypatch.setattr(driver_api, "driver", lambda: driver)
-    own = _addresses(*_OWN)
-    launch = direct_launch(_compiled(_SIGNATURE), 4, 2, own, 2, 4)
-    assert launch is not None
+    driver.broken["cuLaunchKernel"] = [201]
     launch(1, 1, [0, 0, 1, 1], 9)
     assert driver.contexts_set == 1
     assert len(driver.launches) == 2 and driver.launches[0] == driver.launches[1]
+    driver.broken["cuLaunchKernel"] = [700]
+    with pytest.raises(FluidError, match=r"cuLaunchKernel: CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
+        launch(1, 1, [0, 0, 1, 1], None)
 
 
 class _Started:

@@ -31,6 +31,7 @@ from megatron_fluid.moe.nvlink.steps import (
     stream_scatter,
 )
 from tests.support.kernel_references import (
+    PlanReference,
     dispatch_reference,
     plan_reference,
     publish_reference,
@@ -88,29 +89,100 @@ def padded(parts: list[Tensor], capacity: int, fill: float) -> Tensor:
     return out
 
 
+def plan_of(case: Case, rank: int) -> PlanReference:
+    ids, probs = padded(case.ids, case.capacity, -1), padded(case.probs, case.capacity, 0)
+    return plan_reference(ids, probs, rank, case.experts // len(case.ids))
+
+
+class Ranks:
+    """The buffers of all ranks, and after `plan` their handles: each step runs for all ranks."""
+
+    def __init__(
+        self, case: Case, hidden: int, schedule: Schedule = NO_OVERLAP, watched: bool = False
+    ) -> None:
+        self.case, self.count, self.hidden = case, len(case.ids), hidden
+        self.world = SimulatedWorkspace(self.count, DEVICE, watched=watched)
+        shape = (case.capacity, hidden, case.probs[0].shape[1], case.experts, torch.float32)
+        self.buffers = [
+            NvlinkBuffers(self.world.rank(r), *shape, schedule=schedule) for r in range(self.count)
+        ]
+
+    def publish(self, capacity: int | None = None) -> list[RoutingHandle]:
+        triples = zip(self.buffers, self.case.ids, self.case.probs, strict=True)
+        self.handles = [publish(*triple, capacity=capacity) for triple in triples]
+        self.synchronize("plan_flags")
+        return self.handles
+
+    def plan(self, capacity: int | None = None) -> None:
+        self.publish(capacity)
+        for buffers, handle in zip(self.buffers, self.handles, strict=True):
+            make_plan(buffers, handle)
+
+    def tokens(self, seed: int) -> list[Tensor]:
+        g = torch.Generator().manual_seed(seed)
+        return [torch.randn(len(ids), self.hidden, generator=g).to(DEVICE) for ids in self.case.ids]
+
+    def synchronize(self, region: str) -> None:
+        """Signal for every rank before any waits: what concurrency does on real ranks, a sequential
+        test does by hand."""
+        for buffers in self.buffers:
+            flags = getattr(buffers, region)
+            for peer in self.buffers:
+                getattr(peer, region).flags[buffers.rank] = flags.counter[0]
+
+    @contextmanager
+    def signals(self, region: str, rank: int, generation: int) -> Iterator[None]:
+        """`rank` tells every rank of this generation inside."""
+        for buffers in self.buffers:
+            if buffers.rank != rank:
+                getattr(buffers, region).flags[rank] = 0
+        yield
+        heard = [getattr(buffers, region).flags[rank].item() for buffers in self.buffers]
+        assert heard == [generation] * self.count
+
+    def check_combined(
+        self, ys: list[Tensor], row_grads: list[Tensor], generation: int, atol: float
+    ) -> None:
+        """What `reduce` gives each rank: its tokens' rows summed over all ranks, and the gradients
+        of its probabilities."""
+        self.synchronize("combine_flags")
+        plans = [plan_of(self.case, r) for r in range(self.count)]
+        capacity, top_k = self.case.capacity, self.case.probs[0].shape[1]
+        for r, (buffers, handle) in enumerate(zip(self.buffers, self.handles, strict=True)):
+            tokens = len(self.case.ids[r])
+            out = torch.full((tokens, self.hidden), float("nan"), device=DEVICE)
+            grads = torch.full((tokens, top_k), float("nan"), device=DEVICE)
+            with self.signals("combine_flags", r, generation):
+                reduce(buffers, handle, out, grads)
+            expected, expected_grads = torch.zeros(out.shape), torch.zeros(grads.shape)
+            for plan, y, row_grad in zip(plans, ys, row_grads, strict=True):
+                sums = reduce_reference(y.cpu(), plan).view(self.count, capacity, self.hidden)
+                expected += sums[r, :tokens]
+                inverse = plan.inverse.view(self.count, capacity, top_k)[r, :tokens].long()
+                if row_grad.numel():
+                    found = row_grad.cpu()[inverse.clamp(min=0)]
+                    expected_grads += torch.where(inverse >= 0, found, 0.0)
+            torch.testing.assert_close(out.cpu(), expected, rtol=10 * atol, atol=atol)
+            assert torch.equal(grads.cpu(), expected_grads)
+            self.world.rank(r).check_errors()
+
+
 def test_every_rank_learns_from_the_plan_that_the_tokens_of_one_do_not_fit() -> None:
     """That rank takes part with no token, and what the others sent arrives as ever."""
-    ranks, hidden, top_k = 3, 24, 2
-    case = make_case(1, "balanced", ranks)
-    world = SimulatedWorkspace(ranks, DEVICE)
-    all_buffers = [
-        NvlinkBuffers(world.rank(r), case.capacity, hidden, top_k, case.experts, torch.float32)
-        for r in range(ranks)
-    ]
+    case = make_case(1, "balanced")
+    ranks, ids, probs = Ranks(case, 24), case.ids, case.probs
     more = case.capacity + 5
     for late in (None, 1, 2):
-        ids, probs = list(case.ids), list(case.probs)
+        case.ids, case.probs = list(ids), list(probs)
         if late is not None:
-            ids[late] = ids[late].new_zeros(more, top_k)
-            probs[late] = probs[late].new_ones(more, top_k)
-        handles = [publish(all_buffers[r], ids[r], probs[r]) for r in range(ranks)]
-        _synchronize(all_buffers, "plan_flags")
+            case.ids[late] = ids[late].new_zeros(more, 2)
+            case.probs[late] = probs[late].new_ones(more, 2)
+        handles = ranks.publish()
         if late is not None:
-            ids[late], probs[late] = ids[late][:0], probs[late][:0]
-        padded_ids, padded_probs = padded(ids, case.capacity, -1), padded(probs, case.capacity, 0)
-        for r, buffers in enumerate(all_buffers):
+            case.ids[late], case.probs[late] = ids[late][:0], probs[late][:0]
+        for r, buffers in enumerate(ranks.buffers):
             make_plan(buffers, handles[r])
-            plan = plan_reference(padded_ids, padded_probs, r, 3)
+            plan = plan_of(case, r)
             assert buffers.read_offsets() == plan.offsets.tolist()
             assert torch.equal(handles[r].inverse.cpu(), plan.inverse)
             assert buffers.most_wanted() == (None if late is None else more)
@@ -119,117 +191,62 @@ def test_every_rank_learns_from_the_plan_that_the_tokens_of_one_do_not_fit() -> 
 KINDS = ["balanced", "hot", "empty", "dropped", "uneven", "one rank"]
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 3) for kind in KINDS), ("uneven", 9)])
-def test_plan_dispatch_and_combine_equal_their_references(kind: str, ranks: int) -> None:
+@pytest.mark.parametrize(("kind", "count"), [*((kind, 3) for kind in KINDS), ("uneven", 9)])
+def test_plan_dispatch_and_combine_equal_their_references(kind: str, count: int) -> None:
     """Sums of nine ranks are added up in two turns."""
     seed = KINDS.index(kind)
-    hidden, top_k = 24, 2
-    case = make_case(seed, kind, ranks)
-    world = SimulatedWorkspace(ranks, DEVICE)
-    all_buffers = [
-        NvlinkBuffers(world.rank(r), case.capacity, hidden, top_k, case.experts, torch.float32)
-        for r in range(ranks)
-    ]
-    g = torch.Generator().manual_seed(seed)
-    xs = [torch.randn(case.ids[r].shape[0], hidden, generator=g).to(DEVICE) for r in range(ranks)]
+    case = make_case(seed, kind, count)
+    ranks = Ranks(case, 24)
+    xs = ranks.tokens(seed)
+    plans = [plan_of(case, r) for r in range(count)]
     for turn in range(1, 3 if kind == "hot" else 2):  # the second round runs on used buffers
-        handles: list[RoutingHandle] = [
-            publish(all_buffers[r], case.ids[r], case.probs[r]) for r in range(ranks)
-        ]
-        _synchronize(all_buffers, "plan_flags")
-        for r in range(ranks):
-            make_plan(all_buffers[r], handles[r])
-        plans = [
-            plan_reference(
-                padded(case.ids, case.capacity, -1), padded(case.probs, case.capacity, 0), r, 3
-            )
-            for r in range(ranks)
-        ]
-        for r, plan in enumerate(plans):
-            n = plan.row_entry.numel()
-            assert torch.equal(
-                handles[r].destinations[: xs[r].shape[0]].cpu(),
-                publish_reference(case.ids[r].cpu(), ranks, 3),
-            )
-            assert torch.equal(handles[r].offsets.cpu(), plan.offsets)
-            assert all_buffers[r].read_offsets() == plan.offsets.tolist()
-            assert torch.equal(handles[r].row_prob[:n].cpu(), plan.row_prob)
-            assert torch.equal(handles[r].inverse.cpu(), plan.inverse)
-        for r in range(ranks):
-            push(all_buffers[r], handles[r], xs[r])
-            assert all_buffers[r].dispatch_flags.counter.item() == turn, (
-                "each rank counts each dispatch once"
-            )
-        _synchronize(all_buffers, "dispatch_flags")
-        rows = []
-        for r in range(ranks):
-            out = torch.full((plans[r].row_entry.numel(), hidden), float("nan"), device=DEVICE)
-            _forget(all_buffers, "dispatch_flags", r)
-            rows.append(scatter(all_buffers[r], handles[r], xs[r], out))
-            assert _signalled(all_buffers, "dispatch_flags", r) == [turn] * ranks
-            assert torch.equal(
-                rows[r].cpu(), dispatch_reference(padded(xs, case.capacity, 0), plans[r])
-            )
-        ys = [row * (r + 2.0) for r, row in enumerate(rows)]
+        ranks.plan()
+        for r, (buffers, handle) in enumerate(zip(ranks.buffers, ranks.handles, strict=True)):
+            plan, tokens = plans[r], len(xs[r])
+            sent_to = publish_reference(case.ids[r].cpu(), count, 3)
+            assert torch.equal(handle.destinations[:tokens].cpu(), sent_to)
+            assert torch.equal(handle.offsets.cpu(), plan.offsets)
+            assert buffers.read_offsets() == plan.offsets.tolist()
+            assert torch.equal(handle.row_prob[: plan.row_entry.numel()].cpu(), plan.row_prob)
+            assert torch.equal(handle.inverse.cpu(), plan.inverse)
+            push(buffers, handle, xs[r])
+            assert buffers.dispatch_flags.counter.item() == turn, "each dispatch counts once"
+        ranks.synchronize("dispatch_flags")
+        ys = []
+        for r, (buffers, handle) in enumerate(zip(ranks.buffers, ranks.handles, strict=True)):
+            out = torch.full((plans[r].row_entry.numel(), 24), float("nan"), device=DEVICE)
+            with ranks.signals("dispatch_flags", r, turn):
+                rows = scatter(buffers, handle, xs[r], out)
+            expected = dispatch_reference(padded(xs, case.capacity, 0), plans[r])
+            assert torch.equal(rows.cpu(), expected)
+            ys.append(rows * (r + 2.0))
+        g = torch.Generator().manual_seed(seed)
         row_grads = [torch.rand(y.shape[0], generator=g).to(DEVICE) for y in ys]
-        for r in range(ranks):
-            reduce_push(all_buffers[r], handles[r], ys[r], row_grads[r])
-        _synchronize(all_buffers, "combine_flags")
-        sums = [
-            reduce_reference(ys[r].cpu(), plans[r]).view(ranks, case.capacity, hidden)
-            for r in range(ranks)
-        ]
-        for r in range(ranks):
-            grads = torch.full(case.probs[r].shape, float("nan"), device=DEVICE)
-            _forget(all_buffers, "combine_flags", r)
-            out = reduce(all_buffers[r], handles[r], grads=grads)
-            assert _signalled(all_buffers, "combine_flags", r) == [turn] * ranks
-            expected = torch.zeros(xs[r].shape)
-            for d in range(ranks):
-                expected += sums[d][r, : xs[r].shape[0]]
-            assert torch.equal(out.cpu(), expected)
-            expected_grads = torch.zeros(grads.shape)
-            for d in range(ranks):
-                inverse = (
-                    plans[d].inverse.view(ranks, case.capacity, top_k)[r, : xs[r].shape[0]].long()
-                )
-                if row_grads[d].numel():
-                    expected_grads += torch.where(
-                        inverse >= 0, row_grads[d].cpu()[inverse.clamp(min=0)], 0.0
-                    )
-            assert torch.equal(grads.cpu(), expected_grads)
-        for r in range(ranks):
-            world.rank(r).check_errors()
+        for r in range(count):
+            reduce_push(ranks.buffers[r], ranks.handles[r], ys[r], row_grads[r])
+        ranks.check_combined(ys, row_grads, turn, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "local_experts", "top_k", "capacity"),
+    ("count", "local_experts", "top_k", "capacity"),
     [(8, 1, 2, 5), (2, 2, 4, 48), (8, 2, 16, 3), (3, 3, 7, 33), (2, 5, 1, 1), (2, 256, 3, 300)],
 )
 def test_plans_of_any_number_of_local_experts_equal_their_reference(
-    ranks: int, local_experts: int, top_k: int, capacity: int
+    count: int, local_experts: int, top_k: int, capacity: int
 ) -> None:
     """One rank's plan; (2, 256, 3, 300) adds up the counts in more than one step. Some tokens name
     an expert twice."""
-    case = make_case(17, "dropped", ranks, local_experts, top_k, capacity)
+    case = make_case(17, "dropped", count, local_experts, top_k, capacity)
     for ids in case.ids:
         ids[::3, -1] = ids[::3, 0]
-    world = SimulatedWorkspace(ranks, DEVICE)
-    all_buffers = [
-        NvlinkBuffers(world.rank(r), capacity, 8, top_k, case.experts, torch.float32)
-        for r in range(ranks)
-    ]
-    handles = [publish(all_buffers[r], case.ids[r], case.probs[r]) for r in range(ranks)]
-    _synchronize(all_buffers, "plan_flags")
-    last = ranks - 1
-    make_plan(all_buffers[last], handles[last])
-    plan = plan_reference(
-        padded(case.ids, capacity, -1), padded(case.probs, capacity, 0), last, local_experts
-    )
-    assert torch.equal(handles[last].offsets.cpu(), plan.offsets)
-    assert torch.equal(handles[last].inverse.cpu(), plan.inverse)
-    assert torch.equal(handles[last].row_prob[: plan.row_prob.numel()].cpu(), plan.row_prob)
-    world.rank(last).check_errors()
+    ranks, last = Ranks(case, 8), count - 1
+    handle = ranks.publish()[last]
+    make_plan(ranks.buffers[last], handle)
+    plan = plan_of(case, last)
+    assert torch.equal(handle.offsets.cpu(), plan.offsets)
+    assert torch.equal(handle.inverse.cpu(), plan.inverse)
+    assert torch.equal(handle.row_prob[: plan.row_prob.numel()].cpu(), plan.row_prob)
+    ranks.world.rank(last).check_errors()
 
 
 @pytest.mark.parametrize("top_k", [2, 9])
@@ -237,160 +254,84 @@ def test_plans_of_any_number_of_local_experts_equal_their_reference(
 def test_rows_that_are_sent_one_by_one_add_up_to_their_reference(kind: str, top_k: int) -> None:
     """With the probabilities' gradients, into combine buffers full of what is not to be read; nine
     are added up in two turns."""
-    hidden, ranks = 24, 3
-    case = make_case(KINDS.index(kind), kind, ranks, 9, top_k)
-    world = SimulatedWorkspace(ranks, DEVICE)
-    shape = (case.capacity, hidden, top_k, case.experts, torch.float32)
-    all_buffers = [NvlinkBuffers(world.rank(r), *shape, schedule=SENT) for r in range(ranks)]
-    handles = [publish(all_buffers[r], case.ids[r], case.probs[r]) for r in range(ranks)]
-    _synchronize(all_buffers, "plan_flags")
-    for buffers, handle in zip(all_buffers, handles, strict=True):
-        make_plan(buffers, handle)
+    ranks = Ranks(make_case(KINDS.index(kind), kind, 3, 9, top_k), 24, SENT)
+    ranks.plan()
+    g = torch.Generator().manual_seed(1)
+    ys, row_grads = [], []
+    for buffers, handle in zip(ranks.buffers, ranks.handles, strict=True):
         handle.ends = buffers.read_offsets()
         for name in ("combine", "prob grads"):
             buffers.local(name, torch.float32).fill_(float("nan"))
-    g = torch.Generator().manual_seed(1)
-    ys = [torch.randn(handle.buffer_rows, hidden, generator=g).to(DEVICE) for handle in handles]
-    row_grads = [torch.rand(handle.buffer_rows, generator=g).to(DEVICE) for handle in handles]
-    for r, buffers in enumerate(all_buffers):
-        begin_combine(buffers, handles[r], row_grads[r])
+        ys.append(torch.randn(handle.buffer_rows, 24, generator=g).to(DEVICE))
+        row_grads.append(torch.rand(handle.buffer_rows, generator=g).to(DEVICE))
+    for r, (buffers, handle) in enumerate(zip(ranks.buffers, ranks.handles, strict=True)):
+        begin_combine(buffers, handle, row_grads[r])
         assert buffers.combine_flags.counter.item() == 1, "each rank counts each combine once"
-        send_rows(buffers, handles[r], ys[r])
-    _synchronize(all_buffers, "combine_flags")
-    ids, probs = padded(case.ids, case.capacity, -1), padded(case.probs, case.capacity, 0)
-    plans = [plan_reference(ids, probs, r, 9) for r in range(ranks)]
-    sums = [
-        reduce_reference(ys[r].cpu(), plans[r]).view(ranks, case.capacity, hidden)
-        for r in range(ranks)
-    ]
-    for r, buffers in enumerate(all_buffers):
-        tokens = case.ids[r].shape[0]
-        out, grads = (
-            torch.full((tokens, hidden), float("nan"), device=DEVICE),
-            torch.full_like(case.probs[r], float("nan")),
-        )
-        _forget(all_buffers, "combine_flags", r)
-        reduce(buffers, handles[r], out, grads)
-        assert _signalled(all_buffers, "combine_flags", r) == [1] * ranks
-        expected, expected_grads = torch.zeros(tokens, hidden), torch.zeros(tokens, top_k)
-        for d in range(ranks):
-            expected += sums[d][r, :tokens]
-            inverse = plans[d].inverse.view(ranks, case.capacity, top_k)[r, :tokens].long()
-            if row_grads[d].numel():
-                expected_grads += torch.where(
-                    inverse >= 0, row_grads[d].cpu()[inverse.clamp(min=0)], 0.0
-                )
-        assert torch.allclose(out.cpu(), expected, atol=1e-6)
-        assert torch.equal(grads.cpu(), expected_grads)
-        world.rank(r).check_errors()
+        send_rows(buffers, handle, ys[r])
+    ranks.check_combined(ys, row_grads, 1, 1e-6)
 
 
 def test_origins_say_which_choice_a_row_is_of() -> None:
     """Of the most ranks that there may be and a capacity that is no power of two: the last rank's
     are beyond 31 bits."""
-    ranks, top_k, capacity = 31, 3, 5
-    case = make_case(5, "balanced", ranks, 1, top_k, capacity)
-    world = SimulatedWorkspace(ranks, DEVICE)
-    all_buffers = [
-        NvlinkBuffers(world.rank(r), capacity, 8, top_k, ranks, torch.float32) for r in range(ranks)
-    ]
-    all_buffers[0].shift = 27
-    handles = [publish(all_buffers[r], case.ids[r], case.probs[r]) for r in range(ranks)]
-    _synchronize(all_buffers, "plan_flags")
-    make_plan(all_buffers[0], handles[0])
-    plan = plan_reference(padded(case.ids, capacity, -1), padded(case.probs, capacity, 0), 0, 1)
-    origins = handles[0].origins[: plan.row_entry.numel()].cpu().long() & 0xFFFFFFFF
+    case = make_case(5, "balanced", 31, 1, 3, 5)
+    ranks = Ranks(case, 8)
+    ranks.buffers[0].shift = 27
+    handle = ranks.publish()[0]
+    make_plan(ranks.buffers[0], handle)
+    plan = plan_of(case, 0)
+    origins = handle.origins[: plan.row_entry.numel()].cpu().long() & 0xFFFFFFFF
     assert origins.max() >= 1 << 31
-    assert torch.equal(
-        (origins >> 27) * capacity * top_k + (origins & (1 << 27) - 1), plan.row_entry.long()
-    )
-
-
-def _forget(all_buffers: list[NvlinkBuffers], region: str, rank: int) -> None:
-    """The other ranks have not heard from `rank` yet."""
-    for buffers in all_buffers:
-        if buffers.rank != rank:
-            getattr(buffers, region).flags[rank] = 0
-
-
-def _signalled(all_buffers: list[NvlinkBuffers], region: str, rank: int) -> list[int]:
-    """What every rank has heard from `rank`: the generation of its last message."""
-    return [getattr(buffers, region).flags[rank].item() for buffers in all_buffers]
-
-
-def _synchronize(all_buffers: list[NvlinkBuffers], region: str) -> None:
-    """Signal for every rank before any waits: what concurrency does on real ranks, a sequential
-    test does by hand."""
-    for buffers in all_buffers:
-        flags = getattr(buffers, region)
-        for peer in all_buffers:
-            getattr(peer, region).flags[buffers.rank] = flags.counter[0]
+    assert torch.equal((origins >> 27) * 15 + (origins & (1 << 27) - 1), plan.row_entry.long())
 
 
 @pytest.mark.parametrize("kind", ["balanced", "uneven"])
 def test_streamed_dispatch_gives_the_same_rows(kind: str) -> None:
-    hidden, ranks, top_k = 24, 3, 2
     case = make_case(11, kind)
-    world = SimulatedWorkspace(ranks, DEVICE)
-    all_buffers = [
-        NvlinkBuffers(world.rank(r), case.capacity, hidden, top_k, case.experts, torch.float32)
-        for r in range(ranks)
-    ]
-    handles = [publish(all_buffers[r], case.ids[r], case.probs[r]) for r in range(ranks)]
-    _synchronize(all_buffers, "plan_flags")
-    for r in range(ranks):
-        make_plan(all_buffers[r], handles[r])
-    for _ in range(2):
-        xs = [torch.randn(case.ids[r].shape[0], hidden).to(DEVICE) for r in range(ranks)]
-        for r in range(ranks):
-            stream_push(all_buffers[r], handles[r], xs[r])
-        for r in range(ranks):
-            plan = plan_reference(
-                padded(case.ids, case.capacity, -1), padded(case.probs, case.capacity, 0), r, 3
-            )
-            out = torch.full((plan.row_entry.numel(), hidden), float("nan"), device=DEVICE)
-            stream_scatter(all_buffers[r], handles[r], xs[r], out)
+    ranks = Ranks(case, 24)
+    ranks.plan()
+    for turn in range(2):
+        xs = ranks.tokens(turn)
+        for buffers, handle, x in zip(ranks.buffers, ranks.handles, xs, strict=True):
+            stream_push(buffers, handle, x)
+        for r, (buffers, handle) in enumerate(zip(ranks.buffers, ranks.handles, strict=True)):
+            plan = plan_of(case, r)
+            out = torch.full((plan.row_entry.numel(), 24), float("nan"), device=DEVICE)
+            stream_scatter(buffers, handle, xs[r], out)
             assert torch.equal(out.cpu(), dispatch_reference(padded(xs, case.capacity, 0), plan))
-            world.rank(r).check_errors()
+            ranks.world.rank(r).check_errors()
 
 
 @pytest.mark.parametrize("schedule", [NO_OVERLAP, SENT], ids=str)
 def test_rows_over_capacity_are_counted_and_leave_zeros(schedule: Schedule) -> None:
-    hidden, ranks, top_k, limit = 16, 2, 2, 5
-    case = make_case(3, "one rank", ranks=ranks, capacity=8)
-    world = SimulatedWorkspace(ranks, DEVICE)
-    shape = (case.capacity, hidden, top_k, case.experts, torch.float32)
-    all_buffers = [NvlinkBuffers(world.rank(r), *shape, schedule=schedule) for r in range(ranks)]
-    xs = [torch.randn(8, hidden, device=DEVICE) for _ in range(ranks)]
-    handles = [
-        publish(all_buffers[r], case.ids[r], case.probs[r], capacity=limit) for r in range(ranks)
-    ]
-    _synchronize(all_buffers, "plan_flags")
-    for r in range(ranks):
-        make_plan(all_buffers[r], handles[r])
-        push(all_buffers[r], handles[r], xs[r])
+    limit, case = 5, make_case(3, "one rank", ranks=2, capacity=8)
+    ranks = Ranks(case, 16, schedule)
+    xs = ranks.tokens(3)
+    ranks.plan(limit)
+    for buffers, handle, x in zip(ranks.buffers, ranks.handles, xs, strict=True):
+        push(buffers, handle, x)
         for name in ("combine", "prob grads"):
-            all_buffers[r].local(name, torch.float32).fill_(float("nan"))
+            buffers.local(name, torch.float32).fill_(float("nan"))
     with pytest.raises(FluidError, match=r"wanted 32 expert rows"):
-        all_buffers[0].check_overflow()
-    all_buffers[1].check_overflow()
-    assert handles[0].offsets.max().item() == limit
-    _synchronize(all_buffers, "dispatch_flags")
-    for r in range(ranks):
-        rows = scatter(all_buffers[r], handles[r], xs[r], torch.empty(limit, hidden, device=DEVICE))
+        ranks.buffers[0].check_overflow()
+    ranks.buffers[1].check_overflow()
+    assert ranks.handles[0].offsets.max().item() == limit
+    ranks.synchronize("dispatch_flags")
+    for buffers, handle, x in zip(ranks.buffers, ranks.handles, xs, strict=True):
+        rows = scatter(buffers, handle, x, torch.empty(limit, 16, device=DEVICE))
         row_grads = torch.ones(limit, device=DEVICE)
         if schedule.sent_rows:
-            begin_combine(all_buffers[r], handles[r], row_grads)
-            send_rows(all_buffers[r], handles[r], rows)
+            begin_combine(buffers, handle, row_grads)
+            send_rows(buffers, handle, rows)
         else:
-            reduce_push(all_buffers[r], handles[r], rows, row_grads)
-    _synchronize(all_buffers, "combine_flags")
-    plan = plan_reference(padded(case.ids, 8, -1), padded(case.probs, 8, 0), 0, 3)
-    kept = torch.where((plan.inverse >= 0) & (plan.inverse < limit), 1.0, 0.0).view(ranks, 8, top_k)
-    for r in range(ranks):
-        out, grads = torch.empty_like(xs[r]), torch.empty_like(case.probs[r])
-        reduce(all_buffers[r], handles[r], out, grads)
-        assert torch.allclose(out.cpu(), xs[r].cpu() * kept[r].sum(1)[:, None])
+            reduce_push(buffers, handle, rows, row_grads)
+    ranks.synchronize("combine_flags")
+    inverse = plan_of(case, 0).inverse
+    kept = torch.where((inverse >= 0) & (inverse < limit), 1.0, 0.0).view(2, 8, 2)
+    for r, x in enumerate(xs):
+        out, grads = torch.empty_like(x), torch.empty_like(case.probs[r])
+        reduce(ranks.buffers[r], ranks.handles[r], out, grads)
+        assert torch.allclose(out.cpu(), x.cpu() * kept[r].sum(1)[:, None])
         assert torch.equal(grads.cpu(), kept[r])
 
 
@@ -398,23 +339,16 @@ def test_rows_over_capacity_are_counted_and_leave_zeros(schedule: Schedule) -> N
 def planned(case: Case, factors: tuple[float, ...]) -> Iterator[list[NvlinkBuffers]]:
     """The buffers of all ranks after one plan with room of the first factor, which `raise_overflow`
     has been told, and the others."""
-    ranks = len(case.ids)
-    world = SimulatedWorkspace(ranks, DEVICE, watched=True)
-    shape = (case.capacity, 16, 2, case.experts, torch.float32)
-    all_buffers = [NvlinkBuffers(world.rank(r), *shape) for r in range(ranks)]
-    handles = []
-    for buffers, ids, probs in zip(all_buffers, case.ids, case.probs, strict=True):
+    ranks = Ranks(case, 16, watched=True)
+    for buffers in ranks.buffers:
         for factor in (*factors, *factors):  # of two calls
             buffers.raise_overflow(factor, "moe_capacity_factor")
-        handles.append(publish(buffers, ids, probs, buffers.bounded_rows(factors[0])))
-    _synchronize(all_buffers, "plan_flags")
-    for buffers, handle in zip(all_buffers, handles, strict=True):
-        make_plan(buffers, handle)
+    ranks.plan(ranks.buffers[0].bounded_rows(factors[0]))
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    yield all_buffers
-    for rank in range(ranks):
-        failed_waits.forget(world.rank(rank).errors)
+    yield ranks.buffers
+    for rank in range(ranks.count):
+        failed_waits.forget(ranks.world.rank(rank).errors)
 
 
 @pytest.fixture
