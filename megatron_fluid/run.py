@@ -29,8 +29,8 @@ def run(words: Sequence[str]) -> None:
         print(f"{usage}\n\n{__doc__}")
         raise SystemExit(0)
     if not words or not Path(words[0]).is_file():
-        found = f"there is no file {words[0]}" if words else "no script is named"
-        raise SystemExit(f"megatron_fluid.run: {found}; {usage}")
+        problem = f"there is no file {words[0]}" if words else "no script is named"
+        raise SystemExit(f"megatron_fluid.run: {problem}; {usage}")
     import megatron_fluid  # noqa: F401 (arms the patches; `-m` has done so already)
 
     sys.argv = list(words)

@@ -39,10 +39,10 @@ class Check:
     after: tuple[str, ...] = ()
 
 
-def _at_least(found: str, minimum: tuple[int, int]) -> tuple[bool, str]:
-    major, minor = (int(part) for part in re.findall(r"\d+", found)[:2])
+def _at_least(version: str, minimum: tuple[int, int]) -> tuple[bool, str]:
+    major, minor = (int(part) for part in re.findall(r"\d+", version)[:2])
     ok = (major, minor) >= minimum
-    return ok, found if ok else f"{found} found, {minimum[0]}.{minimum[1]} or newer needed"
+    return ok, version if ok else f"{version} found, {minimum[0]}.{minimum[1]} or newer needed"
 
 
 def _python() -> tuple[bool, str]:

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     missing = [ability for ability in dict.fromkeys(args.require) if lacks[ability]]
     steps = _to_do([f.name for f in findings.values() if not f.ok])
     if args.json:
-        found = [
+        results = [
             {
                 "name": f.name,
                 "ok": f.ok,
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             }
             for f in findings.values()
         ]
-        report = {"findings": found, "abilities_lack": lacks, "to_do": steps, "missing": missing}
+        report = {"findings": results, "abilities_lack": lacks, "to_do": steps, "missing": missing}
         print(json.dumps(report, indent=1))
     else:
         _print_report(list(findings.values()), lacks, steps)
@@ -100,14 +100,14 @@ def run(args: argparse.Namespace) -> int:
 
 def examine() -> list[Finding]:
     """Run every check. A check that raises counts as failed."""
-    found = []
+    results = []
     for name, check in CHECKS.items():
         try:
             ok, detail = check.look()
         except Exception as error:  # a broken installation may fail in any way; this says how
             ok, detail = False, f"{type(error).__name__}: {error}".splitlines()[0]
-        found.append(Finding(name, ok, detail))
-    return found
+        results.append(Finding(name, ok, detail))
+    return results
 
 
 def _to_do(missing: Collection[str]) -> list[str]:

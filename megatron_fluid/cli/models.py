@@ -127,22 +127,22 @@ def model_of_flags(flags: Sequence[str]) -> Model:
     parser.add_argument("--window-size", default="")
     parser.add_argument("--group-query-attention", action="store_true")
     parser.add_argument("--multi-latent-attention", action="store_true")
-    found = parser.parse_known_args(flags)[0]
+    parsed = parser.parse_known_args(flags)[0]
     for field in ("hidden", "heads", "sequence"):
-        if getattr(found, field) is None:
+        if getattr(parsed, field) is None:
             flag = f"--from-args: --{_FLAGS[field][0]}"
             raise ConfigError.of(flag, "no such flag", "an integer")
-    sizes = {field: getattr(found, field) for field in _FLAGS}
-    ffn = found.ffn or 4 * found.hidden
-    if found.experts:
-        sizes |= {"ffn": 0, "expert_ffn": found.expert_ffn or ffn}
+    sizes = {field: getattr(parsed, field) for field in _FLAGS}
+    ffn = parsed.ffn or 4 * parsed.hidden
+    if parsed.experts:
+        sizes |= {"ffn": 0, "expert_ffn": parsed.expert_ffn or ffn}
     else:
         sizes |= {"ffn": ffn, "expert_ffn": 0, "top_k": 0}
-    if found.multi_latent_attention:
-        sizes |= {"kv_heads": found.heads, "head_dim": found.qk_head_dim + found.rotated}
+    if parsed.multi_latent_attention:
+        sizes |= {"kv_heads": parsed.heads, "head_dim": parsed.qk_head_dim + parsed.rotated}
     else:
         sizes |= {"value_dim": 0, "q_rank": 0, "kv_rank": 0}
-        sizes["head_dim"] = found.head_dim or found.hidden // found.heads
-        sizes["kv_heads"] = found.kv_heads if found.group_query_attention else found.heads
-    before = found.window_size.strip("()[] ").split(",")[0].strip()
+        sizes["head_dim"] = parsed.head_dim or parsed.hidden // parsed.heads
+        sizes["kv_heads"] = parsed.kv_heads if parsed.group_query_attention else parsed.heads
+    before = parsed.window_size.strip("()[] ").split(",")[0].strip()
     return Model(**sizes, window=int(before) + 1 if before.isdecimal() else 0)

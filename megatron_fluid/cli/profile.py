@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
             allowed = "FIRST of 0 or more, and END larger than FIRST"
             raise ConfigError.of("--steps", f"{first} {end}", allowed)
         if args.compare and (args.baseline or args.program or args.trace):
-            given = "--baseline" if args.baseline else "--trace" if args.trace else "COMMAND"
-            raise ConfigError(f"--compare and {given} are mutually exclusive")
+            other = "--baseline" if args.baseline else "--trace" if args.trace else "COMMAND"
+            raise ConfigError(f"--compare and {other} are mutually exclusive")
         if args.compare:
             return _compare(args)
         traces: list[Path] = args.trace
@@ -129,8 +129,8 @@ def _trace(args: argparse.Namespace) -> tuple[int, list[Path]]:
     except OSError as error:  # it does not exist, or is not executable
         raise ConfigError(f"COMMAND: cannot start {command[0]!r}: {error.strerror}") from error
     # Skip traces of earlier runs; the clocks of file systems are coarse.
-    found = output.rglob("*.json.gz")
-    traces = sorted(path for path in found if path.stat().st_mtime >= started - 2)
+    written = output.rglob("*.json.gz")
+    traces = sorted(path for path in written if path.stat().st_mtime >= started - 2)
     if status == 0 and not traces:
         raise ConfigError(
             f"{output}: the program succeeded but wrote no trace; "

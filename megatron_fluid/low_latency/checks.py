@@ -1,4 +1,4 @@
-"""Checks of the tensors that AllToAll is given. Errors name the argument, what was found and what
+"""Checks of the arguments of AllToAll. Errors name the argument, what was found and what
 is allowed."""
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Checks:
                 allowed = f"at most {layout.max_num_tokens} tokens"
                 raise ConfigError.of("weights", tuple(weights.shape), allowed)
         elif q.weights is not None:
-            reason = "given to combine, but they already went with the dispatch; pass None"
+            reason = "combine got some, but they already went with the dispatch; pass None"
             raise ConfigError(f"weights: {reason}")
         self._bound(q.bound_m)
 

@@ -161,10 +161,10 @@ class Collective:
         floats: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
         if request.exchange:
             assert request.weights is not None
-            own = torch.zeros(layout.max_num_tokens, k, **floats)
-            own[: request.weights.shape[0]] = request.weights
-            every = torch.empty(layout.world_size, *own.shape, **floats)
-            self._start("combine weights", dist.all_gather_into_tensor, every.view(-1, k), own)
+            padded = torch.zeros(layout.max_num_tokens, k, **floats)
+            padded[: request.weights.shape[0]] = request.weights
+            every = torch.empty(layout.world_size, *padded.shape, **floats)
+            self._start("combine weights", dist.all_gather_into_tensor, every.view(-1, k), padded)
             self._finish()
             weights = every[:: layout.dp_size].reshape(-1)
         else:
@@ -192,21 +192,21 @@ class Collective:
             total += part.float()
         if request.accumulate:
             total += out.float()
-        found = total.to(out.dtype)
+        result = total.to(out.dtype)
         if request.bound_m is not None:
             bound = request.bound_m.to(torch.int64)
             inside = torch.arange(out.shape[0], device=self.device) < bound
-            found = torch.where(inside[:, None], found, out)
-        out.copy_(found)
+            result = torch.where(inside[:, None], result, out)
+        out.copy_(result)
 
     # ---- waiting
     def _start(
-        self, operation: str, collective: Callable[..., Any], out: Tensor, given: Tensor
+        self, operation: str, collective: Callable[..., Any], out: Tensor, sent: Tensor
     ) -> None:
         with self._failures_kept():
             self._wait = self._waits.start(
                 f"low_latency.{operation} over {self.name}",
-                lambda: collective(out, given, group=self.group, async_op=True),
+                lambda: collective(out, sent, group=self.group, async_op=True),
                 self.timeout_s,
             )
 

@@ -70,10 +70,10 @@ class AllToAllConfig:
         if self.domain_size is not None and not self.internode:
             none = "None for an intranode all-to-all"
             raise ConfigError.of("domain_size", self.domain_size, none)
-        group, given = self.process_group, (self.rank, self.world_size)
+        group, claimed = self.process_group, (self.rank, self.world_size)
         actual = (dist.get_rank(group), dist.get_world_size(group))
-        if given != actual:
-            raise ConfigError.of("rank and world_size", given, f"those of the group, {actual}")
+        if claimed != actual:
+            raise ConfigError.of("rank and world_size", claimed, f"those of the group, {actual}")
         _ = self.layout
         if not (math.isfinite(self.wait_limit_s) and self.wait_limit_s > 0):
             allowed_s = "more than 0 seconds, and finite"

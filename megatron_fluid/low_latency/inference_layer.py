@@ -5,7 +5,7 @@ without a host read.
     y = layer(tokens)                                   # [m, H] -> [m, H], m <= 128
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):                       # after one call like it
-        y = layer(tokens, bound_m=count)                # replays read `count` and `tokens` anew
+        y = layer(tokens, bound_m=count)                # replays read `count` and `tokens` again
 
 Rows arrive packed, one expert after another, and stay packed. The dispatch carries the routing
 weights and the combine applies them in fp32. A shared expert runs between the dispatch's halves.
@@ -54,7 +54,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# Arguments that InferenceMoELayer.of takes from the layer, or shows itself.
+# Arguments that `of` takes from the layer or declares itself.
 _OF_THE_LAYER = (
     *("self", "weight1", "weight2", "router", "experts_per_token", "shared_expert", "activation"),
     *("max_num_tokens", "group"),
@@ -67,7 +67,7 @@ class InferenceMoELayer(nn.Module):
     Args:
         weight1, weight2: [El, F1, H] and [El, H, F], the training layer's own tensors; not copied.
         router: tokens [m, H] -> an object with `ids` and `probs` [m, K], or a pair of them. None if
-            every call is given its routing.
+            every call passes its routing.
         max_num_tokens: the most tokens of one call.
         experts_per_token: K.
         group: the expert-parallel group, None for the world.
@@ -180,8 +180,8 @@ class InferenceMoELayer(nn.Module):
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         if self.router is None:
             raise ConfigError("routing: found None, needed for a layer without a router")
-        found = self.router(tokens)
-        return found if isinstance(found, tuple) else (found.ids, found.probs)
+        routing = self.router(tokens)
+        return routing if isinstance(routing, tuple) else (routing.ids, routing.probs)
 
     def _experts(self) -> Tensor:
         """Expert outputs in the packed layout. Rows past the last expert's are undefined."""

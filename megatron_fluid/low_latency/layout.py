@@ -59,9 +59,9 @@ class Layout:
             ("hidden_dim_scale_bytes", scale, words, "multiples of 4, or 0"),
             ("hidden_dim", hidden, hidden >= 1 and hidden % 8 == 0, "a positive multiple of 8"),
         )
-        for setting, found, fits, allowed in checks:
+        for setting, value, fits, allowed in checks:
             if not fits:
-                raise ConfigError.of(setting, found, allowed)
+                raise ConfigError.of(setting, value, allowed)
 
     @property
     def num_sources(self) -> int:
@@ -115,8 +115,8 @@ class Layout:
 
     @property
     def small(self) -> int:
-        """A source of at most this many tokens receives every expert's row by itself, where the
-        weights are given to combine."""
+        """A source of at most this many tokens receives every expert's row by itself, where
+        combine takes the weights."""
         return min(16, self.max_num_tokens)
 
     @property

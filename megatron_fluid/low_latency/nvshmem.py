@@ -139,8 +139,8 @@ class Nvshmem(PeerMemory):
         )
         weight_staging = shared("weight_staging", entries, torch.float32)
         signals, errors = _signals(self._dispatch_flags), workspace.errors
-        self._own["put"] = (staging, pad, self._region, signals, self.counters)
-        self._own["put combine"] = (
+        self._fixed["put"] = (staging, pad, self._region, signals, self.counters)
+        self._fixed["put combine"] = (
             self.entry_row, self._region, sum_staging, self._sums, weight_staging, self._weights,
             pad, _signals(self._combine_flags), _signals(self._weight_flags), self.counters,
             errors.words, errors.abort,

@@ -143,12 +143,13 @@ class PeerMemory:
         self._error_words = workspace.errors.words.numpy()
         errors = (self.counters, workspace.errors.words, workspace.errors.abort)
         flags, weight_flags = self._dispatch_flags, self._weight_flags
-        self._own: dict[str, tuple[Tensor, ...]] = {}  # by kernel: its arguments after a call's
-        self._own["dispatch"] = (
+        # By kernel: the arguments that are the same in every call.
+        self._fixed: dict[str, tuple[Tensor, ...]] = {}
+        self._fixed["dispatch"] = (
             self.entry_row, self._region, region_addresses, flags.flags, flags.addresses, *errors
         )  # fmt: skip
         flags = self._combine_flags
-        self._own["combine"] = (
+        self._fixed["combine"] = (
             self.entry_row, self._region, self._sums, sum_addresses, self._weights,
             weight_addresses, rows, row_addresses, flags.flags, flags.addresses,
             weight_flags.flags, weight_flags.addresses, *errors,
@@ -187,8 +188,8 @@ class PeerMemory:
     def _prepare(
         self, key: tuple[object, ...], kernel: Any, warps: int, q: DispatchRequest | CombineRequest
     ) -> Launch:
-        """The launch of `kernel` for requests of the form `key`, whose first entry names the
-        kernel's own arguments."""
+        """The launch of `kernel` for requests of the form `key`, whose first entry is the
+        key of `_fixed`."""
         # A launch passes the constants' values in the order of the kernel's parameters.
         known = self._constants(q)
         parameters = inspect.signature(getattr(kernel, "jit_func", kernel).fn).parameters
@@ -196,8 +197,8 @@ class PeerMemory:
         words = ["x_scale", "out_x", "out_scale"]
         if isinstance(q, DispatchRequest) and not q.quantize:
             words.append("x")
-        own = self._own[str(key[0])]
-        launch = Launch(kernel, warps, constants, own, words=words, unaligned=("bound_m",))
+        fixed = self._fixed[str(key[0])]
+        launch = Launch(kernel, warps, constants, fixed, words=words, unaligned=("bound_m",))
         self._launches[key] = launch
         return launch
 
@@ -284,7 +285,7 @@ class PeerMemory:
         # Views keep memory alive, and the caller may keep this object.
         for name in _BUFFERS:
             vars(self).pop(name, None)
-        self._own.clear()
+        self._fixed.clear()
         self._launches.clear()
 
 

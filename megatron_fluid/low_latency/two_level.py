@@ -40,7 +40,7 @@ __all__ = ["TwoLevel", "TwoLevelLayout"]
 
 class TwoLevelLayout:
     """The layouts of the two levels: `rail`, `domain`, and `weights`, which carries weights along
-    the rails where they are given to combine.
+    the rails where combine takes them.
 
     Raises:
         ConfigError: domains that do not divide the ranks, tensor-parallel replicas, or more experts
@@ -140,7 +140,7 @@ class TwoLevel:
         valid = (ids >= 0) & (ids < layout.num_experts)
         if q.bound_m is not None:
             # The masks, and not only the rail's bound, exclude the other tokens: weights that are
-            # given to combine follow the same masks into the same slots.
+            # combine takes follow the same masks into the same slots.
             valid &= (torch.arange(m, device=ids.device) < q.bound_m.to(torch.int64))[:, None]
         ids = torch.where(valid, ids, -1)
         words[:, :k] = ids

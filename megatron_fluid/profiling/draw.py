@@ -49,10 +49,10 @@ def draw_page(timelines: Sequence[Timeline], path: Path, heading: str) -> Path:
             word = names.setdefault(name, len(names))
             marked = [[round(b, 1), round(e - b, 1), kind, word] for b, e in spans]
             lanes.append({"name": name, "events": marked})
-        found: dict[str, Any] = {"title": timeline.title, "device": timeline.device}
-        found |= {"lanes": lanes}
-        found |= {"figures": timeline.figures, "notes": timeline.notes, "length": timeline.length}
-        variants.append(found)
+        variant: dict[str, Any] = {"title": timeline.title, "device": timeline.device}
+        variant |= {"lanes": lanes}
+        variant |= {"figures": timeline.figures, "notes": timeline.notes, "length": timeline.length}
+        variants.append(variant)
     data = json.dumps({"names": list(names), "variants": variants}, separators=(",", ":"))
     filled = {"heading": html.escape(heading), "data": data.replace("</", "<\\/")}
     filled |= {f"colour_{name}": colour for name, colour in COLOURS.items()}

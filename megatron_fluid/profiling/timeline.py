@@ -138,8 +138,8 @@ def read_timeline(document: Mapping[str, Any], title: str) -> Timeline:
     steps = int(_facts(document).get("steps", 1))
     what = "trace" if step is None else "step" if steps == 1 else f"{steps} steps"
     figures, notes = _figures(what, end - begin, compute, moving, exposed, idle), []
-    for found, why in (_bytes(chosen), _mfu(document, device, end - begin)):
-        figures += found
+    for more, why in (_bytes(chosen), _mfu(document, device, end - begin)):
+        figures += more
         notes += why
     lanes = tuple(_lanes(chosen, events, begin, on_gpu))
     return Timeline(
@@ -171,8 +171,8 @@ def _ms(microseconds: float) -> str:
 
 def _facts(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `add_facts` wrote."""
-    found = document.get(_FACTS) or {}
-    facts: dict[str, Any] = json.loads(found) if isinstance(found, str) else found
+    written = document.get(_FACTS) or {}
+    facts: dict[str, Any] = json.loads(written) if isinstance(written, str) else written
     return facts
 
 
@@ -257,8 +257,8 @@ def _mfu(
     if peak is None:
         return rates, [f"MFU left out: the peak of {device} is not known."]
     if facts.get("dtype") != "bfloat16":
-        found = facts.get("dtype")
-        return rates, [f"MFU left out: the peak is known for bfloat16, the GEMMs are in {found}."]
+        dtype = facts.get("dtype")
+        return rates, [f"MFU left out: the peak is known for bfloat16, the GEMMs are in {dtype}."]
     return [*rates, ("MFU", f"{rate / peak:.1%} of {peak:g} TFLOP/s")], []
 
 
@@ -274,7 +274,7 @@ def _lanes(
         for e in events
         if e.get("ph") == "M" and e.get("name") == "thread_name" and "gloo" in str(e.get("args"))
     }
-    found: dict[tuple[Any, str], Lane] = {}
+    lanes: dict[tuple[Any, str], Lane] = {}
     for event in sorted(chosen, key=lambda e: float(e["ts"])):
         kind = kind_of(event)
         if not on_gpu and kind == "other":
@@ -282,19 +282,19 @@ def _lanes(
         stream = event.get("args", {}).get("stream", event.get("tid")) if on_gpu else event["tid"]
         if not on_gpu and stream in gloo:
             stream = "gloo"
-        lane = found.setdefault((stream, "" if on_gpu else kind), Lane(""))
+        lane = lanes.setdefault((stream, "" if on_gpu else kind), Lane(""))
         span = float(event["ts"]) - begin, float(event["dur"])
         lane.events.append((*span, kind, str(event["name"])))
     numbers: dict[Any, int] = {}
-    for thread, _ in found:
+    for thread, _ in lanes:
         if thread != "gloo":
             numbers.setdefault(thread, len(numbers))
-    main = next((thread for thread, kind in found if kind == "compute"), None)
+    main = next((thread for thread, kind in lanes if kind == "compute"), None)
 
     def computed(lane: Lane) -> float:
         return sum(length for _, length, kind, _ in lane.events if kind == "compute")
 
-    for (thread, kind), lane in sorted(found.items(), key=lambda item: -computed(item[1])):
+    for (thread, kind), lane in sorted(lanes.items(), key=lambda item: -computed(item[1])):
         what = "communication" if kind == "communication" else "computation"
         if on_gpu:
             lane.name = f"stream {thread}"

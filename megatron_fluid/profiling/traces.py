@@ -77,10 +77,10 @@ def chosen_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         if event.get("cat") in ("cpu_op", "user_annotation"):
             threads.setdefault(event.get("tid"), []).append(event)
     chosen: list[dict[str, Any]] = []
-    for found in threads.values():
-        found.sort(key=lambda e: (e["ts"], -e["dur"]))
-        following = [*found[1:], None]
-        for event, inner in zip(found, following, strict=True):
+    for thread_events in threads.values():
+        thread_events.sort(key=lambda e: (e["ts"], -e["dur"]))
+        following = [*thread_events[1:], None]
+        for event, inner in zip(thread_events, following, strict=True):
             is_outer = inner is not None and inner["ts"] < event["ts"] + event["dur"]
             if kind_of(event) == "communication" or not is_outer:
                 chosen.append(event)
@@ -108,23 +108,23 @@ def kind_of(event: dict[str, Any]) -> str:
 
 def merged(spans: Iterable[Span]) -> list[Span]:
     """Return disjoint spans in order that cover the same time."""
-    found: list[Span] = []
+    union: list[Span] = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if union and begin <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
         else:
-            found.append((begin, end))
-    return found
+            union.append((begin, end))
+    return union
 
 
 def gaps(spans: Sequence[Span], window: Span) -> list[Span]:
     """Return the parts of a window that disjoint, ordered spans do not cover."""
-    found, at = [], window[0]
+    free, at = [], window[0]
     for begin, end in [*spans, (window[1], window[1])]:
         if begin > at:
-            found.append((at, min(begin, window[1])))
+            free.append((at, min(begin, window[1])))
         at = max(at, end)
-    return found
+    return free
 
 
 def without(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
@@ -132,13 +132,13 @@ def without(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
     if not left:
         return []
     free = gaps(right, (left[0][0], left[-1][1]))
-    found, i, j = [], 0, 0
+    parts, i, j = [], 0, 0
     while i < len(left) and j < len(free):
         begin, end = max(left[i][0], free[j][0]), min(left[i][1], free[j][1])
         if begin < end:
-            found.append((begin, end))
+            parts.append((begin, end))
         if left[i][1] < free[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return parts

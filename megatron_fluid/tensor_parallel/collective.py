@@ -39,10 +39,10 @@ class CollectiveBackend:
     def start_gather(self, a_shard: Tensor) -> Callable[[], Tensor]:
         shard = a_shard.contiguous()
         full = shard.new_empty((self.ranks * shard.shape[0], shard.shape[1]))
-        given, target = _bytes(shard), _bytes(full)
+        source, target = _bytes(shard), _bytes(full)
         wait = self._waits.start(
             "all-gather of a linear's rows",
-            lambda: dist.all_gather_into_tensor(target, given, group=self.group, async_op=True),
+            lambda: dist.all_gather_into_tensor(target, source, group=self.group, async_op=True),
         )
 
         def finish() -> Tensor:

@@ -3,12 +3,12 @@ those that have arrived.
 
 AllGather-GEMM: every rank puts its shard into symmetric memory. After one barrier it pulls the
 others' in turn, each rank from another, so that each GPU's memory serves one reader at a time. The
-GEMM of the own rows needs none of them and starts at once. The others follow in the order of
+GEMM of this rank's rows needs none of them and starts at once. The others follow in the order of
 arrival, one GEMM each, on two streams in turn: a part of the rows seldom fills whole waves of
 tiles, and the next GEMM uses the idle SMs.
 
 GEMM-ReduceScatter: the rows of one peer are multiplied first. While the next rows are multiplied, a
-copy engine copies each finished block into its owner's slot. The own rows come last and go nowhere.
+copy engine copies each finished block into its owner's slot. This rank's rows come last and stay.
 After one barrier a kernel adds the W slots in fp32 in rank order. The GEMM writes locally, because
 remote stores in its epilogue would stall its pipeline. It keeps to one stream: concurrent GEMMs
 would finish, and send, the first block later.
@@ -84,25 +84,25 @@ class CopyEngineBackend(OverlappedBackend):
 
     # ---- AllGather-GEMM
     def _announce(self, shard: Tensor) -> list[int]:
-        """Put the own shard into symmetric memory and wait until all ranks have; returns the
+        """Put this rank's shard into symmetric memory and wait until all ranks have; returns the
         address of every rank's."""
         stream = self._copies.cuda_stream
         staged = self._gathers.next(shard.nbytes)
         self._enter(stream)
         self._driver.copy(staged[self.rank], shard.data_ptr(), shard.nbytes, stream)
-        # The pulls that follow would overwrite a mark in what they fill. The own shard is NaN then
-        # for peers that are late, and where it is copied from here.
+        # If a peer does not come, this rank's shard is marked with NaN, for late peers and where it
+        # is copied from here. The pulls that follow would overwrite a mark in what they fill.
         self._barrier("tp_gather", staged[self.rank], shard.nbytes)
         return staged
 
-    def _pull(self, staged: list[int], gathered: int, nbytes: int, with_own: bool) -> None:
-        """Fill the blocks of ``nbytes`` at ``gathered``, the own one too if ``with_own``. Event i
+    def _pull(self, staged: list[int], gathered: int, nbytes: int, with_local: bool) -> None:
+        """Fill the blocks of ``nbytes`` at ``gathered``, this rank's too if ``with_local``. Event i
         of `_steps` completes when peer i's shard is there."""
         driver, stream = self._driver, self._copies.cuda_stream
         for step, source in enumerate(self._order[1:], 1):
             driver.copy(gathered + source * nbytes, staged[source], nbytes, stream)
             driver.record(self._steps[step], stream)
-        if with_own:
+        if with_local:
             # A copy within one GPU may run on SMs and so wait for the GEMM: it must not delay the
             # pulls.
             driver.copy(gathered + self.rank * nbytes, staged[self.rank], nbytes, stream)
@@ -111,7 +111,7 @@ class CopyEngineBackend(OverlappedBackend):
         refuse_capture(self.name, self._driver.capturing())
         shard = a_shard.contiguous()
         gathered = shard.new_empty((self.ranks * shard.shape[0], shard.shape[1]))
-        self._pull(self._announce(shard), gathered.data_ptr(), shard.nbytes, with_own=True)
+        self._pull(self._announce(shard), gathered.data_ptr(), shard.nbytes, with_local=True)
         self._driver.record(self._gathered, self._copies.cuda_stream)
         if gathered.is_cuda:  # other work may come between, and the function may be dropped
             shard.record_stream(self._copies)  # type: ignore[arg-type]
@@ -141,8 +141,8 @@ class CopyEngineBackend(OverlappedBackend):
         multiply = gemm.into(shard)
         driver.wait(self._entered, lane.cuda_stream)
         try:
-            # The own rows need no peer: enqueued before the pulls, they give the GPU work while the
-            # host continues.
+            # This rank's rows need no peer: enqueued before the pulls, they give the GPU work while
+            # the host continues.
             start = self.rank * m
             multiply(shard, c[start : start + m], start)
             self._pull(staged, gathered.data_ptr(), shard.nbytes, keep)
@@ -172,16 +172,16 @@ class CopyEngineBackend(OverlappedBackend):
         return self._add(slots, sent, gemm, overlapped)
 
     def _matmul_blocks(self, a: Tensor, gemm: Gemm) -> tuple[Tensor, Tensor]:
-        """Multiply and send; returns the slots ``[W, M / W, N]`` of the receive buffer, whose own
-        one is filled in stream order, and the blocks that the copies still read."""
+        """Multiply and send; returns the slots ``[W, M / W, N]`` of the receive buffer, where this
+        rank's is filled in stream order, and the blocks that the copies still read."""
         driver, copies = self._driver, self._copies.cuda_stream
         rows, n, dtype = a.shape[0] // self.ranks, gemm.n, gemm.dtype_for(a)
         multiply = gemm.without_bias().into(a)
         nbytes = rows * n * dtype.itemsize
         received = self._scatters.next(self.ranks * nbytes)
-        slots = self._scatters.own((self.ranks, rows, n), dtype)
+        slots = self._scatters.local((self.ranks, rows, n), dtype)
         current = driver.current()
-        c = a.new_empty((self.ranks, rows, n), dtype=dtype)  # by owner; the own block is not used
+        c = a.new_empty((self.ranks, rows, n), dtype=dtype)  # by owner; this rank's is not used
         try:
             for step in range(self.ranks - 1, 0, -1):
                 owner = self._order[step]

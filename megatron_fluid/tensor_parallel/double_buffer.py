@@ -68,7 +68,7 @@ class DoubleBuffer:
         bases = self.workspace.peer_addresses(self.name, _UNIT)
         self._addresses = [bases, [base + flat.nbytes // 2 for base in bases]]
 
-    def own(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def local(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """This rank's memory of the buffer that `next` switched to, as a tensor of `shape`."""
         key = (self._turn, dtype, tuple(shape))
         view = self._views.get(key)

@@ -2,9 +2,9 @@
 copy engines send while it runs.
 
 AllGather-GEMM: copy engines push this rank's shard to every rank, whole or in chunks of K with a
-flag behind each. The kernel multiplies the own rows and then what has arrived. GEMM-ReduceScatter:
+flag behind each. The kernel multiplies this rank's rows, then what has arrived. GEMM-ReduceScatter:
 the kernel counts the tiles that it has stored of the other ranks' blocks. Copy engines wait for the
-counts and copy chunk by chunk into the owner's slot. The own block comes last and goes nowhere. A
+counts and copy chunk by chunk into the owner's slot. This rank's block comes last and stays. A
 flag follows each rank's last chunk; then a kernel adds the W slots in fp32 in rank order. There is
 no barrier and no GEMM per shard.
 
@@ -60,8 +60,8 @@ class FusedBackend(OverlappedBackend):
 
     def __init__(self, workspace: Workspace, driver: Driver) -> None:
         if workspace.world_size > MOST_RANKS:
-            found = workspace.world_size
-            raise ConfigError.of("ranks of the fused form", found, f"at most {MOST_RANKS}")
+            ranks = workspace.world_size
+            raise ConfigError.of("ranks of the fused form", ranks, f"at most {MOST_RANKS}")
         super().__init__(workspace, driver, "tp_fused")
         counters = workspace.world_size * MOST_CHUNKS
         self._gather_flags = workspace.flags("tp_fused_gather")
@@ -102,15 +102,15 @@ class FusedBackend(OverlappedBackend):
         return None
 
     def _gemm(self, dtype: torch.dtype) -> FusedGemm:
-        found = self._kernels.get(dtype)
-        if found is None:
-            found = self._kernels[dtype] = FusedGemm(dtype, self.workspace)
-        return found
+        kernels = self._kernels.get(dtype)
+        if kernels is None:
+            kernels = self._kernels[dtype] = FusedGemm(dtype, self.workspace)
+        return kernels
 
     # ---- AllGather-GEMM
     def _push(self, shard: Tensor, gemm: Gemm | None) -> tuple[Tensor, Signals]:
-        """Send the own shard to every rank, first to the one before, who needs it first; returns
-        the gathered A that they fill, and the signals to wait for.
+        """Send this rank's shard to every rank, first to the previous one, which needs it first.
+        Returns the gathered A that the pushes fill, and the signals to wait for.
 
         A peer receives the shard in one piece if it arrives before the peer has time for it, or if
         no GEMM waits for it. All ranks count chunks alike, by shapes alone.
@@ -145,7 +145,7 @@ class FusedBackend(OverlappedBackend):
                 at = start * size
                 driver.copy_block(target + at, source + at, pitch, deep * size, rows, stream)
                 driver.write(flag, first + number, stream)
-        gathered = self._gathers.own((self.ranks * rows, depth), shard.dtype)
+        gathered = self._gathers.local((self.ranks * rows, depth), shard.dtype)
         flags = self._gather_flags
         return gathered, Signals(flags.flags.data_ptr(), first, flags.operation, part)
 
@@ -165,7 +165,7 @@ class FusedBackend(OverlappedBackend):
             self._wait(signals.value, gathered)
             # The caller may overwrite the shard from here on.
             self._driver.wait(self._pushed, self._driver.current())
-            return self._with_own(gathered, shard)
+            return self._with_local_shard(gathered, shard)
 
         return finish
 
@@ -195,9 +195,9 @@ class FusedBackend(OverlappedBackend):
             return c, None
         # The kernel has seen every flag, so all peers' shards are there. The buffer itself belongs
         # to later calls.
-        return c, self._with_own(gathered if lend else gathered.clone(), shard)
+        return c, self._with_local_shard(gathered if lend else gathered.clone(), shard)
 
-    def _with_own(self, gathered: Tensor, shard: Tensor) -> Tensor:
+    def _with_local_shard(self, gathered: Tensor, shard: Tensor) -> Tensor:
         m = shard.shape[0]
         gathered[self.rank * m : (self.rank + 1) * m].copy_(shard)
         return gathered
@@ -217,14 +217,14 @@ class FusedBackend(OverlappedBackend):
             self._join()  # the copies still read what is sent
 
     def _matmul_blocks(self, a: Tensor, gemm: Gemm) -> tuple[Tensor, Tensor]:
-        """Start the kernel; returns the slots ``[W, M / W, N]`` of the receive buffer, whose own
-        one it fills, and the blocks of C by owner, the own one unused."""
+        """Start the kernel; returns the slots ``[W, M / W, N]`` of the receive buffer, of which
+        it fills this rank's, and the blocks of C by owner, this rank's unused."""
         kernels, rows, n = self._gemm(a.dtype), a.shape[0] // self.ranks, gemm.n
         nbytes, high = rows * n * a.dtype.itemsize, kernels.high(rows, n)
         most = min(_CHUNKS, MOST_CHUNKS // strips_of_block(high))
         pieces = max(1, min(most, nbytes // _SCATTER_BYTES))
         self._received = self._scatters.next(self.ranks * nbytes)
-        slots = self._scatters.own((self.ranks, rows, n), a.dtype)
+        slots = self._scatters.local((self.ranks, rows, n), a.dtype)
         blocks = a.new_empty((self.ranks, rows, n))
         targets = [blocks.data_ptr() + owner * nbytes for owner in range(self.ranks)]
         targets[self.rank] = slots.data_ptr() + self.rank * nbytes

@@ -47,9 +47,9 @@ class Gemm:
             allowed = "2, [K, N] or with transpose_b [N, K]"
             raise ConfigError(f"b: found {self.b.dim()} dimensions, allowed: {allowed}")
         fp8 = self.b.dtype in FP8_DTYPES
-        given = scale_a is not None, scale_b is not None
-        if given != (fp8, fp8):
-            found = f"{given[0]}, {given[1]} for operands of {self.b.dtype}"
+        scaled = scale_a is not None, scale_b is not None
+        if scaled != (fp8, fp8):
+            found = f"{scaled[0]}, {scaled[1]} for operands of {self.b.dtype}"
             allowed = "both for fp8 operands, neither for others"
             raise ConfigError(f"scale_a, scale_b: found {found}; allowed: {allowed}")
         if scale_a is not None and scale_b is not None:

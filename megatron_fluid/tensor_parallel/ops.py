@@ -31,7 +31,7 @@ __all__ = ["WeightGrad", "all_gather_matmul", "matmul_reduce_scatter"]
 WeightGrad = Callable[[Tensor, Tensor], Tensor | None]
 
 
-def _as_given[Compute: Callable[..., Any]](compute: Compute) -> Compute:
+def _without_autocast[Compute: Callable[..., Any]](compute: Compute) -> Compute:
     """Run `compute` without autocast, which would change the dtype of some of the products that one
     result is made of."""
 
@@ -47,7 +47,7 @@ def _as_given[Compute: Callable[..., Any]](compute: Compute) -> Compute:
 
 
 @tells_peers
-@_as_given
+@_without_autocast
 def all_gather_matmul(
     a_shard: Tensor,
     b: Tensor,
@@ -108,7 +108,7 @@ def all_gather_matmul(
 
 
 @tells_peers
-@_as_given
+@_without_autocast
 def matmul_reduce_scatter(
     a: Tensor,
     b: Tensor,
@@ -172,9 +172,9 @@ def _compare(
     if mine in seen:
         return
     talk = agreement(group)
-    found = talk.gather(f"compare the shapes of {operation}", (tuple(shape), dtype))
-    if len(set(found)) > 1:
-        each = (f"{s} {d} on rank {rank}" for rank, (s, d) in zip(talk.ranks, found, strict=True))
+    shapes = talk.gather(f"compare the shapes of {operation}", (tuple(shape), dtype))
+    if len(set(shapes)) > 1:
+        each = (f"{s} {d} on rank {rank}" for rank, (s, d) in zip(talk.ranks, shapes, strict=True))
         allowed = "one shape and dtype on all ranks of the group"
         raise ConfigError(f"{what}: found {', '.join(each)}, allowed: {allowed}")
     seen.add(mine)
@@ -193,10 +193,10 @@ def _checked(gemm: Gemm, a: Tensor, rows: int) -> Gemm:
 
 
 def _differentiable(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
-    given = (t for t in (a, b, bias) if t is not None)
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    tensors = (t for t in (a, b, bias) if t is not None)
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if wanted and (a.dtype in FP8_DTYPES or b.dtype in FP8_DTYPES):
-        allowed = "False (quantise outside, with a gradient of your own)"
+        allowed = "False (quantise outside, and define the gradient there)"
         raise ConfigError(f"requires_grad: found True for fp8 operands, allowed: {allowed}")
     return wanted
 
@@ -243,7 +243,7 @@ class _AllGatherMatmul(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_as_given
+    @_without_autocast
     def backward(ctx: Any, dc: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         (a_shard, b), call = ctx.saved_tensors, ctx.call
         need_a, need_b, need_bias = ctx.needs_input_grad[:3]
@@ -275,7 +275,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_as_given
+    @_without_autocast
     def backward(ctx: Any, dc_shard: Tensor) -> tuple[Tensor | None, ...]:
         (a, b), call = ctx.saved_tensors, ctx.call
         need_a, need_b, need_bias = ctx.needs_input_grad[:3]
