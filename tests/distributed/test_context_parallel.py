@@ -11,6 +11,7 @@ import torch
 
 from megatron_fluid.attention.layouts import SequenceLayout
 from tests.support.launch import run_ranks
+from tests.support.te_attention import patched_core
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its groups on gloo")
@@ -164,50 +165,6 @@ def test_what_it_does_not_compute_is_refused_by_name() -> None:
             assert said[name].startswith(text), said[name]
 
 
-class StandIn(torch.nn.Module):
-    """Has the constructor and the call of Megatron's TEDotProductAttention, and knows no context
-    parallelism."""
-
-    def __init__(
-        self,
-        config,
-        layer_number,
-        attn_mask_type,
-        attention_type,
-        attention_dropout=None,
-        softmax_scale=None,
-        k_channels=None,
-        v_channels=None,
-        num_splits=None,
-        cp_comm_type="p2p",
-        pg_collection=None,
-    ):
-        super().__init__()
-        self.config, self.calls = config, 0
-        self.heads, self.groups = config.num_attention_heads, config.num_query_groups
-        self.ranks = config.context_parallel_size
-
-    def forward(
-        self,
-        query,
-        key,
-        value,
-        attention_mask,
-        attn_mask_type,
-        attention_bias=None,
-        packed_seq_params=None,
-        num_splits=None,
-    ):
-        self.calls += 1
-        assert (query.size(2), key.size(2)) == (self.heads, self.groups)
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        causal = attn_mask_type.name == "causal"
-        y = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, enable_gqa=True
-        )
-        return y.permute(2, 0, 1, 3).flatten(2)
-
-
 def _te(rank: int, ranks: int) -> dict[str, Any]:
     from megatron.core.transformer.enums import AttnMaskType
 
@@ -215,19 +172,17 @@ def _te(rank: int, ranks: int) -> dict[str, Any]:
     from megatron_fluid.errors import ConfigError
     from megatron_fluid.patches import overlap_decision
     from megatron_fluid.patches import startup_report as startup
-    from megatron_fluid.patches.attention.transformer_engine import te_dot_product_attention
 
-    class Patched(StandIn):
-        __init__ = te_dot_product_attention(StandIn.__init__)  # type: ignore[assignment]
-
-    causal = AttnMaskType.causal
+    Patched, causal = patched_core(), AttnMaskType.causal
     found: dict[str, Any] = {"worst": 0.0}
     set_config(FluidConfig(cp_backend="collective"))
     for groups in (1, 2, HEADS):
         config = _setup(ranks, groups)
         split = Patched(config, 1, causal, "self", cp_comm_type="a2a")
         assert (
-            isinstance(split, StandIn) and type(split) is not Patched and not list(split.children())
+            isinstance(split, Patched.__base__)
+            and type(split) is not Patched
+            and not list(split.children())
         )
         alone = copy.copy(config)
         alone.context_parallel_size = 1
@@ -250,7 +205,8 @@ def _te(rank: int, ranks: int) -> dict[str, Any]:
         found["worst"] = max(
             found["worst"], *(float((a - b[rows]).abs().max() / b.abs().max()) for a, b in pairs)
         )
-        split(*parts, None, causal, packed_seq_params=SimpleNamespace(qkv_format="sbhd"))
+        with pytest.raises(AssertionError):  # of the stand-in itself
+            split(*parts, None, causal, packed_seq_params=SimpleNamespace(qkv_format="sbhd"))
         assert split.calls == 1, "packs of another format are Transformer Engine's own affair"
 
     set_config(FluidConfig())

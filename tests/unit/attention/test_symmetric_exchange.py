@@ -96,38 +96,35 @@ BASE = Case(head_dim=8, rotary=Rotary(8), heads=8, kv_heads=4, length=16)
 TRANSPORTS = pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 
 
+def _base(**settings: Any) -> Case:
+    return dataclasses.replace(BASE, **settings)
+
+
+ODD = _base(heads=12, kv_heads=3, layout="zigzag", length=11)
+F32 = torch.float32
+CASES: dict[str, tuple[Case, int]] = {
+    "plain": (BASE, 4),
+    "zigzag-norm-deferred": (
+        _base(layout="zigzag", qk_norm=True, bias=True, layers=2, scheduler=True),
+        4,
+    ),
+    "groups-uneven": (
+        _base(heads=16, kv_heads=8, groups=2, length=13, layout="zigzag", chunks=2),
+        4,
+    ),
+    "mqa": (_base(kv_heads=1, rotary=Rotary(4, 500.0, True), microbatches=2), 4),
+    "straddling": (_base(heads=12, kv_heads=6, rotary=None, qk_norm=True, length=3, dtype=F32), 4),
+    "gqa-shared": (_base(heads=12, kv_heads=3, causal=False, dtype=F32, batch=1, bias=True), 4),
+    "bf16": (_base(dtype=torch.bfloat16, length=70, qk_norm=True, batch=1), 4),
+    "two-ranks": (ODD, 2),
+    "three-ranks": (ODD, 3),
+}
+
+
 @TRANSPORTS
-@pytest.mark.parametrize(
-    "case",
-    [
-        BASE,
-        dataclasses.replace(
-            BASE, layout="zigzag", qk_norm=True, bias=True, layers=2, scheduler=True
-        ),
-        dataclasses.replace(
-            BASE, heads=16, kv_heads=8, groups=2, length=13, layout="zigzag", chunks=2
-        ),
-        dataclasses.replace(BASE, kv_heads=1, rotary=Rotary(4, 500.0, True), microbatches=2),
-        dataclasses.replace(
-            BASE, heads=12, kv_heads=6, rotary=None, qk_norm=True, length=3, dtype=torch.float32
-        ),
-        dataclasses.replace(
-            BASE, heads=12, kv_heads=3, causal=False, dtype=torch.float32, batch=1, bias=True
-        ),
-        dataclasses.replace(BASE, dtype=torch.bfloat16, length=70, qk_norm=True, batch=1),
-    ],
-    ids=[
-        "plain",
-        "zigzag-norm-deferred",
-        "groups-uneven",
-        "mqa",
-        "straddling",
-        "gqa-shared",
-        "bf16",
-    ],
-)
-def test_equals_the_reference(case: Case, transport: str) -> None:
-    check(4, transport, case)
+@pytest.mark.parametrize(("case", "world"), CASES.values(), ids=CASES)
+def test_equals_the_reference(case: Case, world: int, transport: str) -> None:
+    check(world, transport, case)
 
 
 @TRANSPORTS
@@ -153,16 +150,6 @@ def test_queries_keys_and_values_that_arrive_apart_give_the_same(
     case: Case, transport: str
 ) -> None:
     check(4, transport, case, apart=True)
-
-
-@TRANSPORTS
-@pytest.mark.parametrize("world", [2, 3])
-def test_other_numbers_of_ranks(world: int, transport: str) -> None:
-    check(
-        world,
-        transport,
-        dataclasses.replace(BASE, heads=12, kv_heads=3, layout="zigzag", length=11),
-    )
 
 
 @TRANSPORTS
@@ -317,33 +304,6 @@ def test_a_recomputation_that_stops_early_leaves_no_trace(reentrant: bool, trans
         )
         _same_when_recomputed(layer, x, reentrant)
         assert (buffers.extra_barriers > 0) == (not reentrant), "whether it did stop early"
-
-    run_threads(2, transport, body)
-
-
-@TRANSPORTS
-def test_a_layer_of_several_head_groups_is_recomputed_without_reentry(transport: str) -> None:
-    heads, sequence, core = (
-        HeadLayout(4, 4, 8, 2, 2),
-        SequenceLayout(8, 2, "zigzag"),
-        CoreCase(8, torch.float64, "cpu"),
-    )
-    made = torch.Generator().manual_seed(7)
-    shapes = ((heads.qkv_rows, 16), (16, 32))
-    weights = AttentionWeights(
-        *(torch.randn(shape, dtype=torch.float64, generator=made) for shape in shapes)
-    )
-
-    def body(buffers: ThreadBuffers) -> None:
-        def layer(x: Tensor) -> Tensor:
-            exchange = SymmetricExchange(buffers, heads, sequence)
-            call = AttentionCall(exchange, choose_kernel("sdpa", core), core)
-            return x + overlapped_attention(x, weights, call)
-
-        x = torch.randn(
-            4, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(buffers.rank)
-        )
-        _same_when_recomputed(layer, x, reentrant=False)
 
     run_threads(2, transport, body)
 
