@@ -24,12 +24,11 @@ pretrain: $(READY)
 		examples/pretrain_gpt_moe.py $(ARGS)
 
 # Types are checked beside the tests: alone they leave a core idle for a minute.
-test: style
-	$(PYTHON) tools/typecheck.py & types=$$!; $(PYTEST) $(ARGS); tests=$$?; \
+test test-fast: style
+	$(PYTHON) tools/typecheck.py & types=$$!; $(PYTEST) $(TIER) $(ARGS); tests=$$?; \
 		wait $$types || { echo "the type check failed: make lint shows its errors" >&2; exit 1; }; exit $$tests
 
-test-fast: lint
-	$(PYTEST) -m "not (world or compile or process or interpreter or slow or gpu)" $(ARGS)
+test-fast: TIER = -m "not (world or compile or process or interpreter or slow or gpu)"
 
 lint: style
 	$(PYTHON) tools/typecheck.py
