@@ -105,20 +105,18 @@ def test_symmetric_memory_equals_the_reference(transport: str, connections: str)
     )
 
 
+def _layer(kernel: str = "auto") -> SelfAttention:
+    heads = {"num_kv_heads": 8, "head_dim": 64, "rotary": Rotary(64), "kernel": kernel}
+    group, bf16 = dist.group.WORLD, torch.bfloat16
+    return SelfAttention(
+        256, 16, **heads, group=group, exchange="symmetric", device="cuda", dtype=bf16
+    )
+
+
 def _graph_layer(transport: str, world: int) -> SelfAttention:
     """A layer whose heads and rows move as ``transport`` says; "mixed": whichever sends more by the
     copy engine, the other by a kernel."""
-    layer = SelfAttention(
-        256,
-        16,
-        num_kv_heads=8,
-        head_dim=64,
-        group=dist.group.WORLD,
-        rotary=Rotary(64),
-        exchange="symmetric",
-        device="cuda",
-        dtype=torch.bfloat16,
-    )
+    layer = _layer()
     for parameter in layer.parameters():
         dist.broadcast(parameter.data, 0)
     assert layer.head_buffers is not None
@@ -211,18 +209,7 @@ def test_a_capture_after_an_unfinished_exchange_says_so() -> None:
 
 
 def _checkpointed(rank: int, world: int, kernel: str) -> None:
-    layer = SelfAttention(
-        256,
-        16,
-        num_kv_heads=8,
-        head_dim=64,
-        group=dist.group.WORLD,
-        rotary=Rotary(64),
-        exchange="symmetric",
-        kernel=kernel,
-        device="cuda",
-        dtype=torch.bfloat16,
-    )
+    layer = _layer(kernel)
     assert layer.head_buffers is not None
     layer.head_buffers.transport = "copy_engine"  # several head groups
     x, upstream = (torch.randn(64, 2, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -33,12 +33,7 @@ def _levels(
     for turn in range(40):
         routing.draw(turn)
         routing.run(ata, split, early)
-        torch.cuda.synchronize()
-        ata.check_errors()
-        wrong, error = routing.problems().tolist()
-        assert wrong == 0 and error < 1.5 * _TOLERANCE, (
-            f"turn {turn}: {wrong} experts wrong, error {error}"
-        )
+        routing.check(ata, f"turn {turn}", 1.5 * _TOLERANCE)
     graph = torch.cuda.CUDAGraph()
     dist.barrier()
     torch.cuda.synchronize()
@@ -48,12 +43,7 @@ def _levels(
         routing.draw(turn)
         for _ in range(5):
             graph.replay()
-        torch.cuda.synchronize()
-        ata.check_errors()
-        wrong, error = routing.problems().tolist()
-        assert wrong == 0 and error < 1.5 * _TOLERANCE, (
-            f"replay {turn}: {wrong} experts wrong, error {error}"
-        )
+        routing.check(ata, f"replay {turn}", 1.5 * _TOLERANCE)
     del graph
     ata.destroy()
 

@@ -165,6 +165,13 @@ class _Routing:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return found
 
+    def check(self, ata: AllToAll, what: str, tolerance: float = _TOLERANCE) -> None:
+        """Fail where something else than it should arrived, or was combined."""
+        torch.cuda.synchronize()
+        ata.check_errors()
+        wrong, error = self.problems().tolist()
+        assert wrong == 0 and error < tolerance, f"{what}: {wrong} experts wrong, error {error}"
+
 
 def _random_routings(rank: int, world: int, split: bool, early: bool, turns: int) -> None:
     for capacity, experts, k, hidden in ((48, 16 * world, 8, 1024), (9, 2 * world, 3, 72)):
@@ -173,11 +180,7 @@ def _random_routings(rank: int, world: int, split: bool, early: bool, turns: int
         for turn in range(turns):
             routing.draw(turn)
             routing.run(ata, split, early)
-            torch.cuda.synchronize()
-            ata.check_errors()
-            wrong, error = routing.problems().tolist()
-            assert wrong == 0, f"turn {turn}: {wrong} experts received something else"
-            assert error < _TOLERANCE, f"turn {turn}: relative error {error}"
+            routing.check(ata, f"turn {turn}")
         ata.destroy()
 
 
@@ -204,12 +207,7 @@ def _graph(rank: int, world: int, split: bool, replays: int) -> None:
         routing.draw(turn)
         for _ in range(replays // checks):
             graph.replay()
-        torch.cuda.synchronize()
-        ata.check_errors()
-        wrong, error = routing.problems().tolist()
-        assert wrong == 0 and error < _TOLERANCE, (
-            f"turn {turn}: {wrong} experts wrong, error {error}"
-        )
+        routing.check(ata, f"turn {turn}")
     ata.destroy()
 
 
@@ -285,10 +283,7 @@ def _beside_others(rank: int, world: int) -> None:
                 a @ a
         routing.run(ata, turn % 2 == 0, turn % 3 == 0)
         torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        ata.check_errors()
-        wrong, error = routing.problems().tolist()
-        assert wrong == 0 and error < _TOLERANCE
+        routing.check(ata, f"turn {turn}")
     ata.destroy()
 
 
@@ -328,9 +323,7 @@ def _compiled(rank: int, world: int) -> None:
         return routing.out + 0.0
 
     torch.compile(step)(routing.x)
-    torch.cuda.synchronize()
-    wrong, error = routing.problems().tolist()
-    assert wrong == 0 and error < _TOLERANCE
+    routing.check(ata, "compiled")
     ata.destroy()
 
 
