@@ -6,6 +6,7 @@ import ctypes
 import functools
 import struct
 import threading
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,46 +95,62 @@ class _Encoder:
         self._function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
         self._memory = ctypes.create_string_buffer(_BYTES * len(BOXES) + 64)
         self._offset = -ctypes.addressof(self._memory) % 64
-        place = ctypes.addressof(self._memory) + self._offset
-        self._places = [ctypes.c_void_p(place + _BYTES * i) for i in range(len(BOXES))]
+        self._bytes = memoryview(self._memory).cast("B")[self._offset :]
         # Up to five sizes, innermost first, and up to four pitches, in bytes.
         self._numbers, self._tensor = (ctypes.c_uint64 * 9)(), ctypes.c_void_p()
-        first = ctypes.addressof(self._numbers)
-        self._sizes, self._pitches = ctypes.c_void_p(first), ctypes.c_void_p(first + 40)
+        self._calls: dict[tuple[torch.dtype, tuple[Box, ...]], list[tuple[Any, ...]]] = {}
         self._lock = threading.Lock()
 
     def encode(self, view: View) -> bytes:
         address, dtype, shape, strides, boxes = view
-        size, rank = dtype.itemsize, 3
         with self._lock:
+            calls = self._calls.get((dtype, boxes))
+            if calls is None:
+                calls = self._calls[dtype, boxes] = self._arguments(dtype, boxes)
             if boxes[0] == GATED:
                 # The rows are viewed as [F / 8, 2, 8]. The pitches do not grow from dimension to
                 # dimension, which the driver does not ask of plain tiles.
-                (experts, height, depth), (expert, row, _), rank = shape, strides, 5
+                (experts, height, depth), (expert, row, _) = shape, strides
                 sizes = (depth, 8, 2, height // 16, experts)
                 pitches = (row * 2, height // 2 * row * 2, 8 * row * 2, expert * 2)
                 _NINE(self._numbers, 0, *sizes, *pitches)
-            elif len(shape) == 2:
-                (height, width), pitch = shape, strides[0] * size
-                _NINE(self._numbers, 0, width, height, 1, 0, 0, pitch, height * pitch, 0, 0)
             else:
-                (count, height, width), (plane, row, _) = shape, strides
-                _NINE(self._numbers, 0, width, height, count, 0, 0, row * size, plane * size, 0, 0)
+                size = dtype.itemsize
+                if len(shape) == 2:
+                    height, width = shape
+                    count, row = 1, strides[0] * size
+                    plane = height * row
+                else:
+                    count, height, width = shape
+                    plane, row = strides[0] * size, strides[1] * size
+                _NINE(self._numbers, 0, width, height, count, 0, 0, row, plane, 0, 0)
             self._tensor.value = address
-            for place, box in zip(self._places, boxes, strict=False):
-                self._call(place, _DTYPES[dtype], rank, box)
-            return self._memory.raw[self._offset : self._offset + _BYTES * len(boxes)]
+            for arguments in calls:
+                status = self._function(*arguments)
+                if status:
+                    self._repeat(status, arguments)
+            return self._bytes[: _BYTES * len(calls)].tobytes()
 
-    def _call(self, place: ctypes.c_void_p, dtype: int, rank: int, box: Box) -> None:
-        arguments = (
-            place, dtype, rank, self._tensor, self._sizes, self._pitches, _SIDES[box], _ONES, 0,
-            _SWIZZLE[box[1]], _PROMOTE_256B, 0,
-        )  # fmt: skip
-        status = self._function(*arguments)
+    def _arguments(self, dtype: torch.dtype, boxes: tuple[Box, ...]) -> list[tuple[Any, ...]]:
+        """Of the calls for a tensor in these boxes, a map behind the other."""
+        first, rank = ctypes.addressof(self._numbers), 5 if boxes[0] == GATED else 3
+        sizes, pitches = ctypes.c_void_p(first), ctypes.c_void_p(first + 40)
+        start = ctypes.addressof(self._memory) + self._offset
+        return [
+            (
+                ctypes.c_void_p(start + _BYTES * index), _DTYPES[dtype], rank, self._tensor, sizes,
+                pitches, _SIDES[box], _ONES, 0, _SWIZZLE[box[1]], _PROMOTE_256B, 0,
+            )
+            for index, box in enumerate(boxes)
+        ]  # fmt: skip
+
+    def _repeat(self, status: int, arguments: tuple[Any, ...]) -> None:
+        """Repeat a call that failed in this thread's context, if it has none."""
         if status == driver_api.NO_CONTEXT:
             driver_api.make_context_current(torch.cuda.current_device())
             status = self._function(*arguments)
         if status:
+            rank = arguments[2]
             sizes, pitches = self._numbers[:rank], self._numbers[5 : 4 + rank]
             tensor = f"sizes {sizes}, innermost first, pitches of {pitches} bytes"
             what = f"cuTensorMapEncodeTiled of {tensor}, at {self._tensor.value or 0:#x}"
