@@ -1,0 +1,152 @@
+"""docs/howto: the code of each page, put where the page says, passes the page's own tests.
+
+A section whose heading ends in "(needs a GPU)" is not run; no other section may call for one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs" / "howto").glob("*.md"))
+NEEDS_GPU = "(needs a GPU)"
+CALLS_FOR_GPU = ("benchmarks/launch.sh", "benchmarks.tune", "torchrun", "measured into")
+
+# What a page says in words of files that exist: (file, text, what stands there instead). {block} is
+# the page's block for that file.
+EDITS = {
+    "add_a_kernel": [],
+    "add_a_patch": [
+        (
+            "patches/__init__.py",
+            "PATCHES: tuple[Patch, ...] = (",
+            "PATCHES: tuple[Patch, ...] = (\n    *{block},",
+        )
+    ],
+    "add_a_tp_backend": [
+        (
+            "megatron_fluid/tensor_parallel/choice.py",
+            "    backends, reason = None, None\n",
+            "{block}    backends, reason = None, None\n",
+        ),
+        (
+            "megatron_fluid/tensor_parallel/choice.py",
+            '"fused", "coll',
+            '"pairwise", "fused", "coll',
+        ),
+        (
+            "megatron_fluid/tensor_parallel/choice.py",
+            "from megatron_fluid.tensor_parallel.gemm import Gemm\n",
+            "from megatron_fluid.tensor_parallel.gemm import Gemm\n"
+            "from megatron_fluid.tensor_parallel.pairwise import PairwiseBackend\n",
+        ),
+    ],
+    "add_a_transport": [
+        ("megatron_fluid/moe/backends.py", "BACKENDS: dict", "{block}\n\nBACKENDS: dict"),
+        (
+            "megatron_fluid/moe/backends.py",
+            "_Hierarchical, _Rounds)",
+            "_Hierarchical, _Rounds, _Gathered)",
+        ),
+        (
+            "megatron_fluid/moe/backends.py",
+            "from megatron_fluid.moe.hierarchical.choice",
+            "from megatron_fluid.moe.gathered.transport import GatheredTransport\n"
+            "from megatron_fluid.moe.hierarchical.choice",
+        ),
+        (
+            "megatron_fluid/moe/choose.py",
+            '    "rounds": lambda case: None,\n',
+            '    "rounds": lambda case: None,\n    "gathered": lambda case: None,\n',
+        ),
+        ("megatron_fluid/config.py", '"rounds", "local"', '"rounds", "gathered", "local"'),
+    ],
+}
+
+
+def sections(page: Path) -> dict[str, str]:
+    """What stands under each heading of second rank."""
+    parts = page.read_text().split("\n## ")[1:]
+    return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
+
+
+def files_of(page: Path) -> dict[str, str]:
+    """The Python blocks of the page by the file that the heading above them names."""
+    found: dict[str, str] = {}
+    for heading, text in sections(page).items():
+        name = re.search(r"`([\w/]+\.py)`", heading)
+        block = re.search(r"```python\n(.*?)```", text, flags=re.DOTALL)
+        if block is not None:
+            assert name is not None, f"the heading {heading!r} names no file for its code"
+            found[name.group(1)] = block.group(1)
+    return found
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    block = re.search(r"```\w*\n(.*?)```", sections(page)["Run"], flags=re.DOTALL)
+    assert block is not None
+    return [shlex.split(line) for line in block.group(1).splitlines()]
+
+
+def tree_of(page: Path, folder: Path) -> tuple[Path, list[str]]:
+    """A copy of the sources with the code of a page, and the files that are new in it."""
+    tree, files, new = folder / "tree", files_of(page), []
+    for part in ("megatron_fluid", "patches", "tests"):
+        shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tree)
+    for name, text in files.items():
+        path = tree / name
+        if path.exists():
+            assert any(name == edited for edited, *_ in EDITS[page.stem]), name
+            continue
+        if not path.parent.exists():
+            path.parent.mkdir()
+            (path.parent / "__init__.py").touch()
+        path.write_text(text)
+        new.append(name)
+    for name, before, after in EDITS[page.stem]:
+        text = (tree / name).read_text()
+        assert before in text, (name, before)
+        block = files.get(name, "").rstrip().removesuffix(",")
+        (tree / name).write_text(text.replace(before, after.replace("{block}", block + "\n"), 1))
+    return tree, new
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_code_of_a_page_passes_its_tests(page: Path, tmp_path: Path) -> None:
+    tree, new = tree_of(page, tmp_path)
+    [pytest_command] = [command for command in commands_of(page) if command[0] == "pytest"]
+    tests = [name for name in pytest_command[1:] if name in new]
+    assert tests, f"the last section of the page runs none of {new}"
+    chosen = pytest_command[pytest_command.index("-k") :] if "-k" in pytest_command else []
+    if chosen:  # of the other files only what the page chooses
+        tests = [name for name in pytest_command[1:] if name.endswith(".py")]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    for arguments in (
+        ["-m", "ruff", "check", "--select", "F", *new],
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, *chosen],
+    ):
+        command = [sys.executable, *arguments]
+        ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+        if ended.returncode:
+            pytest.fail(ended.stdout[-3000:] + ended.stderr[-2000:])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_needs_a_gpu_says_so(page: Path) -> None:
+    for heading, text in sections(page).items():
+        asks = any(word in text for word in CALLS_FOR_GPU)
+        assert asks == heading.endswith(NEEDS_GPU), heading
