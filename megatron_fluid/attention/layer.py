@@ -33,7 +33,7 @@ from megatron_fluid.comm.copies import copy_sharing
 from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.comm.layer_inputs import Form, check_input
 from megatron_fluid.comm.p2p_rounds import P2PRounds
-from megatron_fluid.comm.same_settings import compare_settings, refuse_uncompared
+from megatron_fluid.comm.same_settings import compare_settings
 from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.config import current_config, shows_fields_of
 from megatron_fluid.errors import ConfigError
@@ -109,7 +109,6 @@ class SelfAttention(nn.Module):
         choose_kernel(config.kernel, self._case(self.linear_qkv.weight))
         self._last_call: tuple[tuple[Any, ...], AttentionCall] | None = None  # with its key
         self._taken: Form | None = None  # the last input's dtype and device that were looked at
-        self._met = False  # whether a forward has looked at what the other ranks build
         like = self.linear_qkv.weight
         where = {
             "dtype": like.dtype,
@@ -146,9 +145,6 @@ class SelfAttention(nn.Module):
     def _check_input(self, x: Tensor) -> None:
         """Look at an input whose dtype or device is new."""
         self._taken = check_input(f"{self.name} input", x, self.linear_qkv.weight)
-        if not self._met:
-            refuse_uncompared(self.group)
-            self._met = True
 
     @property
     def head_buffers(self) -> HeadBuffers | None:

@@ -20,7 +20,7 @@ from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.comm.layer_inputs import Form, check_input
 from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
 from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
-from megatron_fluid.comm.same_settings import compare_settings, refuse_uncompared
+from megatron_fluid.comm.same_settings import compare_settings
 from megatron_fluid.config import current_config, moe_recompute
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import compile_fp8_ahead
@@ -82,7 +82,6 @@ class _MoEModule(nn.Module):
         self.weight1, self.weight2 = (weight(self.num_local_experts, *shape) for shape in shapes)
         self._mark_experts()
         self._taken: Form | None = None  # the last input's dtype and device that were looked at
-        self._met = False  # whether a forward has looked at what the other ranks build
         where = {"dtype": self.weight1.dtype, "device": self.weight1.device.type}
         compare_settings(self.rounds.group, type(self).__name__, vars(c) | where)
         shared = c.shared_ffn_hidden_size
@@ -196,9 +195,6 @@ class _MoEModule(nn.Module):
             raise ConfigError.of(name, tokens.shape[-1], hidden)
         if (tokens.dtype, tokens.device) != self._taken:
             self._taken = check_input(f"{self.name}: tokens", tokens, self.weight1)
-            if not self._met:
-                refuse_uncompared(self.rounds.group)
-                self._met = True
         return tokens.reshape(-1, hidden)
 
 

@@ -11,17 +11,16 @@ import torch
 import torch.distributed as dist
 
 import megatron_fluid
-from megatron_fluid.comm import same_settings
 from megatron_fluid.comm.agreement import Agreement, agreement
 from megatron_fluid.comm.group_resources import close_group
 from megatron_fluid.comm.rank_reports import settings_difference
 from megatron_fluid.config import FluidConfig, set_config
-from megatron_fluid.errors import ConfigError, PeerTimeoutError
+from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from megatron_fluid.low_latency.all_to_all import AllToAll
 from megatron_fluid.moe.layer import MoEBaseline, MoELayer
 from megatron_fluid.patches.rank_findings import Finding, exchange
 from megatron_fluid.transformer_layer import TransformerLayer
-from tests.support.launch import run_ranks
+from tests.support.launch import run_ranks, run_ranks_outcomes
 
 MOE: dict[str, Any] = {"hidden_size": 8, "ffn_hidden_size": 8, "num_experts": 4, "top_k": 2}
 
@@ -113,50 +112,28 @@ def test_ranks_with_room_for_other_numbers_of_rows_are_told_before_they_choose_a
             assert text.startswith(words.format(other)), text
 
 
-def _until_it_compares_again(rank: int = 1) -> None:
-    words = agreement(dist.group.WORLD)  # type: ignore[arg-type]
-    while words.read(same_settings._COUNT, [rank]).get(rank, 0) < 2:
-        time.sleep(0.01)
-
-
 def _one_layer_more(rank: int, world: int) -> str:
-    layer = _moe()
-    dist.barrier()
-    if rank == 0:  # its model is complete; it finds the other's layer in its first forward
-        _until_it_compares_again()
-    with pytest.raises(ConfigError) as caught:
-        _moe(top_k=1) if rank else layer(torch.ones(3, 8))
+    _moe()
+    if rank == 0:
+        agreement(dist.group.WORLD).barrier("end of the model")  # type: ignore[arg-type]
+    with pytest.raises(FluidError) as caught:
+        _moe(top_k=1)
     return str(caught.value)
 
 
-def test_a_layer_that_only_one_rank_builds_is_named_on_all() -> None:
-    first, second = run_ranks(_one_layer_more, 2)
-    assert first == second and "top_k: found '2' on rank 0, '1' on rank 1" in first
-
-
-def _a_rank_ahead(rank: int, world: int) -> None:
-    """Rank 0 does not wait for rank 1 in its first forward, and builds its next layer."""
-    group = dist.group.WORLD
-    same_settings.compare_settings(group, "MoELayer", {"top_k": 2})
-    if rank == 1:
-        _until_it_compares_again(0)
-    same_settings.refuse_uncompared(group)
-    same_settings.compare_settings(group, "MoELayer", {"top_k": 1})
-
-
-def test_a_layer_that_this_rank_is_yet_to_build_is_no_difference() -> None:
-    run_ranks(_a_rank_ahead, 2)
+def test_a_layer_that_only_one_rank_builds_is_named() -> None:
+    outcomes = run_ranks_outcomes(_one_layer_more, 2)
+    where = "rank 0: end of the model; rank 1: comparison of the settings of a new layer"
+    assert where in str(outcomes[0].error) and where in outcomes[1].value
 
 
 def _alike(rank: int, world: int) -> None:
-    layers = [_moe()]
-    with mock.patch.object(Agreement, "publish", side_effect=AssertionError):
-        layers += [_moe(), _moe()]
-        for layer in layers:
-            layer(torch.ones(3, 8))
+    _moe()
+    with mock.patch.object(Agreement, "gather", side_effect=AssertionError):
+        _moe()
     set_config(FluidConfig(timeout_s=0.2))
     if rank == 0:
-        with pytest.raises(PeerTimeoutError, match="rank 1 built no MoELayer with settings"):
+        with pytest.raises(PeerTimeoutError, match="a new layer .*: rank 1 did not come"):
             _moe(top_k=1)
 
 
