@@ -2,7 +2,9 @@
 on plain torch and for Megatron's.
 
 A transport that is asked for by name and cannot serve the layer is an error. `auto` takes the first
-of TRANSPORTS that can.
+of TRANSPORTS that can; rounds inside one NVLink domain only where nothing else can serve. There a
+single all-to-all is faster: Megatron's layers have one (ExchangeCase.megatron) and keep it. Layers
+on plain torch have none: they take rounds, with a warning.
 """
 
 from __future__ import annotations
