@@ -16,6 +16,8 @@ import torch
 from tests.support.launch import RankOutcome
 from tests.support.stopped_call import RANKS, Life, Stop, draw, run
 
+pytest.importorskip("triton")
+
 pytestmark = [
     *(pytest.mark.world, pytest.mark.slow),
     pytest.mark.timeout(400),

@@ -3,7 +3,8 @@ communication call.
 
 Two lives: layers are made, compute twice forward and backward, and `close_group` frees what they
 share; then all of it again on the same group. A call is a word left in a store or taken from it, a
-collective, or the start of a P2P transfer.
+collective, the start of a P2P transfer, an allocation or a rendezvous of symmetric memory (in files
+that the ranks map, tests/support/symmetric_files.py).
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid import MoELayer, SelfAttention, close_group
+from megatron_fluid.comm.agreement import agreement
+from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.low_latency import AllToAll
 from tests.support.launch import RankOutcome, run_ranks_outcomes
+from tests.support.symmetric_files import SymmetricFiles
 
 __all__ = ["BOUND_S", "PHASES", "RANKS", "Life", "Stop", "draw", "run"]
 
@@ -91,12 +95,12 @@ class _Calls:
         self.phase, self._stop, self._note = "", stop, note
         self._at = 0 if stop is None else int(stop.at * calls[stop.phase])
         for name in _COLLECTIVES:
-            setattr(dist, name, self._counted(getattr(dist, name)))
+            setattr(dist, name, self.counted(getattr(dist, name)))
         for kind in (dist.TCPStore, dist.PrefixStore):
             for name in _STORE:
-                setattr(kind, name, self._counted(getattr(kind, name)))
+                setattr(kind, name, self.counted(getattr(kind, name)))
 
-    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def counted(*args: Any, **kwargs: Any) -> Any:
             self._count(original.__name__)
@@ -147,11 +151,13 @@ def _rank(
     set_config(FluidConfig(timeout_s=BOUND_S, moe_backend="auto"))
     mine = stop if stop is not None and stop.rank == rank else None
     counter = _Calls(mine, calls[rank] if calls else {}, Path(folder) / "stop")
+    memory = SymmetricFiles(Path(folder) / "memory", counter.counted)
     values: list[float] = []
     error = ""
     try:
-        for life in (1, 2):
-            _live(rank, world, life, counter, values)
+        groups = [dist.new_group(range(world)) for _ in (1, 2)]  # torch's own waits are not counted
+        for life, group in enumerate(groups, 1):
+            _live(rank, world, life, counter, values, group, memory)
         counter.enter("")
     except Exception:  # noqa: BLE001 (the test reads it)
         error = traceback.format_exc()
@@ -159,7 +165,10 @@ def _rank(
     return Life(values, counter.by_phase, error, time.monotonic())
 
 
-def _live(rank: int, world: int, life: int, counter: _Calls, values: list[float]) -> None:
+def _live(
+    rank: int, world: int, life: int, counter: _Calls, values: list[float],
+    mapped: dist.ProcessGroup, memory: SymmetricFiles,
+) -> None:  # fmt: skip
     group = dist.group.WORLD
     assert group is not None
     counter.enter(f"start, life {life}")
@@ -171,7 +180,17 @@ def _live(rank: int, world: int, life: int, counter: _Calls, values: list[float]
     low = AllToAll.intranode(
         *(tokens, 3, 1, rank, world, 1, hidden, 2 * hidden, 0), timeout_s=BOUND_S
     )
+    with memory.mapped():
+        space = SymmetricWorkspace(mapped, BOUND_S)
+    words = agreement(mapped)
     counter.enter(f"iterations, life {life}")
+    for rows in (16, 2000):  # the memory grows
+        with memory.mapped():
+            space.reserve("rows", rows, torch.float64).fill_(rank + life)
+        words.barrier("rows are written")
+        views = [space.peer_view("rows", peer, (rows,), torch.float64) for peer in range(world)]
+        values.append(float(torch.stack(views).sum()))
+        words.barrier("rows are read")
     for _ in range(2):
         x = torch.randn(3 + rank, 8, dtype=torch.float64, requires_grad=True)
         y = layer(x)
@@ -190,4 +209,6 @@ def _live(rank: int, world: int, life: int, counter: _Calls, values: list[float]
         low.dispatch(counts, out, None, rows, None, ids, weights=torch.ones(tokens, 1))
         values.append(float(out.float().sum()))
     counter.enter(f"close, life {life}")
+    space.close()
+    close_group(mapped)
     close_group(group)
