@@ -20,9 +20,7 @@ class Model:
     Attributes:
         value_dim: width of a head of values, where it is not head_dim.
         ffn: of a dense layer. expert_ffn, experts, top_k: of an MoE layer. 0: there is none.
-        window: keys that a query sees; 0: all before it.
-        q_rank, kv_rank: widths of the compressed rows of latent attention; 0: none. rotated:
-            columns of a head of keys that all heads share.
+        q_rank, kv_rank: widths of the compressed rows of latent attention; 0: none.
         sequence, batch: positions of a sequence, sequences of a microbatch.
         context, tensor, expert: ranks of each kind of parallelism.
     """
@@ -36,10 +34,8 @@ class Model:
     experts: int = 0
     top_k: int = 0
     value_dim: int = 0
-    window: int = 0
     q_rank: int = 0
     kv_rank: int = 0
-    rotated: int = 64
     sequence: int = 4096
     batch: int = 1
     context: int = 1
@@ -109,7 +105,7 @@ _FLAGS: Mapping[str, tuple[str, int | None]] = {
     "experts": ("num-experts", 0), "top_k": ("moe-router-topk", 2),
     "sequence": ("seq-length", None), "batch": ("micro-batch-size", 1),
     "context": ("context-parallel-size", 1), "tensor": ("tensor-model-parallel-size", 1),
-    "expert": ("expert-model-parallel-size", 1), "rotated": ("qk-pos-emb-head-dim", 64),
+    "expert": ("expert-model-parallel-size", 1),
     "value_dim": ("v-head-dim", 128), "q_rank": ("q-lora-rank", 0), "kv_rank": ("kv-lora-rank", 32),
 }  # fmt: skip
 
@@ -124,7 +120,7 @@ def model_of_flags(flags: Sequence[str]) -> Model:
     for field, (flag, default) in _FLAGS.items():
         parser.add_argument(f"--{flag}", dest=field, type=positive, default=default)
     parser.add_argument("--qk-head-dim", type=positive, default=128)
-    parser.add_argument("--window-size", default="")
+    parser.add_argument("--qk-pos-emb-head-dim", type=positive, default=64)
     parser.add_argument("--group-query-attention", action="store_true")
     parser.add_argument("--multi-latent-attention", action="store_true")
     parsed = parser.parse_known_args(flags)[0]
@@ -139,10 +135,10 @@ def model_of_flags(flags: Sequence[str]) -> Model:
     else:
         sizes |= {"ffn": ffn, "expert_ffn": 0, "top_k": 0}
     if parsed.multi_latent_attention:
-        sizes |= {"kv_heads": parsed.heads, "head_dim": parsed.qk_head_dim + parsed.rotated}
+        head_dim = parsed.qk_head_dim + parsed.qk_pos_emb_head_dim
+        sizes |= {"kv_heads": parsed.heads, "head_dim": head_dim}
     else:
         sizes |= {"value_dim": 0, "q_rank": 0, "kv_rank": 0}
         sizes["head_dim"] = parsed.head_dim or parsed.hidden // parsed.heads
         sizes["kv_heads"] = parsed.kv_heads if parsed.group_query_attention else parsed.heads
-    before = parsed.window_size.strip("()[] ").split(",")[0].strip()
-    return Model(**sizes, window=int(before) + 1 if before.isdecimal() else 0)
+    return Model(**sizes)

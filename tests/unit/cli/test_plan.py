@@ -49,11 +49,11 @@ def test_the_models_are_those_of_the_benchmarks() -> None:
         assert shapes[name] == (case.hidden, case.ffn, case.experts, case.top_k), name
 
 
-def test_flags_of_latent_attention_and_windows_are_read() -> None:
+def test_flags_of_latent_attention_are_read() -> None:
     latent = "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --multi-latent-attention"
-    model = model_of_flags([*latent.split(), "--window-size", "127,0"])
+    model = model_of_flags(latent.split())
     assert (model.head_dim, model.value_dim, model.kv_heads) == (192, 128, 4)
-    assert (model.window, model.ffn, model.experts) == (128, 256, 0)
+    assert (model.ffn, model.experts) == (256, 0)
     assert (model.q_rank, model.kv_rank) == (0, 32), "Megatron's defaults"
     with pytest.raises(ConfigError, match="--from-args: --seq-length: found 'no such flag'"):
         model_of_flags(["--hidden-size", "64", "--num-attention-heads", "4"])
