@@ -24,11 +24,12 @@ pretrain: $(READY)
 		examples/pretrain_gpt_moe.py $(ARGS)
 
 # Types are checked beside the tests: alone they leave a core idle for a minute.
-test test-fast: style
+test: style
 	$(PYTHON) tools/typecheck.py & types=$$!; $(PYTEST) $(TIER) $(ARGS); tests=$$?; \
 		wait $$types || { echo "the type check failed: make lint shows its errors" >&2; exit 1; }; exit $$tests
 
 test-fast: TIER = -m "not (world or compile or process or interpreter or slow or gpu)"
+test-fast: test
 
 lint: style
 	$(PYTHON) tools/typecheck.py
