@@ -19,13 +19,12 @@ from benchmarks.cases.moe import MoECase, torch_grouped_matmul, torch_grouped_we
 from megatron_fluid import MoELayer
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.kernels.grouped_gemm.launch import grouped_weight_grad, sends_rows
-from megatron_fluid.moe.expert_weights import ExpertWeights
-from megatron_fluid.moe.experts import grouped_product
+from megatron_fluid.moe.expert_weights import ExpertWeights, grouped_product
+from megatron_fluid.moe.experts import PlainExperts
 from megatron_fluid.moe.local.kernel_transport import permute
 from megatron_fluid.moe.local.transport import LocalPlan, plan_local
 from megatron_fluid.moe.nvlink import buffers
 from megatron_fluid.moe.nvlink.schedule import Schedule, choose_schedule
-from megatron_fluid.moe.plain_experts import PlainExperts
 
 __all__ = [
     "CAPACITY_FACTOR",

@@ -31,18 +31,12 @@ from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.kernels.grouped_gemm.launch import can_gate, grouped_weight_grad
 from megatron_fluid.moe.autograd import run_experts
 from megatron_fluid.moe.call import ExpertCall, prepare
-from megatron_fluid.moe.expert_weights import ExpertWeights
-from megatron_fluid.moe.experts import (
-    RowGroups,
-    activation_backward,
-    activation_forward,
-    grouped_product,
-)
+from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups, grouped_product
+from megatron_fluid.moe.experts import PlainExperts, activation_backward, activation_forward
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle, shared_buffers
 from megatron_fluid.moe.nvlink.schedule import Schedule
 from megatron_fluid.moe.nvlink.steps import make_plan, publish, push, reduce, reduce_push, scatter
 from megatron_fluid.moe.nvlink.transport import NvlinkTransport, plan_nvlink
-from megatron_fluid.moe.plain_experts import PlainExperts
 from megatron_fluid.moe.transport import Segment
 from tests.support.simulated_workspace import SimulatedWorkspace
 

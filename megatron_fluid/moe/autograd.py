@@ -28,14 +28,14 @@ from torch import Tensor
 
 from megatron_fluid.backward.deferred_linear import graph_anchor
 from megatron_fluid.backward.functions import apply, goes_on_to, graph_is_kept, once_differentiable
+from megatron_fluid.backward.main_grad import mark_all_added_to_main_grad
 from megatron_fluid.backward.readiness import Readiness, readiness_of
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.call import PreparedCall
-from megatron_fluid.moe.expert_weights import ExpertWeights
-from megatron_fluid.moe.experts import RowGroups
+from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
+from megatron_fluid.moe.experts import Hidden, PlainExperts, Route, Rows
 from megatron_fluid.moe.offloading import Offload, Offloaded
-from megatron_fluid.moe.plain_experts import Hidden, PlainExperts, Route, Rows
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
 __all__ = ["StartedCall", "run_experts", "start_experts"]
@@ -162,7 +162,9 @@ def _finished(call: _State, x: Tensor, probs: Tensor | None) -> Tensor:
     experts = call.experts
     params = () if call.bypasses_autograd else (*experts.fc1.params, *experts.fc2.params)
     params = (*params, *experts.bias_params)
-    trained = call.bypasses_autograd and experts.trained()
+    trained = call.bypasses_autograd and any(
+        fc.requires_grad() for fc in (experts.fc1, experts.fc2)
+    )
     inputs = (x, *params) if probs is None else (x, probs, *params)
     if not (torch.is_grad_enabled() and (trained or any(t.requires_grad for t in inputs))):
         if call.offload is not None:
@@ -242,11 +244,13 @@ def backward_pass(
 def _weight_grads(
     call: _State, fc: ExpertWeights, pairs: Callable[[], _Pairs], groups: Sequence[RowGroups]
 ) -> list[Tensor] | None:
-    """dW of one projection, one tensor for each of its parameters; None where it is reported."""
-    if not (call.ready.direct or call.ready.captured):
-        return call.experts.weight_grads(fc, pairs, groups, call.fused_main_grad)
+    """What autograd gets for one projection, one tensor for each of its parameters: dW, or a
+    placeholder where it was added to main_grad; None where that is reported to the owner."""
+    reported = call.ready.direct or call.ready.captured
+    if not (reported or call.fused_main_grad):
+        return call.experts.weight_grads(fc, pairs, groups)
     call.experts.add_to_main_grads(fc, pairs, groups)
-    return None
+    return None if reported else mark_all_added_to_main_grad(fc.params)
 
 
 @dataclass(slots=True)

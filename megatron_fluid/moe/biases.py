@@ -27,16 +27,19 @@ from megatron_fluid.moe.expert_weights import (
     GivenBiases,
     GivenWeights,
     Packed,
+    RowGroups,
+    grouped_product,
     params_and_values,
 )
 from megatron_fluid.moe.experts import (
-    RowGroups,
+    Hidden,
+    PlainExperts,
+    Route,
+    Rows,
     activation_backward,
     activation_forward,
-    grouped_product,
     have_triton,
 )
-from megatron_fluid.moe.plain_experts import Hidden, PlainExperts, Route, Rows
 from megatron_fluid.moe.transport import Exchange, Segment
 
 __all__ = ["BiasedExperts", "ExpertBiases"]

@@ -25,8 +25,8 @@ from megatron_fluid.moe.expert_weights import (
     expert_projections,
     in_dtype,
 )
+from megatron_fluid.moe.experts import PlainExperts
 from megatron_fluid.moe.offloading import Offload
-from megatron_fluid.moe.plain_experts import PlainExperts
 
 __all__ = ["ExpertCall", "PreparedCall", "computed_dtype", "prepare"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.experts import RowGroups
+from megatron_fluid.moe.expert_weights import RowGroups
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
 __all__ = ["InPlace"]

@@ -1,4 +1,4 @@
-"""The weights of one rank's experts, in whichever layout they live.
+"""The weights of one rank's experts, in whichever layout they live, and the rows they multiply.
 
 Legend: El experts, H hidden, F1 width of fc1's output, F width of fc2's input.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple, overload
 
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
+from megatron_fluid.kernels.grouped_gemm.launch import grouped_matmul, host_ends
 from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack
 from megatron_fluid.moe.activations import Activation
 
@@ -26,7 +28,9 @@ __all__ = [
     "KeptLayout",
     "Matrices",
     "Packed",
+    "RowGroups",
     "expert_projections",
+    "grouped_product",
     "in_dtype",
     "params_and_values",
 ]
@@ -374,3 +378,63 @@ def expert_projections(
         allowed = f"{tokens.dtype} as tokens"
         raise ConfigError.of(f"{name}: dtype of the weights", dtypes[0], allowed)
     return fc1, fc2
+
+
+@dataclass(slots=True)
+class RowGroups:
+    """How rows sorted by expert are divided among the experts.
+
+    Attributes:
+        offsets: end of each expert's rows, on the rows' device. int32 [El]
+        ends: the offsets on the host, or None where the host does not know them. The rows may then
+            be fewer than the tensors that hold them.
+        likely_ends: offsets of an earlier call, for choices that only speed depends on.
+        count: number of rows, on the device, for transports whose rows Triton kernels serve. int32
+            [1]
+        filled: whether all rows of the tensors are used, but for choices that were dropped.
+        experts: what experts_of has made, or None.
+    """
+
+    offsets: Tensor
+    ends: Sequence[int] | None = None
+    likely_ends: Sequence[int] | None = None
+    count: Tensor | None = None
+    filled: bool = False
+    experts: Tensor | None = field(default=None, repr=False)
+
+    @classmethod
+    def of_counts(cls, counts: Sequence[int], offsets: Tensor | None = None) -> RowGroups:
+        """From the rows of each expert, and the offsets if a tensor holds them already."""
+        ends = list(itertools.accumulate(counts))
+        return cls(torch.tensor(ends, dtype=torch.int32) if offsets is None else offsets, ends)
+
+    @property
+    def num_rows(self) -> int:
+        return host_ends(self.offsets, self.ends)[-1]
+
+    def experts_of(self, rows: int) -> Tensor:
+        """The expert of each of so many rows of the tensors, made once; El for rows behind the last
+        expert's. int32 [rows]"""
+        if self.experts is None or self.experts.shape[0] != rows:
+            each = torch.arange(rows, device=self.offsets.device, dtype=torch.int32)
+            self.experts = torch.searchsorted(self.offsets, each, right=True, out_int32=True)
+        return self.experts
+
+    def part(self, begin: int, end: int) -> RowGroups:
+        """The division of rows begin .. end - 1 alone. The host knows the ends."""
+        assert self.ends is not None
+        if (begin, end) == (0, self.ends[-1]):
+            return self
+        ends = [min(max(e, begin), end) - begin for e in self.ends]
+        return RowGroups((self.offsets - begin).clamp(0, end - begin), ends)
+
+
+def grouped_product(x: Tensor | Fp8Rows, matrices: Matrices, groups: RowGroups) -> Tensor:
+    """x[rows of e] @ matrices[e]: x [N, in], El matrices [in, out] -> [N, out]; of fp8 rows with
+    their Fp8Matrices in bf16."""
+    if isinstance(x, Fp8Rows):
+        assert isinstance(matrices, Fp8Matrices)
+        return fp8_grouped_matmul(x, matrices, groups.offsets, groups.ends)
+    if not x.shape[0]:
+        return x.new_empty((0, matrices[0].shape[-1]))
+    return grouped_matmul(x, matrices, groups.offsets, groups.ends)

@@ -1,12 +1,12 @@
-"""The experts of one rank: grouped GEMMs and an activation, forward, dgrad and wgrad, as plain
-functions.
+"""The experts of one rank: what computes the segments of a call between dispatch and combine, out
+of plain functions for grouped GEMMs and the activation, forward, dgrad and wgrad.
 
 The GEMMs of all experts are one launch where megatron_fluid.kernels.grouped_gemm has one for them:
 our own kernels on Hopper GPUs (bf16, fp16), torch's on later ones (bf16). Elsewhere they are a loop
 over experts, which needs the row counts on the host.
 
-Legend: N rows (sorted by expert), El experts, H hidden, F1 width of fc1's output, F width of fc2's
-input.
+Legend: N rows (n of one segment), sorted by expert, El experts, H hidden, F1 width of fc1's output,
+F width of fc2's input.
 """
 
 from __future__ import annotations
@@ -14,98 +14,46 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.main_grad import add_product_to_main_grad, mark_all_added_to_main_grad
-from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
+from megatron_fluid.backward.main_grad import add_product_to_main_grad
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import CompandedRows, Fp8Rows
 from megatron_fluid.kernels.grouped_gemm.launch import (
     add_weight_grads,
     can_add_weight_grads,
-    grouped_matmul,
+    can_gate,
+    gated_matmul,
     grouped_weight_grad,
     host_ends,
     sends_rows,
     takes_main_grads,
 )
+from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack
 from megatron_fluid.moe.activations import Activation, RowBiases
-from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices
+from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups, grouped_product
+from megatron_fluid.moe.transport import Exchange, Segment
 
 __all__ = [
-    "RowGroups",
+    "Hidden",
+    "PlainExperts",
+    "Route",
+    "Rows",
     "activation_backward",
     "activation_forward",
     "add_to_main_grads",
-    "adds_one_by_one",
-    "grouped_product",
     "have_triton",
     "merge_rows",
     "weight_grads",
 ]
 
 
-@dataclass(slots=True)
-class RowGroups:
-    """How rows sorted by expert are divided among the experts.
-
-    Attributes:
-        offsets: end of each expert's rows, on the rows' device. int32 [El]
-        ends: the offsets on the host, or None where the host does not know them. The rows may then
-            be fewer than the tensors that hold them.
-        likely_ends: offsets of an earlier call, for choices that only speed depends on.
-        count: number of rows, on the device, for transports whose rows Triton kernels serve. int32
-            [1]
-        filled: whether all rows of the tensors are used, but for choices that were dropped.
-        experts: what experts_of has made, or None.
-    """
-
-    offsets: Tensor
-    ends: Sequence[int] | None = None
-    likely_ends: Sequence[int] | None = None
-    count: Tensor | None = None
-    filled: bool = False
-    experts: Tensor | None = field(default=None, repr=False)
-
-    @classmethod
-    def of_counts(cls, counts: Sequence[int], offsets: Tensor | None = None) -> RowGroups:
-        """From the rows of each expert, and the offsets if a tensor holds them already."""
-        ends = list(itertools.accumulate(counts))
-        return cls(torch.tensor(ends, dtype=torch.int32) if offsets is None else offsets, ends)
-
-    @property
-    def num_rows(self) -> int:
-        return host_ends(self.offsets, self.ends)[-1]
-
-    def experts_of(self, rows: int) -> Tensor:
-        """The expert of each of so many rows of the tensors, made once; El for rows behind the last
-        expert's. int32 [rows]"""
-        if self.experts is None or self.experts.shape[0] != rows:
-            each = torch.arange(rows, device=self.offsets.device, dtype=torch.int32)
-            self.experts = torch.searchsorted(self.offsets, each, right=True, out_int32=True)
-        return self.experts
-
-    def part(self, begin: int, end: int) -> RowGroups:
-        """The division of rows begin .. end - 1 alone. The host knows the ends."""
-        assert self.ends is not None
-        if (begin, end) == (0, self.ends[-1]):
-            return self
-        ends = [min(max(e, begin), end) - begin for e in self.ends]
-        return RowGroups((self.offsets - begin).clamp(0, end - begin), ends)
-
-
-def grouped_product(x: Tensor | Fp8Rows, matrices: Matrices, groups: RowGroups) -> Tensor:
-    """x[rows of e] @ matrices[e]: x [N, in], El matrices [in, out] -> [N, out]; of fp8 rows with
-    their Fp8Matrices in bf16."""
-    if isinstance(x, Fp8Rows):
-        assert isinstance(matrices, Fp8Matrices)
-        return fp8_grouped_matmul(x, matrices, groups.offsets, groups.ends)
-    if not x.shape[0]:
-        return x.new_empty((0, matrices[0].shape[-1]))
-    return grouped_matmul(x, matrices, groups.offsets, groups.ends)
+type Rows = Tensor | Fp8Rows
+type Hidden = Tensor | CompandedRows  # fc1's output, as it is kept
+type Route = tuple[Tensor | None, RowGroups]  # of a segment in the forward: probabilities, division
 
 
 def adds_one_by_one(rows: int, experts: int) -> bool:
@@ -116,28 +64,20 @@ def adds_one_by_one(rows: int, experts: int) -> bool:
     return rows >= 3072 * experts
 
 
-def weight_grads(
-    fc: ExpertWeights, dy: Tensor, x: Tensor, groups: RowGroups, fused_main_grad: bool = False
-) -> list[Tensor]:
+def weight_grads(fc: ExpertWeights, dy: Tensor, x: Tensor, groups: RowGroups) -> list[Tensor]:
     """dW of one projection: dy_e.T @ x_e over the rows of each expert, zero for one without rows.
 
     Args:
         dy: gradient of the projection's output. [N, out]
         x: its input. [N, in]
         groups: the rows of each expert.
-        fused_main_grad: add dW to main_grad, in its precision.
 
     Returns:
-        What autograd is given, one tensor for each of fc.params: dW, or with fused_main_grad a
-        placeholder.
+        One tensor for each of fc.params.
     """
-    if fused_main_grad:
-        add_to_main_grads(fc, dy, x, groups)
-        return mark_all_added_to_main_grad(fc.params)
     left, right = (x, dy) if fc.layout == "in_out" else (dy, x)
     if not left.shape[0]:
-        shape = (fc.num_experts, left.shape[1], right.shape[1])
-        return fc.as_gradients(left.new_zeros(shape))
+        return fc.as_gradients(left.new_zeros(fc.num_experts, left.shape[1], right.shape[1]))
     gradient = grouped_weight_grad(left, right, groups.offsets, groups.ends)
     if not sends_rows(left.device, left.dtype):
         # Other kernels than ours may leave the matrix of an expert without rows unwritten.
@@ -183,11 +123,10 @@ def merge_rows(
         return *pairs[0], groups[0]
     spans = [itertools.pairwise([0, *(g.ends or ())]) for g in groups]
     counts = [[end - start for start, end in ends] for ends in spans]
-    blocks = [(s, e) for e in range(len(counts[0])) for s in range(len(counts))]
 
     def merged(tensors: Sequence[Tensor]) -> Tensor:
         parts = [t.split(c) for t, c in zip(tensors, counts, strict=True)]
-        return torch.cat([parts[s][e] for s, e in blocks])
+        return torch.cat([part[e] for e in range(len(counts[0])) for part in parts])
 
     offsets = torch.stack([g.offsets for g in groups]).sum(0, dtype=torch.int32)
     ends = list(itertools.accumulate(map(sum, zip(*counts, strict=True))))
@@ -203,13 +142,13 @@ def have_triton() -> bool:
 def _is_fused(
     activation: Activation, h: Tensor, probs: Tensor | None, count: Tensor | None
 ) -> bool:
-    """Whether moe/fused_activation.py serves these: rows counted on the device always, others where
+    """Whether kernels/activation serves these: rows counted on the device always, others where
     the kernels take them."""
     if count is not None:
         return True
     if not (h.is_cuda and activation.built_in and have_triton()):
         return False
-    from megatron_fluid.moe.fused_activation import can_fuse
+    from megatron_fluid.kernels.activation.kernel import can_fuse
 
     return can_fuse(activation.name, h, probs)
 
@@ -237,9 +176,7 @@ def _wide(tensor: Tensor) -> Tensor:
 def _sum(h: Tensor, bias: RowBiases | None) -> Tensor:
     """h + bias in fp32 or better: h itself, where it has that dtype and no bias."""
     wide = _wide(h)
-    if bias is None:
-        return wide
-    return wide + bias.table.index_select(0, bias.experts).to(wide.dtype)
+    return wide if bias is None else wide + bias.table[bias.experts].to(wide.dtype)
 
 
 def activation_forward(
@@ -261,10 +198,9 @@ def activation_forward(
         a [N, F] in h's dtype.
     """
     if _is_fused(activation, h, probs, count):
-        from megatron_fluid.moe.fused_activation import fused_activation_forward
+        from megatron_fluid.kernels.activation.kernel import fused_activation_forward
 
-        given = activation.name, h, probs, count, activation.variant, bias
-        return fused_activation_forward(*given)
+        return fused_activation_forward(activation.name, h, probs, count, activation.variant, bias)
     blocks = _blocks(activation, h)
     if len(blocks) == 1:
         return _activated(activation, h, probs, bias)
@@ -304,7 +240,7 @@ def activation_backward(
     """
     count = None if groups is None else groups.count
     if _is_fused(activation, h, probs, count):
-        from megatron_fluid.moe.fused_activation import fused_activation_backward
+        from megatron_fluid.kernels.activation.kernel import fused_activation_backward
 
         bounded = groups is not None and groups.ends is None and not groups.filled
         rows, variant = (h, da, probs, count), activation.variant
@@ -337,3 +273,107 @@ def _activation_slopes(
     dprobs = (value * wide_da).sum(1).to(probs.dtype)
     dh = activation.backward(wide_h, (wide_da * scale).to(wide_h.dtype))
     return dh.to(h.dtype), (value * scale).to(h.dtype), dprobs
+
+
+class PlainExperts:
+    """What computes the segments of one call, in the precision of the weights and without biases.
+
+    Subclasses: BiasedExperts (moe/biases.py), Fp8Experts (moe/fp8_experts.py).
+
+    Attributes:
+        fc1, fc2: the projections.
+        bias_params: parameters of fc1's and of fc2's biases, whose gradients are autograd's.
+    """
+
+    bias_params: tuple[Tensor, ...] = ()
+
+    def __init__(self, fc1: ExpertWeights, fc2: ExpertWeights, activation: Activation) -> None:
+        self.fc1, self.fc2, self.activation = fc1, fc2, activation
+
+    def versions(self) -> list[int]:
+        """Counts of the parameters' changes in place. They are not saved tensors of autograd, which
+        would cost a detour for each of Megatron's parameters, but are held to the same rule."""
+        return self.fc1.versions() + self.fc2.versions()
+
+    def packed(self, x: Tensor) -> Tensor:
+        """Tokens or gradients [T, H] as a transport moves them that carries packed rows."""
+        return x
+
+    def unpacked(self, rows: Tensor) -> Rows:
+        """Rows [n, H] of such a transport."""
+        return rows
+
+    def hidden(self, rows: Rows, groups: RowGroups) -> Tensor:
+        """The output of fc1 without its bias, which the activation adds. [n, F1]"""
+        return grouped_product(rows, self.fc1.forward_matrices, groups)
+
+    def forward(
+        self, rows: Rows, segment: Segment, exchange: Exchange, keep: bool
+    ) -> tuple[Rows, Hidden | None]:
+        """Compute a segment from its rows on and start its combine. What the backward needs: the
+        rows [n, H], and with `keep` the output of fc1 [n, F1]."""
+        assert isinstance(rows, Tensor)
+        h, activated = self.activated(rows, segment.groups, segment.probs, keep)
+        exchange.combine_product(segment, activated, self.fc2.forward_matrices)
+        return rows, h
+
+    def activated(
+        self, rows: Tensor, groups: RowGroups, probs: Tensor | None, keep: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return the output of fc1 [n, F1], None without `keep`, and what is activated of it and
+        multiplied with `probs` [n, F]: by one kernel where there is one."""
+        act, matrices = self.activation, self.fc1.forward_matrices
+        if probs is not None and can_gate(rows, matrices, probs, act.name if act.plain else ""):
+            assert isinstance(matrices, Tensor | ReversedStack)
+            activated = rows.new_empty(rows.shape[0], self.fc2.in_width)
+            # Tiles are chosen by the ends.
+            ends = groups.likely_ends if groups.ends is None else groups.ends
+            h = gated_matmul(rows, matrices, groups.offsets, probs, activated, keep, ends=ends)
+        else:
+            h = grouped_product(rows, matrices, groups)
+            activated = activation_forward(act, h, probs, groups.count)
+        return h if keep else None, activated
+
+    def backward(
+        self, dy: Rows, h: Hidden, route: Route, segment: Segment, exchange: Exchange, consume: bool
+    ) -> tuple[Rows, tuple[Rows, Rows]]:
+        """The dgrads of a segment, whose combine starts.
+
+        Args:
+            dy: gradients of the results. [n, H]
+            h: the output of fc1 without its bias. [n, F1]
+            route: of the forward's segment.
+            segment: of the backward.
+            consume: h is not asked for again.
+
+        Returns:
+            The gradient of fc1's output [n, F1], and what dW of fc2 is made of: dy and the input of
+            fc2 [n, F].
+        """
+        assert isinstance(h, Tensor) and isinstance(dy, Tensor)
+        da = grouped_product(dy, self.fc2.backward_matrices, segment.groups)
+        dh, activated, dprobs = activation_backward(self.activation, h, da, *route, consume)
+        exchange.combine_product(segment, dh, self.fc1.backward_matrices, dprobs)
+        return dh, (dy, activated)
+
+    def weight_grads(
+        self, fc: ExpertWeights, pairs: Callable[[], Sequence[tuple[Rows, Rows]]],
+        groups: Sequence[RowGroups],
+    ) -> list[Tensor]:  # fmt: skip
+        """dW of one projection, one tensor for each of fc.params. pairs: gives of each segment the
+        gradient of the projection's output and its input."""
+        return weight_grads(fc, *merge_rows(pairs(), groups))
+
+    def add_to_main_grads(
+        self, fc: ExpertWeights, pairs: Callable[[], Sequence[tuple[Rows, Rows]]],
+        groups: Sequence[RowGroups],
+    ) -> None:  # fmt: skip
+        """As weight_grads, but dW is added to the parameters' main_grads."""
+        add_to_main_grads(fc, *merge_rows(pairs(), groups))
+
+    def bias_grads(
+        self, dh: Sequence[Rows], pairs2: Sequence[tuple[Rows, Rows]], routes: Sequence[Route]
+    ) -> list[Tensor]:
+        """Gradients of bias_params. Of each segment: the gradient of fc1's output, what dW of fc2
+        is made of, the forward's route."""
+        return []

@@ -40,10 +40,9 @@ from megatron_fluid.kernels.fp8_grouped_gemm.launch import (
 )
 from megatron_fluid.moe import fp8_weight_grads
 from megatron_fluid.moe.activations import Activation
-from megatron_fluid.moe.expert_weights import ExpertWeights
-from megatron_fluid.moe.experts import RowGroups
+from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
+from megatron_fluid.moe.experts import Hidden, PlainExperts, Route, Rows
 from megatron_fluid.moe.fp8_weight_grads import cast_segment
-from megatron_fluid.moe.plain_experts import Hidden, PlainExperts, Route, Rows
 from megatron_fluid.moe.transport import Exchange, Segment
 
 __all__ = ["Fp8Experts", "WeightCast", "fp8_experts", "weight_cast"]
@@ -178,11 +177,11 @@ class Fp8Experts(PlainExperts):
 
     def weight_grads(
         self, fc: ExpertWeights, pairs: Callable[[], Sequence[tuple[Rows, Rows]]],
-        groups: Sequence[RowGroups], fused_main_grad: bool,
+        groups: Sequence[RowGroups],
     ) -> list[Tensor]:  # fmt: skip
         if self.in_fp8:
-            return fp8_weight_grads.weight_grads(fc, pairs(), groups, fused_main_grad)
-        return super().weight_grads(fc, lambda: _in_bf16(pairs(), groups), groups, fused_main_grad)
+            return fp8_weight_grads.weight_grads(fc, pairs(), groups)
+        return super().weight_grads(fc, lambda: _in_bf16(pairs(), groups), groups)
 
     def add_to_main_grads(
         self, fc: ExpertWeights, pairs: Callable[[], Sequence[tuple[Rows, Rows]]],

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.main_grad import mark_all_added_to_main_grad
 from megatron_fluid.kernels.fp8_casts.launch import cast_rows
 from megatron_fluid.kernels.fp8_casts.turns import turn_rows
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
@@ -26,9 +25,8 @@ from megatron_fluid.kernels.fp8_weight_grads.launch import (
     fp8_weight_grads,
 )
 from megatron_fluid.kernels.grouped_gemm.launch import takes_main_grads
-from megatron_fluid.moe.expert_weights import ExpertWeights
-from megatron_fluid.moe.experts import RowGroups
-from megatron_fluid.moe.plain_experts import Rows
+from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
+from megatron_fluid.moe.experts import Rows
 
 __all__ = ["add_to_main_grads", "cast_segment", "weight_grads"]
 
@@ -37,10 +35,7 @@ type _Pair = tuple[Rows, Rows]
 
 
 def weight_grads(
-    fc: ExpertWeights,
-    pairs: Sequence[_Pair],
-    groups: Sequence[RowGroups],
-    fused_main_grad: bool = False,
+    fc: ExpertWeights, pairs: Sequence[_Pair], groups: Sequence[RowGroups]
 ) -> list[Tensor]:
     """dW of one projection in bf16, zero for an expert without rows.
 
@@ -49,15 +44,10 @@ def weight_grads(
         pairs: of each segment the gradient of its output [N, out] and its input [N, in]; rows that
             are not in fp8 are cast.
         groups: the rows of each expert, of each segment.
-        fused_main_grad: add dW to main_grad, in its precision.
 
     Returns:
-        What autograd is given, one tensor for each of fc.params: dW, or with fused_main_grad a
-        placeholder.
+        One tensor for each of fc.params.
     """
-    if fused_main_grad:
-        add_to_main_grads(fc, pairs, groups)
-        return mark_all_added_to_main_grad(fc.params)
     return fc.as_gradients(_gradient(fc, pairs, groups))
 
 

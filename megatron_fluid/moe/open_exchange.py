@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.backward.functions import once_differentiable
-from megatron_fluid.moe.experts import RowGroups, merge_rows
+from megatron_fluid.moe.expert_weights import RowGroups
+from megatron_fluid.moe.experts import merge_rows
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
 __all__ = ["DispatchedRows", "OpenExchange"]

@@ -34,8 +34,7 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.moe.activations import Activation
-from megatron_fluid.moe.expert_weights import Matrices
-from megatron_fluid.moe.experts import RowGroups, grouped_product
+from megatron_fluid.moe.expert_weights import Matrices, RowGroups, grouped_product
 
 __all__ = ["Exchange", "Segment", "TokenTransport", "check_tokens"]
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_fluid.moe.activations import Activation, Variant, resolve_activation
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks, is_foreign
 
-__all__ = ["activation_name", "expert_gemm", "expert_modules_reason", "linears_of", "resolve"]
+__all__ = ["activation_name", "expert_modules_reason", "linears_of", "resolve"]
 
 # (config.activation_func, config.gated_linear_unit): our name. Megatron compares the function
 # object, and so does this.
@@ -112,7 +112,7 @@ def expert_modules_reason(experts: torch.nn.Module) -> str | None:
     modules = ModuleHooks(experts=experts)
     if (reason := modules.replaced() or modules.overridden() or modules.foreign()) is not None:
         return reason
-    if is_foreign(expert_gemm()):
+    if is_foreign(layers.linear_with_grad_accumulation_and_async_allreduce):
         return "the GEMM of Megatron's linears was replaced (by a quantiser, say)"
     weights, biases = _names_of(experts, "weight"), _names_of(experts, "bias")
     if missing := [name for name, there in weights if not there]:
@@ -155,8 +155,3 @@ def _unreadable(parameter: Any) -> str | None:
     if values.numel() != parameter.numel() or not values.is_contiguous():
         return f"{kind.__name__} of parts that do not lie one after the other"
     return None
-
-
-def expert_gemm() -> Callable[..., Any]:
-    """The function that multiplies in Megatron's own linears, as it is now."""
-    return layers.linear_with_grad_accumulation_and_async_allreduce

@@ -329,15 +329,16 @@ class OwnExperts:
 
     def __init__(self, layer: MoELayer, config: FluidConfig, ordered: bool = True) -> None:
         from megatron.core.inference.utils import InferenceMode
+        from megatron.core.tensor_parallel import layers
 
-        from megatron_fluid.patches.moe.expert_modules import expert_gemm, resolve
+        from megatron_fluid.patches.moe.expert_modules import resolve
 
         self.config = config
         self.activation = resolve(layer.config, hasattr(layer.experts, "linear_fc1"))
         self.weights = ExpertParameters(layer.experts)
         self.weights.arrange(ordered)
         self.hooks = ModuleHooks(experts=layer.experts)
-        self._gemm, modules = expert_gemm, layer.experts.modules()
+        self._linears, modules = layers, layer.experts.modules()
         self._mlps = [m.__dict__ for m in modules if "activation_func" in m.__dict__]
         self._known = self._surroundings(layer)
         self._state = self.weights.look().state
@@ -357,7 +358,7 @@ class OwnExperts:
             type(held.get("token_dispatcher")),
             _phases_of(kind),
             held.keys().isdisjoint(PHASES),
-            self._gemm(),
+            self._linears.linear_with_grad_accumulation_and_async_allreduce,
             [*map(dict.get, self._mlps, itertools.repeat("activation_func"))],
         )
 

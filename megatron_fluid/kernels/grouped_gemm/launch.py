@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_fluid.cuda.devices import has_grouped_gemm, is_hopper
 from megatron_fluid.cuda.tensor_maps import GATED, Box, View, in_boxes, token_boxes
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack, stack_of
+from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack
 from megatron_fluid.kernels.grouped_gemm.tiles import WIDE_DEPTH, wide_tiles_pay
 from megatron_fluid.kernels.sm90.launch import Maps, Source, hopper_kernels
 
@@ -69,6 +69,13 @@ _NAMES = {_FORWARD: "grouped_forward", _BACKWARD: "grouped_backward"}
 _SENT = {_FORWARD: "sent_forward", _BACKWARD: "sent_backward"}
 
 
+def _stack_of(weights: Tensor | Sequence[Tensor]) -> tuple[Tensor | None, int]:
+    """The stack that weights are, or None; and 1, or -1 where they are its reverse."""
+    if isinstance(weights, ReversedStack):
+        return weights.stack, -1
+    return (weights, 1) if isinstance(weights, Tensor) else (None, 1)
+
+
 def grouped_matmul(
     x: Tensor,
     weights: Tensor | Sequence[Tensor],
@@ -86,7 +93,7 @@ def grouped_matmul(
     Raises:
         ConfigError: widths or numbers of experts that do not match, offsets that are not int32.
     """
-    stack, order = stack_of(weights)
+    stack, order = _stack_of(weights)
     experts, depth, width = (len(weights), *weights[0].shape) if stack is None else stack.shape
     _check(offsets, experts)
     rows = x.shape[0]
@@ -166,7 +173,7 @@ def sent_matmul(
 def can_gate(x: Tensor, weights: Tensor | Sequence[Tensor], prob: Tensor, activation: str) -> bool:
     """Return whether gated_matmul takes these: swiglu, 16-bit rows on a Hopper GPU, fp32
     probabilities, weights [El, in, 2F] with `in` contiguous, F a multiple of 8."""
-    stack, _ = stack_of(weights)
+    stack, _ = _stack_of(weights)
     if activation != "swiglu" or stack is None or stack.dim() != 3 or stack.stride(1) != 1:
         return False
     fits = not stack.shape[2] & 15 and prob.dtype == torch.float32 and prob.is_contiguous()
@@ -195,7 +202,7 @@ def gated_matmul(
         ConfigError: widths or numbers of rows or experts that do not match, offsets that are not
             int32, an `out` that is not dense.
     """
-    stack, order = stack_of(weights)
+    stack, order = _stack_of(weights)
     assert stack is not None, "can_gate says whether this may be called"
     experts, depth, width = stack.shape
     _check(offsets, experts)

@@ -10,7 +10,7 @@ from typing import overload
 
 from torch import Tensor
 
-__all__ = ["ReversedStack", "stack_of"]
+__all__ = ["ReversedStack"]
 
 
 class ReversedStack(Sequence[Tensor]):
@@ -31,10 +31,3 @@ class ReversedStack(Sequence[Tensor]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         return self.stack[range(len(self))[::-1][index]]
-
-
-def stack_of(weights: Tensor | Sequence[Tensor]) -> tuple[Tensor | None, int]:
-    """The stack that weights are, or None; and 1, or -1 where they are its reverse."""
-    if isinstance(weights, ReversedStack):
-        return weights.stack, -1
-    return (weights, 1) if isinstance(weights, Tensor) else (None, 1)

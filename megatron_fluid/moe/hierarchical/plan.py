@@ -36,7 +36,7 @@ from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.experts import RowGroups
+from megatron_fluid.moe.expert_weights import RowGroups
 from megatron_fluid.moe.hierarchical.model import Form
 from megatron_fluid.moe.rounds.plan import Permutation, local_experts
 from megatron_fluid.topology import HostLayout

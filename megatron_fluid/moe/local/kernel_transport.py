@@ -27,7 +27,7 @@ from megatron_fluid.kernels.move_tokens.permute import (
     sort_choices_kernel,
     unpermute_kernel,
 )
-from megatron_fluid.moe.experts import RowGroups
+from megatron_fluid.moe.expert_weights import RowGroups
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport, check_tokens
 
 __all__ = ["KernelPlan", "KernelTransport", "likely_ends", "make_plan", "permute", "unpermute"]

@@ -24,7 +24,8 @@ from torch import Tensor
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm.launch import groups_on_device
 from megatron_fluid.moe.activations import Activation
-from megatron_fluid.moe.experts import RowGroups, have_triton
+from megatron_fluid.moe.expert_weights import RowGroups
+from megatron_fluid.moe.experts import have_triton
 from megatron_fluid.moe.rounds.plan import Permutation, count_choices
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport, check_tokens
 

@@ -31,8 +31,7 @@ from megatron_fluid.kernels.activation.kernel import ACTIVATIONS
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows, fp8_sent_matmul
 from megatron_fluid.kernels.grouped_gemm.launch import can_send, sent_matmul
 from megatron_fluid.moe.activations import Activation
-from megatron_fluid.moe.expert_weights import Matrices
-from megatron_fluid.moe.experts import RowGroups, grouped_product
+from megatron_fluid.moe.expert_weights import Matrices, RowGroups, grouped_product
 from megatron_fluid.moe.nvlink import steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.experts import RowGroups
+from megatron_fluid.moe.expert_weights import RowGroups
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 

@@ -36,8 +36,7 @@ from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.moe.activations import Activation
-from megatron_fluid.moe.expert_weights import Matrices
-from megatron_fluid.moe.experts import RowGroups, grouped_product
+from megatron_fluid.moe.expert_weights import Matrices, RowGroups, grouped_product
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.kernels.activation import biases as expert_biases
-from megatron_fluid.moe import fused_activation
+from megatron_fluid.kernels.activation import kernel as fused_activation
 from megatron_fluid.moe.activations import RowBiases, Variant
 from tests.support.kernel_cases import KernelCase
 

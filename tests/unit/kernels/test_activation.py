@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron_fluid.kernels.activation.kernel import ACTIVATIONS
 from megatron_fluid.moe.activations import Activation, RowBiases, Variant, resolve_activation
-from megatron_fluid.moe.experts import RowGroups, activation_backward, activation_forward
+from megatron_fluid.moe.expert_weights import RowGroups
+from megatron_fluid.moe.experts import activation_backward, activation_forward
 from tests.support.kernel_references import stored
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

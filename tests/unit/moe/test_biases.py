@@ -12,8 +12,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import biases
 from megatron_fluid.moe.activations import Variant, resolve_activation
 from megatron_fluid.moe.biases import BiasedExperts
-from megatron_fluid.moe.expert_weights import ExpertWeights
-from megatron_fluid.moe.experts import RowGroups
+from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
 from megatron_fluid.moe.local import transport
 from tests.support.expert_calls import local_moe
 

@@ -10,8 +10,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack
 from megatron_fluid.moe import experts
 from megatron_fluid.moe.activations import resolve_activation
-from megatron_fluid.moe.expert_weights import ExpertWeights
-from megatron_fluid.moe.experts import RowGroups
+from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
 from tests.support.expert_calls import expert_rows
 
 H, F, COUNTS = 6, 5, [3, 0, 4, 1]

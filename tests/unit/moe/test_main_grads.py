@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_fluid.moe.expert_weights import ExpertWeights
-from megatron_fluid.moe.experts import RowGroups, add_to_main_grads
+from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
+from megatron_fluid.moe.experts import add_to_main_grads
 
 WIDE, DEEP = 8, 16
 

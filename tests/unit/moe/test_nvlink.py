@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm.launch import Owners, grouped_matmul
-from megatron_fluid.moe import experts, plain_experts
+from megatron_fluid.moe import experts
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.nvlink import transport as nvlink_transport
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
@@ -86,8 +86,8 @@ def test_the_gated_product_is_told_how_many_rows_its_experts_have(
         told.append((ends, offsets.tolist()))
         out.zero_()
 
-    monkeypatch.setattr(plain_experts, "can_gate", lambda *arguments: True)
-    monkeypatch.setattr(plain_experts, "gated_matmul", gated)
+    monkeypatch.setattr(experts, "can_gate", lambda *arguments: True)
+    monkeypatch.setattr(experts, "gated_matmul", gated)
     nvlink_moe(buffers, x, ids, probs, w1, w2, capacity=capacity)
     [(ends, offsets)] = told
     assert ends == offsets
@@ -313,14 +313,14 @@ def test_inference_keeps_nothing_even_of_parameters(monkeypatch: pytest.MonkeyPa
     buffers, ids, (x, probs, *weights), _ = make()
     w1, w2 = (torch.nn.Parameter(w.detach()) for w in weights)
     kept = []
-    real = plain_experts.PlainExperts.forward
+    real = experts.PlainExperts.forward
 
     def noted(self: Any, rows: Tensor, *args: Any) -> Any:
         out = real(self, rows, *args)
         kept.append((weakref.ref(rows), out[1] is not None))
         return out
 
-    monkeypatch.setattr(plain_experts.PlainExperts, "forward", noted)
+    monkeypatch.setattr(experts.PlainExperts, "forward", noted)
     with torch.no_grad():
         y = nvlink_moe(buffers, x, ids, probs, w1, w2)
     assert not y.requires_grad
@@ -357,7 +357,7 @@ def test_a_backward_holds_what_it_needs_and_no_more(
     assert y.grad_fn is not None
     [hidden] = [t.data_ptr() for t in y.grad_fn.saved_tensors if t.shape[1] == 2 * F]  # type: ignore[attr-defined]
     steps: list[tuple[int, list[Any]]] = []
-    real = plain_experts.weight_grads
+    real = experts.weight_grads
 
     def noted(fc: ExpertWeights, dy: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
         alive = [ref() is not None for _, refs in steps for ref in refs]
@@ -365,7 +365,7 @@ def test_a_backward_holds_what_it_needs_and_no_more(
         steps.append((dy.data_ptr(), [weakref.ref(dy), weakref.ref(x)]))
         return real(fc, dy, x, *rest)
 
-    monkeypatch.setattr(plain_experts, "weight_grads", noted)
+    monkeypatch.setattr(experts, "weight_grads", noted)
     y.backward(grad, retain_graph=kept)
     (_, _), (grad_hidden, _) = steps
     assert (grad_hidden == hidden) != kept

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import activations, experts, router
 from megatron_fluid.moe.config import MoEConfig
-from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups, grouped_product
 from megatron_fluid.moe.rounds import plan as routing
 
 F64 = torch.float64
@@ -125,13 +125,13 @@ def test_grouped_gemms(how: str, counts: list[int]) -> None:
         normal(rows, 3, seed=1, grad=True),
         normal(rows, 5, seed=2),
     )
-    fc, groups = held(weight, how), experts.RowGroups.of_counts(counts)
+    fc, groups = held(weight, how), RowGroups.of_counts(counts)
     assert (fc.out_width, fc.in_width) == (5, 3)
     reference = weight.clone().requires_grad_()
     expert_of = torch.repeat_interleave(torch.arange(number), torch.tensor(counts))
     y = torch.einsum("ni,noi->no", x, reference[expert_of])
     y.backward(dy)
-    product = experts.grouped_product
+    product = grouped_product
     torch.testing.assert_close(product(x.detach(), fc.forward_matrices, groups), y.detach())
     torch.testing.assert_close(product(dy, fc.backward_matrices, groups), x.grad)
     gradients = experts.weight_grads(fc, dy, x.detach(), groups)
@@ -145,7 +145,7 @@ def test_grouped_gemms(how: str, counts: list[int]) -> None:
 @settings(deadline=None)
 @given(counts=counts_of, cuts=st.integers(1, 6))
 def test_parts_of_row_groups(counts: list[int], cuts: int) -> None:
-    groups = experts.RowGroups.of_counts(counts)
+    groups = RowGroups.of_counts(counts)
     total = torch.zeros(len(counts), dtype=torch.int64)
     for i in range(cuts):
         begin, end = i * groups.num_rows // cuts, (i + 1) * groups.num_rows // cuts
@@ -185,7 +185,7 @@ def test_where_weights_lie_is_kept_until_one_moves() -> None:
 
 
 def test_rows_of_several_sources_are_merged_by_expert() -> None:
-    groups = [experts.RowGroups.of_counts(counts) for counts in ([2, 0, 1], [1, 1, 0])]
+    groups = [RowGroups.of_counts(counts) for counts in ([2, 0, 1], [1, 1, 0])]
     segments = [torch.tensor([10, 11, 12]), torch.tensor([20, 21])]
     left, right, merged = experts.merge_rows([(s, -s) for s in segments], groups)
     assert left.tolist() == [10, 11, 20, 21, 12] == (-right).tolist()
