@@ -101,12 +101,12 @@ def exchanged_attention(
         [s, B, Hq Dv].
     """
     call = _Call(exchange)
-    ours: tuple[Tensor, ...] = _ToHeads.apply(call, q, k, v)  # type: ignore[no-untyped-call]
+    arrived: tuple[Tensor, ...] = _ToHeads.apply(call, q, k, v)  # type: ignore[no-untyped-call]
 
     def attended() -> Iterator[Tensor]:
         for g in range(exchange.heads.groups):
             part = exchange.heads.part(exchange.rank, g)
-            heads: Triple = _Leave.apply(call, g, *ours[3 * g : 3 * g + 3])  # type: ignore[no-untyped-call]
+            heads: Triple = _Leave.apply(call, g, *arrived[3 * g : 3 * g + 3])  # type: ignore[no-untyped-call]
             keys, values = (expand_shared(t, part) for t in heads[1:])
             output = attend(part, heads[0], keys, values)
             yield output.view(*heads[0].shape[:3], values.shape[3])

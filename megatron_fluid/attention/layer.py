@@ -133,8 +133,7 @@ class SelfAttention(nn.Module):
         return asked, EXCHANGES[asked].connect(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SelfAttention:
-        """A layer with parameters of its own; process group, transport and scheduler are one for
-        all layers."""
+        """Copy the parameters; the copy shares process group, transport and scheduler."""
         shared = self.group, self.connection, self.scheduler, self._last_call
         return copy_sharing(self, memo, *shared)
 
@@ -153,7 +152,7 @@ class SelfAttention(nn.Module):
 
     @property
     def head_groups(self) -> int | None:
-        """As in AttentionConfig. May be set anew, and holds from the next call on."""
+        """As in AttentionConfig. A change takes effect at the next call."""
         return self._head_groups
 
     @head_groups.setter

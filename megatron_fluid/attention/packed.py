@@ -341,7 +341,7 @@ def pack_backward(
     Returns the gradients of the norm's weights [D], wide; None without a norm.
     """
     if table is None and norm is None and part.value_dim == part.head_dim:
-        # What is only copied needs no kernel of ours, whose start takes the host longer.
+        # A plain copy: torch.cat costs the host less than launching the Triton kernel.
         torch.cat(gradients, 2, out=_heads(target, part)[0])
         return None
     if target.is_cuda and target.numel() and part.head_dim * target.element_size() % 16 == 0:

@@ -150,7 +150,7 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
         return reason
 
     def _backend(self, config: FluidConfig, layer: Any) -> tuple[str, str | None]:
-        """Who moves heads and rows, or why nobody can."""
+        """The transport of heads and rows, or why none is available."""
         no_nvlink = exchanges_of(layer.core_attention).nvlink_unsupported_reason  # type: ignore[union-attr]
         if config.cp_backend in ("auto", "nvlink") and no_nvlink is None:
             return "nvlink", None

@@ -148,7 +148,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # Each rank's is of its own heads. gloo knows no reduce-scatter, and the columns are few.
+        # Each rank has the gradient from its own heads: sum them. gloo has no reduce-scatter, and
+        # there are few columns.
         total = grads[0].contiguous()
         group_waits(ctx.group).collective(
             "gradients of latent attention's shared rows",

@@ -82,7 +82,7 @@ def pack_order(packed: Any, rows: int, ranks: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_table(packed: Any, rows: int, ranks: int, table: RotaryTable) -> RotaryTable:
-    """The rotations of the ranks' rows, rank after rank: each sequence begins anew.
+    """The rotations of the ranks' rows, rank after rank: positions restart in each.
 
     Args:
         packed, rows, ranks: as in ``pack_order``.

@@ -404,12 +404,12 @@ class SymmetricExchange(HeadExchange):
         _, flat = self.take_heads(sent, SPLIT, batch)
         groups = range(self.heads.groups)
         shapes = [shape for g in groups for shape in self.heads.part(self.rank, g).shapes]
-        ours = _apart(flat, self.sequence.length, batch, shapes)
+        heads = _apart(flat, self.sequence.length, batch, shapes)
         # Transformer Engine refuses contiguous tensors that begin inside a storage, but for q, k, v
         # one after the other from its beginning, as the first group's are: the others' become
         # storages of their own, in place.
-        ours[3:] = [torch.from_dlpack(t) for t in ours[3:]]
-        return list(zip(ours[::3], ours[1::3], ours[2::3], strict=True))
+        heads[3:] = [torch.from_dlpack(t) for t in heads[3:]]
+        return list(zip(heads[::3], heads[1::3], heads[2::3], strict=True))
 
     def send_qkv_gradients(self, group: int, dq: Tensor, dk: Tensor, dv: Tensor) -> _Rows:
         part = self.heads.part(self.rank, group)
