@@ -2,8 +2,9 @@
 those of Megatron's own path, to fp32 rounding.
 
 A rule-based machine of Hypothesis asks long-lived ranks (tests/support/training_world.py), so that
-a sequence that fails is shrunk. Six sequences always; `MEGATRON_FLUID_TEST_DRAWS=200` draws as
-many, and FIRST:LAST takes the seeds FIRST to LAST, each of six sequences.
+a sequence that fails is shrunk. Six sequences always, of two ranks and of four (two expert-parallel
+groups of two, with two ranks for each expert); `MEGATRON_FLUID_TEST_DRAWS=200` draws as many, and
+FIRST:LAST takes the seeds FIRST to LAST, each of six sequences.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode"),
 ]
 
-PER_SEED, STEPS = 6, 8
+SEQUENCES = {2: 4, 4: 2}  # of a seed, by the number of ranks
+PER_SEED, STEPS = sum(SEQUENCES.values()), 8
 CLOSE = 1e-5  # of losses, norms and parameters; what is found without a defect is below 1e-6
 _DRAWS = os.environ.get("MEGATRON_FLUID_TEST_DRAWS", "")
 if ":" in _DRAWS:
@@ -68,6 +70,7 @@ class Training(RuleBasedStateMachine):
     """Every rule changes something and trains one iteration, but for those that train none."""
 
     world: ClassVar[TrainingWorld | None] = None
+    ranks: ClassVar[int] = 2
     setup: Setup
     regularised: bool
     recomputing: bool
@@ -75,7 +78,7 @@ class Training(RuleBasedStateMachine):
     @initialize(setup=setups)
     def begin(self, setup: Setup) -> None:
         if Training.world is None:
-            Training.world = TrainingWorld(2)
+            Training.world = TrainingWorld(Training.ranks)
         self.setup, self.regularised, self.recomputing = setup, False, bool(setup.recompute)
         self._check(("begin", {"setup": setup}))
 
@@ -148,6 +151,15 @@ class Training(RuleBasedStateMachine):
         self._train(shapes, ("use", {"layer": layer, "how": how}))
 
     @rule(shapes=shapes)
+    def log_activations(self, shapes: Any) -> None:
+        """In this iteration only, which Megatron's own layers then compute."""
+        # They recompute by a backward pass of their own for each call, ours by none: where that
+        # changes the passes of a shared parameter, overlapped reductions are refused by name.
+        on = not (self.setup.recompute and self.setup.overlap != "none")
+        self._train(shapes, ("log_activations", {"on": on}))
+        self._check(("log_activations", {"on": False}))
+
+    @rule(shapes=shapes)
     def save(self, shapes: Any) -> None:
         self._train(shapes, ("save", {}))
 
@@ -183,20 +195,22 @@ class Training(RuleBasedStateMachine):
             raise
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _ranks() -> Iterator[None]:
-    yield
+@pytest.fixture(params=SEQUENCES, ids=lambda ranks: f"{ranks} ranks", scope="module")
+def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Of each half; they live as long as nothing fails."""
+    Training.ranks = request.param
+    yield request.param
     if Training.world is not None:
         Training.world.close()
         Training.world = None
 
 
 @pytest.mark.parametrize("drawn", SEEDS)
-def test_every_step_is_megatrons(drawn: int) -> None:
+def test_every_step_is_megatrons(drawn: int, ranks: int) -> None:
     run_state_machine_as_test(
         seed(drawn)(Training),
         settings=settings(
-            max_examples=PER_SEED,
+            max_examples=SEQUENCES[ranks],
             stateful_step_count=STEPS,
             deadline=None,
             database=None,

@@ -1,0 +1,447 @@
+"""One rank of a training that a test asks for step by step (tests/support/training_world.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import logging
+import os
+import pickle
+import traceback
+import types
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megatron_fluid
+from megatron_fluid import patches
+from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.patches.cpu.table import CPU_PATCHES
+from tests.support.training_groups import Groups
+from tests.support.training_world import PARTS, Done, Setup, Shape
+
+__all__ = ["serve"]
+
+LOSS_SCALE = 128.0
+_ACTION_S = 60.0  # bound of a collective and of the package's own waits
+_STUCK_S = 150.0  # a rank that takes longer says where it stands, and ends
+
+
+class _Trainer:
+    """One rank of one half. Its public methods are what a test can ask for.
+
+    Args:
+        fluid: whether this half is megatron_fluid's.
+        groups: makes the process groups.
+    """
+
+    def __init__(self, fluid: bool, groups: Groups) -> None:
+        self._fluid, self._groups = fluid, groups
+        self._rank, self._iteration = groups.rank, 0
+        self._setup = Setup()
+        self._frozen: set[str] = set()
+        self._regulariser: tuple[str, float, str] | None = None
+        self._accumulated = False
+        self._clip = 1.0
+        self._saved: Any = None
+        self._full_recompute = False
+        self._usage: dict[int, str] = {}
+        self._logging: list[Any] = []
+
+    def begin(self, setup: Setup) -> Done:
+        """Make the model, from the same random numbers every time."""
+        self._drop()
+        self.__init__(self._fluid, self._groups)  # type: ignore[misc]
+        self._setup = setup
+        if self._groups.expert_ranks != setup.expert_ranks:
+            self._groups.make(setup.expert_ranks, whole=True)
+        self._build()
+        return self._done()
+
+    def train(self, shapes: Sequence[Shape], uneven: bool = False, spoiled: bool = False) -> Done:
+        """One iteration of a microbatch for each of `shapes`.
+
+        Args:
+            uneven: later ranks have more sequences.
+            spoiled: rank 0's loss is infinite.
+        """
+        losses = self._microbatches(shapes, uneven, synced=True, spoiled=spoiled)
+        self._finalize([self._ddp])
+        if spoiled and not self._setup.distributed:
+            return self._done(losses)  # no scaler: the caller leaves the step out
+        stepped, norm, _ = self._optimizer.step()
+        return self._done(losses, bool(stepped), None if norm is None else float(norm))
+
+    def accumulate(self, shapes: Sequence[Shape]) -> Done:
+        """Microbatches whose gradients the next iteration adds to."""
+        return self._done(self._microbatches(shapes, False, synced=False))
+
+    def evaluate(self, shape: Shape, inference: bool) -> Done:
+        """The loss, without gradients."""
+        with self._gathered():
+            self._ddp.eval()
+            with torch.inference_mode() if inference else torch.no_grad():
+                losses = [float(self._loss(shape, 17))]
+            self._ddp.train()
+        if inference:  # Megatron keeps a table that it could not recompute with
+            self._model.rotary_pos_emb.forward.cache_clear()
+        return self._done(losses)
+
+    def regularise(self, part: str | None, scale: float = 0.0, when: str = "always") -> Done:
+        """From now on the loss has a term of the weights of a part, "always", or in the "first" or
+        the "last" microbatch only; None: no more."""
+        self._regulariser = None if part is None else (part, scale, when)
+        return self._done()
+
+    def freeze(self, part: str) -> Done:
+        return self._set_frozen(self._frozen | {part})
+
+    def thaw(self) -> Done:
+        return self._set_frozen(set())
+
+    def clip(self, norm: float) -> Done:
+        """Clip gradients to that norm; 0: not at all."""
+        self._clip = norm
+        for optimizer in (self._optimizer, *self._optimizers()):
+            optimizer.config.clip_grad = norm
+        return self._done()
+
+    def recompute(self, on: bool) -> Done:
+        """Recompute whole layers in backward."""
+        self._full_recompute = on
+        self._set_recompute()
+        return self._done()
+
+    def use(self, layer: int, how: str) -> Done:
+        """Call an MoE layer "once", "twice", or not at all ("skip")."""
+        self._usage[layer] = how
+        self._set_usage()
+        return self._done()
+
+    def save(self) -> Done:
+        """Keep parameters and the optimizer's state."""
+        self._saved = self._snapshot()
+        return self._done()
+
+    def load(self) -> Done:
+        """Go back to what `save` kept."""
+        if self._saved is not None:
+            self._restore(self._saved)
+        return self._done()
+
+    def restart(self, kind: str) -> Done:
+        """Make the model again from its own parameters and state, with the same groups but what the
+        package keeps for them ("resources"), with new groups of Megatron ("model parallel"), or
+        after the process group was destroyed ("all")."""
+        snapshot = self._snapshot()
+        self._drop()
+        if kind == "resources":
+            if self._fluid:
+                from megatron.core import parallel_state
+
+                megatron_fluid.close_group(parallel_state.get_expert_model_parallel_group())
+        else:
+            self._groups.make(self._setup.expert_ranks, whole=kind == "all")
+        self._build()
+        self._restore(snapshot)
+        return self._done()
+
+    def log_activations(self, on: bool) -> Done:
+        """Keep inputs and outputs of linear layers and routers by the hooks of Megatron's logger,
+        as --save-activations-interval does in single iterations. (Its list of modules cannot be
+        read without Transformer Engine.)"""
+        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+        from megatron.core.transformer.moe.router import Router
+        from megatron.training.activation_logging import ActivationLogger
+
+        logger = ActivationLogger("")
+        for handle in self._logging:
+            handle.remove()
+        self._logging = [
+            module.register_forward_hook(logger._make_activation_hook("", name), with_kwargs=True)
+            for name, module in self._model.named_modules()
+            if on and isinstance(module, ColumnParallelLinear | RowParallelLinear | Router)
+        ]
+        return self._done()
+
+    def parameters(self) -> Done:
+        """All parameters, gathered."""
+        with self._gathered():
+            return dataclasses.replace(self._done(), params=self._named())
+
+    def _drop(self) -> None:
+        """Let go of what holds process groups: each has threads that wake again and again. (The
+        hooks of Megatron's DistributedDataParallel hold it, from where no collector looks.)"""
+        if (ddp := getattr(self, "_ddp", None)) is not None:
+            held = [*ddp.modules(), self._config, *self._optimizers(), self._optimizer]
+            for holder in [*held, *ddp.buffers, *ddp.bucket_groups]:
+                holder.__dict__.clear()
+        self._model = self._ddp = self._optimizer = self._config = self._moe = None
+
+    def _build(self) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        from tests.support import tiny_gpt
+
+        setup = self._setup
+        destroy_moe_metrics_tracker()  # they are as long as the model before had layers
+        MTPLossLoggingHelper.tracker.clear()
+        if self._fluid:
+            own = "local" if setup.expert_ranks == 1 else "rounds"
+            backend = own if setup.backend == "own" else setup.backend
+            set_config(FluidConfig(moe_backend=backend, timeout_s=_ACTION_S, **dict(setup.fluid)))
+        settings: dict[str, Any] = {"hidden_size": 16, "ffn_hidden_size": 24}
+        settings |= {"moe_ffn_hidden_size": 24, "num_attention_heads": 2}
+        settings["gradient_accumulation_fusion"] = setup.fused
+        if modules := list(setup.recompute):
+            settings |= {"recompute_granularity": "selective", "recompute_modules": modules}
+        if setup.mtp:
+            settings |= {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
+        self._config = tiny_gpt.config_of(**settings)
+        self._model = tiny_gpt.gpt(self._config)
+        self._moe = [m for m in self._model.modules() if isinstance(m, MoELayer)]
+        if setup.tied:
+            for layer in self._moe[1:]:
+                layer.experts = self._moe[0].experts
+        for part in self._frozen:
+            self._require_grad(part, False)
+        self._frozen_when_built = frozenset(self._frozen)
+        self._ddp = DistributedDataParallel(
+            self._config,
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=setup.distributed,
+                overlap_grad_reduce=setup.overlap != "none",
+                overlap_param_gather=setup.overlap == "reduce and gather",
+                bucket_size=1000,
+            ),
+            self._model,
+        )
+        self._optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-2,
+                adam_eps=1e-2,  # where a gradient is all rounding, the step must be so, too
+                loss_scale=LOSS_SCALE,
+                use_distributed_optimizer=setup.distributed,
+                overlap_param_gather=setup.overlap == "reduce and gather",
+                clip_grad=self._clip,
+                params_dtype=torch.float32,
+            ),
+            [self._ddp],
+            use_gloo_process_groups=False,
+        )
+        self._config.grad_scale_func = self._optimizer.scale_loss
+        self._finalize = finalize_model_grads
+        self._ddp.train()
+        self._accumulated = False
+        self._set_recompute()
+        self._set_usage()
+
+    def _optimizers(self) -> list[Any]:
+        return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
+
+    def _microbatches(
+        self, shapes: Sequence[Shape], uneven: bool, synced: bool, spoiled: bool = False
+    ) -> list[float]:
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+        if not self._accumulated:
+            self._ddp.zero_grad_buffer()
+            self._optimizer.zero_grad()
+        self._accumulated = not synced
+        scale = self._optimizer.scale_loss(torch.ones(()))
+        MoEAuxLossAutoScaler.set_loss_scale(scale / len(shapes))
+        losses = []
+        for i, (sequences, length) in enumerate(shapes):
+            last = synced and i == len(shapes) - 1
+            if i == 0:
+                self._model.set_is_first_microbatch()
+            with contextlib.nullcontext() if last else self._ddp.no_sync():
+                loss = self._loss((sequences + (self._rank if uneven else 0), length), i)
+                loss = loss + self._weight_term(i == 0, i == len(shapes) - 1)
+                losses.append(float(loss.detach()))
+                if spoiled and last and self._rank == 0:
+                    loss = loss * float("inf")
+                self._optimizer.scale_loss(loss / len(shapes)).backward()
+        self._iteration += 1
+        return losses
+
+    def _loss(self, shape: Shape, microbatch: int) -> Tensor:
+        from tests.support.tiny_gpt import VOCABULARY
+
+        seed = 1_000_003 * self._rank + 1009 * self._iteration + microbatch
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
+        positions = torch.arange(shape[1]).unsqueeze(0).expand(shape[0], -1)
+        mask = torch.triu(torch.ones(1, 1, shape[1], shape[1], dtype=torch.bool), 1)
+        labels = (tokens * 5 + 1) % VOCABULARY
+        per_token: Tensor = self._ddp(tokens, positions, mask, labels=labels)
+        return per_token.float().mean()
+
+    def _weight_term(self, first: bool, last: bool) -> Tensor | float:
+        if self._regulariser is None:
+            return 0.0
+        part, scale, when = self._regulariser
+        if (when == "first" and not first) or (when == "last" and not last):
+            return 0.0
+        terms = [p.square().sum() for p in self._part(part) if p.requires_grad]
+        return scale * torch.stack(terms).sum() if terms else 0.0
+
+    def _part(self, part: str) -> list[torch.nn.Parameter]:
+        held = PARTS[part]
+        return [p for n, p in self._model.named_parameters() if all(word in n for word in held)]
+
+    def _require_grad(self, part: str, required: bool) -> None:
+        for parameter in self._part(part):
+            parameter.requires_grad_(required)
+
+    def _set_frozen(self, frozen: set[str]) -> Done:
+        """With overlapped reductions Megatron waits for the gradients of every parameter that it
+        was given, so the model is wrapped again, and the optimizer starts afresh."""
+        if self._setup.overlap != "none":
+            snapshot = self._snapshot()
+            self._drop()
+            self._frozen = frozen
+            self._build()
+            self._restore(snapshot)
+            return self._done()
+        for part in self._frozen - frozen:
+            self._require_grad(part, True)
+        changed, self._frozen = self._frozen ^ frozen, frozen
+        for part in frozen:
+            self._require_grad(part, False)
+        if self._fluid and "one expert" in changed:  # asked for where experts are no longer alike
+            patches.reset_layers()
+        return self._done()
+
+    def _set_recompute(self) -> None:
+        config = self._config
+        if self._setup.recompute:
+            return
+        config.recompute_granularity = "full" if self._full_recompute else None
+        config.recompute_method = "uniform" if self._full_recompute else None
+        config.recompute_num_layers = 1 if self._full_recompute else None
+
+    def _set_usage(self) -> None:
+        for number, layer in enumerate(self._moe):
+            layer.__dict__.pop("forward", None)
+            how = self._usage.get(number, "once")
+            if how == "skip":
+                layer.forward = lambda hidden, *unused, **also_unused: (hidden * 0.5, None)
+            elif how == "twice":
+                layer.forward = _twice(layer.forward)
+
+    @contextlib.contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Parameters are whole inside, as Megatron has them to evaluate and to save."""
+        lazily = self._setup.overlap == "reduce and gather"
+        if lazily:
+            self._ddp.disable_forward_pre_hook()
+        yield
+        if lazily:
+            self._ddp.enable_forward_pre_hook()
+
+    def _named(self) -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in self._model.named_parameters()}
+
+    def _snapshot(self) -> Any:
+        with self._gathered():
+            params = {n: t.clone() for n, t in self._model.state_dict().items() if t is not None}
+        states = [pickle.dumps(each.optimizer.state_dict()) for each in self._optimizers()]
+        return params, self._frozen_when_built, states
+
+    def _restore(self, snapshot: Any) -> None:
+        params, frozen, states = snapshot
+        with self._gathered():
+            self._model.load_state_dict(params)
+            if frozen == self._frozen_when_built:  # else the optimizer has other parameters
+                for optimizer, state in zip(self._optimizers(), states, strict=True):
+                    optimizer.optimizer.load_state_dict(pickle.loads(state))
+            self._optimizer.reload_model_params()
+
+    def _done(
+        self, losses: Sequence[float] = (), stepped: bool | None = None, norm: float | None = None
+    ) -> Done:
+        return Done(list(losses), stepped, norm, self._current())
+
+    def _current(self) -> dict[str, Tensor]:
+        """Parameters as they are right now; where they are gathered late, this rank's share."""
+        if self._setup.overlap != "reduce and gather":
+            return self._named()
+        from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+
+        shares = {}
+        for kind in ("buffers", "expert_parallel_buffers"):
+            for i, buffer in enumerate(getattr(self._ddp, kind)):
+                ranks, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
+                for j, bucket in enumerate(buffer.buckets):
+                    share = shard_buffer(bucket.param_data, ranks)[rank]
+                    shares[f"{kind} {i}, bucket {j}"] = share.detach().clone()
+        return shares
+
+
+def _twice(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def twice(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        first, _ = forward(hidden, *args, **kwargs)
+        return forward(first + hidden, *args, **kwargs)
+
+    return twice
+
+
+def _accumulate(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
+    main_grad.addmm_(dy.t(), x)
+
+
+def serve(rank: int, world_size: int, ports: tuple[int, int, int]) -> None:
+    """Do what the test asks for until it asks for nothing more.
+
+    Args:
+        ports: of the stores of megatron_fluid's half, of Megatron's, and of the test.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+    ranks = world_size // 2
+    fluid, own = rank < ranks, rank % ranks
+    names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    os.environ.update(dict.fromkeys(names[0], str(own)) | dict.fromkeys(names[1], str(ranks)))
+    from tests.support import tiny_gpt  # noqa: F401 (imports all of Megatron that is patched)
+
+    if fluid:
+        patches.apply_all()
+    else:
+        cpu_mode = {patch.name for patch in CPU_PATCHES}
+        patches.disable(*(p.name for p in patches.PATCHES if p.name not in cpu_mode))
+    # Megatron's kernel (Apex) is for GPUs.
+    kernel = types.SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate)
+    layers._grad_accum_fusion_available = True
+    layers.fused_weight_gradient_mlp_cuda = kernel
+
+    trainer = _Trainer(fluid, Groups(ports[0 if fluid else 1], own, ranks, _ACTION_S))
+    control = dist.TCPStore("127.0.0.1", ports[2], is_master=False, timeout=timedelta(hours=2))
+    number = 0
+    while True:
+        control.wait([f"ask {number}"])
+        asked = pickle.loads(control.get(f"ask {number}"))
+        if asked is None:
+            return
+        faulthandler.dump_traceback_later(_STUCK_S, exit=True)
+        try:
+            for name, arguments in asked:
+                done = getattr(trainer, name)(**arguments)
+        except Exception:  # noqa: BLE001 (handed back)
+            done = Done(error=traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
+        control.set(f"done {number} {rank}", pickle.dumps(done))
+        number += 1
