@@ -3,9 +3,10 @@
     python -m tools.run_gpu_tests --output benchmarks/results/gpu_tests.json
 
 Each file runs in a pytest of its own, first with one visible GPU each, as many at a time as there
-are GPUs. Tests that were skipped for want of GPUs then run with two, and at last with all. The
-result file is written after each file; a row names the test, its outcome, the GPUs it had, its
-seconds and, where it was skipped or failed, the reason. The exit status is 1 if a test failed.
+are GPUs (times --jobs). Tests that were skipped for want of GPUs then run with two, and at last
+with all; --sizes names other numbers of GPUs. The result file is written after each file; a row
+names the test, its outcome, the GPUs it had, its seconds and, where it was skipped or failed, the
+reason. The exit status is 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,8 @@ def main() -> int:
     )
     parser.add_argument("--output", type=Path, required=True, help="JSON file of what was found")
     parser.add_argument("--files", nargs="+", metavar="FILE", help="default: all of tests/gpu")
+    parser.add_argument("--sizes", type=int, nargs="+", metavar="GPUS", help="default: 1, 2, all")
+    parser.add_argument("--jobs", type=int, default=1, help="files at a time on the same GPUs")
     parser.add_argument("--limit", type=float, default=400, help="seconds a file may take")
     options = parser.parse_args()
     # Devices are counted without a context of CUDA: the tests need the memory.
@@ -106,9 +109,9 @@ def main() -> int:
         document = {**head, "seconds": seconds, "tests": listed}
         options.output.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
 
-    for size in sorted({1, min(2, count), count}):
+    for size in options.sizes or sorted({1, min(2, count), count}):
         free: queue.Queue[list[str]] = queue.Queue()
-        for first in range(0, count - size + 1, size):
+        for first in options.jobs * list(range(0, count - size + 1, size)):
             free.put(devices[first : first + size])
 
         def run(file: str, free: queue.Queue[list[str]] = free) -> dict[str, dict[str, Any]]:
@@ -118,12 +121,12 @@ def main() -> int:
             finally:
                 free.put(mine)
 
-        wanted = files if size == 1 else sorted(
+        wanted = files if not rows else sorted(
             {test.split("::")[0] for test, row in rows.items() if _lacks_gpus(row)}
         )  # fmt: skip
-        with ThreadPoolExecutor(max(1, count // size)) as pool:
-            for found in pool.map(run, wanted):
-                for test, row in found.items():
+        with ThreadPoolExecutor(max(1, free.qsize())) as pool:
+            for done in as_completed([pool.submit(run, file) for file in wanted]):
+                for test, row in done.result().items():
                     if test not in rows or _lacks_gpus(rows[test]) or row["outcome"] == "failed":
                         rows[test] = row
                 write()
