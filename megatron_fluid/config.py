@@ -62,7 +62,7 @@ MOE_FP8_WEIGHT_GRADS = ("fp8", "bf16")
 TP_OVERLAP = ("auto", "on", "off")
 MACHINES = ("auto", "reference", "h100", "h200", "cpu")  # else a file: plan/machine.py
 CP_BACKENDS = ("auto", "nvlink", "rounds", "collective", "megatron")
-_NAMED = {
+CHOICES = {
     "moe_backend": MOE_BACKENDS,
     "moe_recompute": MOE_RECOMPUTE,
     "moe_fp8": MOE_FP8,
@@ -271,8 +271,8 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
         ConfigError: the value is out of range.
     """
     is_number = not isinstance(value, bool)
-    if name in _NAMED:
-        fits, allowed = value in _NAMED[name], ", ".join(_NAMED[name])
+    if name in CHOICES:
+        fits, allowed = value in CHOICES[name], ", ".join(CHOICES[name])
     elif name == "dx_chunks":
         fits = is_number and isinstance(value, int) and value >= 1
         allowed = "an integer of at least 1"

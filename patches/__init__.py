@@ -102,7 +102,7 @@ PATCHES: tuple[Patch, ...] = (
         "get_embedding_ranks=None, get_position_embedding_ranks=None, non_loss_data_func=None, "
         "store=None, inprocess_call_wrapper=None, p2p_communicator=None, pg_collection=None, "
         "skip_model_parallel_init=False)",
-        replacement="megatron_fluid.patches.peer_watch:pretrain",
+        replacement="megatron_fluid.patches.failed_waits:pretrain",
         reason="a collective of Megatron that waits for a rank which is gone names neither rank "
         "nor operation",
     ),

@@ -13,13 +13,8 @@ from typing import Any
 
 from megatron_fluid import patches
 from megatron_fluid.config import (
-    CP_BACKENDS,
+    CHOICES,
     ENVIRONMENT_PREFIX,
-    MOE_BACKENDS,
-    MOE_FP8,
-    MOE_FP8_WEIGHT_GRADS,
-    MOE_RECOMPUTE,
-    TP_OVERLAP,
     FluidConfig,
     check_setting,
     environment_settings,
@@ -38,105 +33,80 @@ def _flag(field: str) -> str:
     return "--fluid-" + field.removesuffix("_s").replace("_", "-")
 
 
-_SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-# Field, what argparse makes of its value, and its help.
-_FLAGS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    (
-        "moe_backend",
-        {"choices": MOE_BACKENDS},
+# Help, by field.
+_HELP = {
+    "moe_backend": (
         "Who moves the tokens of MoE layers: nvlink (symmetric memory inside one NVLink domain), "
-        "hierarchical (experts over several hosts: a token crosses once for each host), "
-        "rounds (round-robin P2P over NCCL or gloo), local (one expert-parallel rank: no "
-        "exchange), megatron (Megatron's own path), auto (the fastest that fits).",
+        "hierarchical (experts over several hosts: a token crosses once for each host), rounds "
+        "(round-robin P2P over NCCL or gloo), local (one expert-parallel rank: no exchange), "
+        "megatron (Megatron's own path), auto (the fastest that fits)."
     ),
-    (
-        "moe_recompute",
-        {"choices": MOE_RECOMPUTE},
+    "moe_recompute": (
         "What the backward of MoE layers computes again in place of keeping it: rows (the "
         "dispatched tokens, by another dispatch), hidden (the output of fc1, by another GEMM), "
-        "both, none.",
+        "both, none."
     ),
-    (
-        "moe_capacity_factor",
-        {"type": float, "metavar": "FACTOR"},
+    "moe_capacity_factor": (
         "Over symmetric memory: room for that many times the rows of a balanced routing on each "
-        "rank, whose number the host then never waits for: --cuda-graph-impl full_iteration holds "
-        "the layers of several expert-parallel ranks. More rows are an error before the optimizer "
-        "steps. None: as many as arrive.",
+        "rank, whose number the host then never waits for: --cuda-graph-impl full_iteration "
+        "holds the layers of several expert-parallel ranks. More rows are an error before the "
+        "optimizer steps. None: as many as arrive."
     ),
-    (
-        "moe_fp8",
-        {"choices": MOE_FP8},
+    "moe_fp8": (
         "Whose experts compute --fp8-format e4m3 --fp8-recipe blockwise: ours, megatron "
-        "(Transformer Engine's, behind our exchange).",
+        "(Transformer Engine's, behind our exchange)."
     ),
-    (
-        "moe_fp8_weight_grads",
-        {"choices": MOE_FP8_WEIGHT_GRADS},
-        "Of our fp8 experts: the precision of their weight gradients: fp8 (a scale "
-        "for 128 rows of each feature), bf16.",
+    "moe_fp8_weight_grads": (
+        "Of our fp8 experts: the precision of their weight gradients: fp8 (a scale for 128 rows "
+        "of each feature), bf16."
     ),
-    (
-        "dx_chunks",
-        {"type": int, "metavar": "N"},
-        "With rounds: pieces in which dX is computed and sent back in backward.",
+    "dx_chunks": "With rounds: pieces in which dX is computed and sent back in backward.",
+    "defer_weight_grads": (
+        "Queue weight gradients across layers and overlap them with later exchanges."
     ),
-    (
-        "defer_weight_grads",
-        _SWITCH,
-        "Queue weight gradients across layers and overlap them with later exchanges.",
-    ),
-    (
-        "timeout_s",
-        {"type": float, "metavar": "SECONDS"},
-        "Bound on every wait for a peer; None: the process group's timeout.",
-    ),
-    (
-        "end_on_timeout",
-        _SWITCH,
+    "timeout_s": "Bound on every wait for a peer; None: the process group's timeout.",
+    "end_on_timeout": (
         "End the process with status 75 where its main thread waits for longer than that bound, "
-        "also in Megatron's own collectives, and a rank is missing or all ranks wait. "
-        "Otherwise the missing rank is only named.",
+        "also in Megatron's own collectives, and a rank is missing or all ranks wait. Otherwise "
+        "the missing rank is only named."
     ),
-    (
-        "deterministic",
-        _SWITCH,
-        "Linears under --fluid-tp-overlap on never let NCCL sum, at some cost; every other sum of "
-        "ours has a fixed order anyway.",
+    "deterministic": (
+        "Linears under --fluid-tp-overlap on never let NCCL sum, at some cost; every other sum "
+        "of ours has a fixed order anyway."
     ),
-    (
-        "tp_overlap",
-        {"choices": TP_OVERLAP},
+    "tp_overlap": (
         "Hide the collectives of Megatron's own linear layers under tensor and sequence "
-        "parallelism behind their GEMMs: auto (where that is faster), on (everywhere), off.",
+        "parallelism behind their GEMMs: auto (where that is faster), on (everywhere), off."
     ),
-    (
-        "cp_backend",
-        {"choices": CP_BACKENDS},
-        "Who exchanges heads and sequence in attention under --cp-comm-type a2a: nvlink (symmetric "
-        "memory inside one NVLink domain), rounds (round-robin P2P over NCCL or gloo; both "
-        "overlapped with the projections), collective (one all-to-all each way between them), "
-        "megatron (Megatron's own path), auto (the fastest that fits).",
+    "cp_backend": (
+        "Who exchanges heads and sequence in attention under --cp-comm-type a2a: nvlink "
+        "(symmetric memory inside one NVLink domain), rounds (round-robin P2P over NCCL or gloo; "
+        "both overlapped with the projections), collective (one all-to-all each way between "
+        "them), megatron (Megatron's own path), auto (the fastest that fits)."
     ),
-    (
-        "machine",
-        {"metavar": "FIGURES"},
+    "machine": (
         "Figures of the machine by which auto chooses overlaps of MoE layers: auto (reference "
         "figures of this GPU), reference, h100, h200, cpu, or a file that `megatron-fluid plan "
-        "--write` has written.",
+        "--write` has written."
     ),
-    (
-        "profile_steps",
-        {"metavar": "FIRST:LAST"},
+    "profile_steps": (
         "Trace these steps on rank 0, counted from 1, both included, and write a page and a "
-        "picture of them.",
+        "picture of them."
     ),
-    (
-        "profile_dir",
-        {"metavar": "FOLDER"},
-        "Folder for that page; None: profile in the folder of --save, else of --tensorboard-dir.",
+    "profile_dir": (
+        "Folder for that page; None: profile in the folder of --save, else of --tensorboard-dir."
     ),
-)
+}
+# How argparse reads fields that are no switches and have no named choices.
+_SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+_READS: dict[str, dict[str, Any]] = {
+    "moe_capacity_factor": {"type": float, "metavar": "FACTOR"},
+    "dx_chunks": {"type": int, "metavar": "N"},
+    "timeout_s": {"type": float, "metavar": "SECONDS"},
+    "machine": {"metavar": "FIGURES"},
+    "profile_steps": {"metavar": "FIRST:LAST"},
+    "profile_dir": {"metavar": "FOLDER"},
+}
 
 
 def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -147,9 +117,10 @@ def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         "Communication hidden behind computation. Also from the environment: "
         + ", ".join(ENVIRONMENT_PREFIX + name.upper() for name in default),
     )
-    for name, kind, text in _FLAGS:
+    for name, text in _HELP.items():
+        reads = {"choices": CHOICES[name]} if name in CHOICES else _READS.get(name, _SWITCH)
         text += " Default: %(default)s."
-        group.add_argument(_flag(name), default=default[name], help=text, **kind)
+        group.add_argument(_flag(name), default=default[name], help=text, **reads)
     add_switches(group)
     return parser
 

@@ -1,4 +1,5 @@
-"""Errors of waits that timed out, raised before Megatron uses what they spoilt.
+"""Errors of waits that timed out, raised before Megatron uses what they spoilt; and Megatron's
+training with its peers watched.
 
 The optimizers need no patch: megatron_fluid.comm.failed_waits hooks `torch.optim.Optimizer.step`,
 which all of Megatron's optimizers call. A captured step is the exception.
@@ -13,11 +14,24 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_fluid.comm.failed_waits import raise_if_failed
+from megatron_fluid.comm.peer_watch import watched_peers
 from megatron_fluid.errors import FluidError
 
-__all__ = ["finalize_model_grads", "graphed_step", "save_checkpoint"]
+__all__ = ["finalize_model_grads", "graphed_step", "pretrain", "save_checkpoint"]
 
 _PROBE_BYTES = 64 << 20
+
+
+def pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `megatron.training.pretrain`: a collective that waits for a rank which is gone names
+    it."""
+
+    @functools.wraps(original)
+    def fluid_pretrain(*args: Any, **kwargs: Any) -> Any:
+        with watched_peers():
+            return original(*args, **kwargs)
+
+    return fluid_pretrain
 
 
 def finalize_model_grads(original: Callable[..., None]) -> Callable[..., None]:

@@ -33,7 +33,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 WING = "megatron_fluid.patches"
 WING_FLOORS = (
     ("engine", "limits", "dataset_helpers")
-    + ("fused_weight_gradients", "peer_watch")
+    + ("fused_weight_gradients",)
     + ("profile_steps", "rank_findings"),
     ("cpu", "failed_waits", "optimizer_step"),
     ("__init__",),
