@@ -364,14 +364,6 @@ def test_experts_of_ours_alone_are_not_captured_with_bounded_room(
     )
 
 
-@pytest.mark.parametrize("impl", ["none", "local", "transformer_engine", "full_iteration"])
-def test_graphs_hold_experts_with_biases(supported: TransformerConfig, impl: str) -> None:
-    config = copy.copy(supported)
-    config.cuda_graph_impl, config.cuda_graph_modules = impl, []
-    config.add_bias_linear = True
-    assert reasons(config, transport="local").experts is None
-
-
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
