@@ -1,6 +1,7 @@
 # make pretrain   a GPT mixture-of-experts on real text; more flags: make pretrain ARGS="--train-iters 500"
 # make test       lint, types and every test that this machine can run, a worker a core (in one process where there are GPUs)
 # make test-fast  lint, types and the tests that start no rank and no program, compile nothing, interpret no kernel
+# make test-versions  every supported minor version of Megatron-Core, from the package index
 # make bench      every benchmark on all GPUs of this host, then the tables: make bench ARGS="--only moe_layer attention"
 # make bench-hosts  overlap between hosts that this machine plays: root, iproute2, no GPU; about an hour on 2 quiet cores
 #
@@ -17,7 +18,7 @@ RANKS = $$($(PYTHON) -c 'import torch; print(torch.cuda.device_count() or 2)')
 ARGS :=
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m pytest -n auto --dist loadgroup
 
-.PHONY: pretrain test test-fast lint style bench bench-hosts environment readme clean
+.PHONY: pretrain test test-versions test-fast lint style bench bench-hosts environment readme clean
 
 pretrain: $(READY)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m megatron_fluid.cli run --nproc-per-node $(RANKS) \
@@ -30,6 +31,9 @@ test: style
 
 test-fast: TIER = -m "not (world or compile or process or interpreter or slow or gpu)"
 test-fast: test
+
+test-versions: $(READY)
+	$(PYTHON) -m tools.versions $(ARGS)
 
 lint: style
 	$(PYTHON) tools/typecheck.py

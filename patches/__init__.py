@@ -17,6 +17,9 @@ being imported); inside functions it may.
             ...
         return fluid_forward
 
+A patch that does not fit the Megatron found is left out, with those that require it; versions.py
+has what older versions lack.
+
 Prefer a method of a class over a function of a module: others hold functions by value. (Where one
 must be replaced, the engine also replaces it in every Megatron module that holds it.)
 """
@@ -31,6 +34,7 @@ from megatron_fluid.patches.cpu.table import CPU_PATCHES
 from megatron_fluid.patches.engine import switches
 from megatron_fluid.patches.engine.engine import Engine
 from megatron_fluid.patches.engine.patch import Patch, Row
+from megatron_fluid.patches.versions import SETTING_PATCHES
 
 __all__ = [
     "PATCHES",
@@ -53,7 +57,7 @@ __all__ = [
     "off_reason",
 ]
 
-SUPPORTED_MEGATRON = "0.19.*"
+SUPPORTED_MEGATRON = ">=0.16,<0.21"
 
 
 def _transformer_engine_works() -> bool:
@@ -97,11 +101,6 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="peer-watch",
         target="megatron.training.training:pretrain",
-        signature="(cfg_container, train_valid_test_dataset_provider, model_type, "
-        "forward_step_func, model_provider=None, process_non_loss_data_func=None, "
-        "get_embedding_ranks=None, get_position_embedding_ranks=None, non_loss_data_func=None, "
-        "store=None, inprocess_call_wrapper=None, p2p_communicator=None, pg_collection=None, "
-        "skip_model_parallel_init=False)",
         replacement="megatron_fluid.patches.failed_waits:pretrain",
         reason="a collective of Megatron that waits for a rank which is gone names neither rank "
         "nor operation",
@@ -109,16 +108,12 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="startup-table",
         target="megatron.training.training:setup_model_and_optimizer",
-        signature="(model_type, model_provider_func=None, checkpointing_context=None, *, "
-        "cfg_container=None, pg_collection=None)",
         replacement="megatron_fluid.patches.startup_report:setup_model_and_optimizer",
         reason="prints once, on rank 0, what is patched and which features are on",
     ),
     Patch(
         name="profile-steps",
         target="megatron.training.training:train_step",
-        signature="(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, "
-        "config, forward_backward_func, iteration=None, pg_collection=None, p2p_communicator=None)",
         replacement="megatron_fluid.patches.profile_steps:train_step",
         reason="draws the steps that --fluid-profile-steps names; Megatron offers no hook around a "
         "step",
@@ -126,26 +121,18 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="failed-waits-gradients",
         target="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
-        signature="(model, num_tokens=None, pg_collection=None, force_all_reduce=False)",
         replacement="megatron_fluid.patches.failed_waits:finalize_model_grads",
         reason="a wait for a peer that timed out is raised before gradients are reduced",
     ),
     Patch(
         name="failed-waits-graphed-step",
         target="megatron.core.optimizer.optimizer_cuda_graph:OptimizerCudaGraphWrapper.__call__",
-        signature="(self, *args, **kwargs)",
         replacement="megatron_fluid.patches.failed_waits:graphed_step",
         reason="the same before the optimizer steps by a CUDA graph, whose replay runs no hook",
     ),
     Patch(
         name="failed-waits-checkpoint",
         target="megatron.training.checkpointing:save_checkpoint",
-        signature="(iteration, model, optimizer, opt_param_scheduler, "
-        "num_floating_point_operations_so_far, checkpointing_context=None, pipeline_rank=None, "
-        "expert_rank=None, tensor_rank=None, pipeline_parallel=None, expert_parallel=None, "
-        "non_persistent_ckpt=False, train_data_iterator=None, "
-        "preprocess_common_state_dict_fn=None, release=False, tp_group=None, pp_group=None, "
-        "dp_cp_group=None, dp_group=None, expt_dp_group=None, rng_state_key_prefix='')",
         replacement="megatron_fluid.patches.failed_waits:save_checkpoint",
         reason="the same before a checkpoint is written; a full disk is named",
     ),
@@ -179,6 +166,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="self-attention-init",
+        requires=("self-attention",),
         target="megatron.core.transformer.attention:SelfAttention.__init__",
         signature="(self, config, submodules, layer_number, attn_mask_type=None, "
         "cp_comm_type=None, pg_collection=None, pp_layer_offset=None, name=None)",
@@ -199,6 +187,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="latent-attention-init",
+        requires=("latent-attention",),
         target="megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__",
         signature="(self, config, submodules, layer_number, attn_mask_type=None, "
         "cp_comm_type=None, pg_collection=None, pp_layer_offset=None, name=None)",
@@ -218,6 +207,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="moe-layer-init",
+        requires=("moe-layer",),
         target="megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
         signature="(self, config, submodules=None, layer_number=None, pg_collection=None, "
         "is_mtp_layer=False, name=None)",
@@ -260,6 +250,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="gradient-readiness",
+        requires=("gradient-readiness-count",),
         target="megatron.core.distributed.distributed_data_parallel:"
         "DistributedDataParallel._make_backward_post_hook",
         signature="(self, param)",
@@ -269,6 +260,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="gradient-readiness-count",
+        requires=("gradient-readiness",),
         target="megatron.core.distributed.param_and_grad_buffer:"
         "_ParamAndGradBucketGroup.register_grad_ready",
         signature="(self, param, force_all_reduce=False)",
@@ -278,6 +270,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="optimizer-step",
+        requires=("optimizer-clipping",),
         target="megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step_with_ready_grads",
         signature="(self)",
         replacement="megatron_fluid.patches.optimizer_step:step_in_one_pass",
@@ -287,6 +280,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="optimizer-clipping",
+        requires=("optimizer-step",),
         target="megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
         signature="(parameters, max_norm, total_norm, use_decoupled_grad=False)",
         replacement="megatron_fluid.patches.optimizer_step:clip_later",
@@ -319,6 +313,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="gradient-accumulation-fusion",
+        requires=("weight-gradient-kernel",),
         target="megatron.core.tensor_parallel.layers:_grad_accum_fusion_available",
         replacement="megatron_fluid.patches.fused_weight_gradients:availability",
         reason="without Apex's extension the setting is refused for the whole model, Transformer "
@@ -327,6 +322,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="deferred-embedding-gradients",
+        requires=("weight-gradient-kernel",),
         target="megatron.core.utils:drain_embedding_wgrad_compute",
         signature="(config, embedding_activation_buffer, grad_output_buffer, weight, tp_group)",
         replacement="megatron_fluid.patches.fused_weight_gradients:drain_embedding_gradients",
@@ -351,6 +347,7 @@ PATCHES: tuple[Patch, ...] = (
         **_WITH_TRANSFORMER_ENGINE,
         reason="the same where the norm is part of the linear",
     ),
+    *SETTING_PATCHES,  # what older versions lack: versions.py
     *CPU_PATCHES,  # only with --fluid-cpu: cpu/table.py
 )
 
@@ -382,6 +379,7 @@ _ENGINE = Engine(
     version=megatron_version,
     supported=SUPPORTED_MEGATRON,
     allow_unsupported=switches.allow_unsupported,
+    strict=switches.strict,
     disabled=switches.disabled,
     disabled_by=switches.disabled_by,
     switched_off=switches.switched_off,
@@ -397,7 +395,8 @@ def arm() -> None:
     megatron_fluid`. Idempotent.
 
     Raises:
-        PatchError: a patch does not fit the Megatron found; nothing stays patched.
+        PatchError: with --fluid-strict, a patch does not fit the Megatron found; nothing stays
+            patched.
     """
     if importlib.util.find_spec("wrapt") is None and not megatron_installed():
         return  # torch alone, without the package's other requirement: there is nothing to hook

@@ -11,6 +11,7 @@ from benchmarks.report.wire_plan import wire_plan
 from megatron_fluid.patches import PATCHES
 from megatron_fluid.patches.attention.limits import LATENT_LIMITS, OVERLAP_LIMITS, TE_LIMITS
 from megatron_fluid.patches.moe.limits import PARTS as MOE_PARTS
+from tools import versions
 from tools.megatron_test_table import table as megatron_tests
 from tools.settings_table import compatibility_table, limits_table, parts_table, patches_table
 
@@ -29,6 +30,7 @@ PARTS = {
     "latent_limits": lambda: limits_table(LATENT_LIMITS),
     "settings": compatibility_table,
     "results": summary,
+    "versions": versions.table,
     "wire_plan": wire_plan,
     "megatron_tests": megatron_tests,
 }

@@ -19,7 +19,7 @@ from megatron_fluid.cli.nvshmem_checks import LOOKS, Look
 __all__ = ["CHECKS", "Check"]
 
 _MINIMUM_PYTHON = (3, 12)
-_MINIMUM_TORCH = (2, 11)
+_MINIMUM_TORCH = (2, 10)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ _RDMA = ("cuda", "rdma devices")
 
 CHECKS: Mapping[str, Check] = {
     "python": Check(_python, "nothing of this package works", "install Python 3.12 or newer"),
-    "torch": Check(_torch, "nothing of this package works", "pip install 'torch>=2.11'"),
+    "torch": Check(_torch, "nothing of this package works", "pip install 'torch>=2.10.0a0'"),
     "wrapt": Check(_package("wrapt"), "Megatron is not patched", "pip install 'wrapt>=1.16'"),
     "torch.distributed": Check(
         _part_of_torch("torch.distributed", "is_available"),

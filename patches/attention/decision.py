@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.config import FluidConfig
+from megatron_fluid.patches import versions
 from megatron_fluid.patches.attention.core import REPORT as CORE_REPORT
 from megatron_fluid.patches.attention.core import exchanges_of
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
@@ -49,8 +50,6 @@ class OverlappedModule:
     def __init__(
         self, attention: Any, modules: dict[str, Any], config: FluidConfig, backend: str
     ) -> None:
-        from megatron.core.inference.utils import InferenceMode
-
         exchanges = exchanges_of(attention.core_attention)
         assert exchanges is not None
         self.config, self.backend = config, backend
@@ -60,7 +59,7 @@ class OverlappedModule:
         self.masks_matter = "alone" not in self.core.__dict__
         self.causal = attention.attn_mask_type.name == "causal"
         self.modules, self.hooks = modules, ModuleHooks(**modules)
-        self._inference_active = InferenceMode.is_active
+        self._inference_active = versions.inference_mode()
 
     def prepare(
         self, x: Tensor, mask: Tensor | None, given: dict[str, Any]
@@ -142,7 +141,9 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
     def setting_reason(self, config: FluidConfig, layer: Any) -> str | None:
         if config.cp_backend in ("collective", "megatron"):
             return f"cp_backend={config.cp_backend} was asked for"
-        reason = first_reason(self.limits, layer.config, config) or _own_exchange_reason(layer)
+        reason = first_reason(self.limits, layer.config, config)
+        reason = reason or versions.unknown_setting(layer.config, others="moe_")
+        reason = reason or _own_exchange_reason(layer)
         reason = reason or self._backend(config, layer)[1]
         # CPUs, which are for trying things out, overlap whatever they can.
         if reason is None and config.cp_backend == "auto" and not cpu_mode_active():

@@ -327,11 +327,18 @@ def multi_latent_attention(
     original(self, config, submodules, *mask_and_type, *rest)
 
 
+def _allow_no_cuda(original: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Defaults of initialize_megatron, where the one of allow_no_cuda is the first or, in 0.17, the
+    fourth."""
+    place = len(original) - 6 if len(original) == 9 else 0
+    return (*original[:place], True, *original[place + 1 :])
+
+
 MEGATRON_PATCHES.append(
     cpu_patch(
         "initialize_megatron",
         "megatron.training.initialize:initialize_megatron.__defaults__",
-        lambda original: (True, *original[1:]),  # the first is allow_no_cuda
+        _allow_no_cuda,
         "training asserts that CUDA is available",
     )
 )

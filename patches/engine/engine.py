@@ -3,20 +3,18 @@
 Arming registers an import hook for every module that a patch waits for, and imports nothing. When
 the first of these modules is imported (or already was), the whole table is checked: Megatron's
 version, and each target's signature (in its source file, if its module is not imported yet). Then
-the patches that wait for this module are applied, and others when their modules are imported. If
-one does not fit, every change is undone and a `PatchError` names the patch, the target, both
-signatures, the version found and the switch that turns the patch off. Reverting restores the
-original objects.
+the patches that wait for this module are applied, and others when their modules are imported. One
+that does not fit is left out, with those that require it: a warning and the report name the patch,
+the target and both signatures. A version outside the supported range turns all patches off, with a
+warning. In strict mode both raise a `PatchError` instead, and every change is undone. Reverting
+restores the original objects.
 `apply()` imports all modules, checks all patches, then applies them.
 """
 
 import dataclasses
-import gc
 import importlib
-import inspect
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,9 +23,11 @@ from typing import Any
 
 from megatron_fluid.errors import ConfigError, PatchError
 from megatron_fluid.patches.engine import signatures
+from megatron_fluid.patches.engine.changes import ABSENT, Change, built_before, own
 from megatron_fluid.patches.engine.patch import (
     APPLIED,
     ARMED,
+    MISFIT,
     NOT_NEEDED,
     OFF,
     REVERTED,
@@ -37,30 +37,17 @@ from megatron_fluid.patches.engine.patch import (
 
 __all__ = ["Engine"]
 
-_ABSENT = object()  # the attribute was not in its owner's own dict: inherited, or missing
-
-
-@dataclass(eq=False)
-class _Change:
-    """What was changed, and what it was before."""
-
-    patch: Patch
-    owner: Any
-    attribute: str
-    before: Any  # the raw object in the owner's dict, or _ABSENT
-    original: Any  # what a reader of the attribute saw
-    new: Any = None  # the raw object put in
-
 
 @dataclass
 class Engine:
-    """Applies a table of patches, all or nothing.
+    """Applies a table of patches: those that fit, or in strict mode all or nothing.
 
     Args:
         patches: the table; names and targets are unique.
         version: returns the megatron-core version found; called when something is to be applied.
         supported: the versions this package supports, e.g. "0.19.*".
         allow_unsupported: whether the user overrides that range; then only signatures decide.
+        strict: whether a patch that does not fit, or an unsupported version, is an error.
         disabled: names of patches that the user turned off.
         disabled_by: the variable or flag that named a patch, for the message.
         switched_off: the reason for patching nothing, or None.
@@ -77,6 +64,7 @@ class Engine:
     version: Callable[[], str]
     supported: str
     allow_unsupported: Callable[[], bool] = lambda: False
+    strict: Callable[[], bool] = lambda: True
     disabled: Callable[[], Iterable[str]] = tuple
     disabled_by: Callable[[str], str] = lambda name: "patch"
     switched_off: Callable[[], str | None] = lambda: None
@@ -84,7 +72,7 @@ class Engine:
     help_disable: str = ""
     prefixes: tuple[str, ...] = ("megatron", "__main__")
     _rows: dict[str, Row] = field(default_factory=dict, init=False)
-    _changes: list[_Change] = field(default_factory=list, init=False)
+    _changes: list[Change] = field(default_factory=list, init=False)
     _hooked: set[str] = field(default_factory=set, init=False)
     _armed: bool = field(default=False, init=False)
     _sources_checked: bool = field(default=False, init=False)
@@ -105,7 +93,7 @@ class Engine:
         """Apply patches whose modules are imported, and hook the other modules. Idempotent.
 
         Raises:
-            PatchError: a patch does not fit; nothing stays changed.
+            PatchError: in strict mode, a patch does not fit; nothing stays changed.
         """
         if self._armed or self._all_off():
             return
@@ -128,8 +116,8 @@ class Engine:
         then apply all. Idempotent.
 
         Raises:
-            PatchError: a patch does not fit, or its module cannot be imported; nothing stays
-                changed.
+            PatchError: in strict mode, a patch does not fit, or its module cannot be imported;
+                nothing stays changed.
             ConfigError: no patch of that name.
         """
         if self._all_off():
@@ -139,14 +127,11 @@ class Engine:
         self._quiet = True
         try:
             for patch in lot:
-                importlib.import_module(patch.waits_for)
-        except ImportError as error:
-            raise PatchError(
-                f"cannot import {patch.waits_for} for the patch {patch.name!r}: {error}"
-            ) from error
+                with self._leaving_out(patch):
+                    self._import(patch)
         finally:
             self._quiet = False
-        self._apply_lot(lot)
+        self._apply_lot([patch for patch in lot if patch in self._open()])
 
     def revert(self, *names: str) -> None:
         """Restore the objects that the patches (all, or those named) replaced. Idempotent.
@@ -194,9 +179,10 @@ class Engine:
         return self._row(name).state == APPLIED
 
     def off_reason(self, name: str) -> str | None:
-        """Why the patch is turned off, or None (also if it is not armed, or not needed here)."""
+        """Why the patch is turned off or does not fit, or None (also if it is not armed, or not
+        needed here)."""
         row = self._row(name)
-        return row.reason if row.state == OFF else None
+        return row.reason if row.state in (OFF, MISFIT) else None
 
     def version_problem(self) -> str | None:
         """What is wrong with the version found, and how to override it; None if it is
@@ -217,14 +203,22 @@ class Engine:
             self._apply_lot([p for p in self._open() if p.waits_for == module.__name__])
 
     def _apply_lot(self, lot: Sequence[Patch], late: bool = False) -> None:
-        """Check every patch of the lot, then apply it; on any error undo all changes of this
-        engine."""
+        """Check every patch of the lot, then apply those that fit; on any error undo all changes of
+        this engine."""
         try:
-            if lot and not self._sources_checked:
+            if not lot or not self._version_serves():
+                return
+            if not self._sources_checked:
                 self._check_sources([patch for patch in self._open() if patch not in lot])
-            changes = [self._resolve(patch) for patch in lot if self._needed(patch)]
+            changes = []
+            for patch in lot:
+                with self._leaving_out(patch):
+                    if self._needed(patch):
+                        changes.append(self._resolve(patch))
             for change in changes:
-                change.new = self._build(change)
+                with self._leaving_out(change.patch):
+                    change.new = self._build(change)
+            changes = [c for c in changes if self._rows[c.patch.name].state != MISFIT]
             for change in changes:
                 self._install(change)
         except BaseException as error:
@@ -232,16 +226,55 @@ class Engine:
             for patch in self._in_state(ARMED, APPLIED, REVERTED):
                 self._set(patch, OFF, f"nothing is patched: {error}")
             raise
-        notes = _built_before(changes) if late else {}
+        notes = built_before(changes) if late else {}
         for change in changes:
             note = notes.get(change.patch.name, "")
             self._set(change.patch, APPLIED, "; ".join(filter(None, [change.patch.reason, note])))
             if note:
                 warnings.warn(f"megatron_fluid: {change.patch.name}: {note}", stacklevel=2)
 
-    def _needed(self, patch: Patch) -> bool:
-        if problem := self.version_problem():
+    @contextmanager
+    def _leaving_out(self, patch: Patch) -> Iterator[None]:
+        """Leave the patch out where the block finds that it does not fit."""
+        try:
+            yield
+        except (PatchError, ImportError) as error:
+            if self.strict():
+                raise
+            self._leave_out(patch, str(error))
+
+    def _leave_out(self, patch: Patch, reason: str) -> None:
+        self._undo([change for change in self._changes if change.patch is patch])
+        self._set(patch, MISFIT, reason)
+        warnings.warn(f"megatron_fluid: {patch.name} is left out: {reason}", stacklevel=2)
+        for other in self._in_state(ARMED, APPLIED, REVERTED):
+            if patch.name in other.requires:
+                self._leave_out(other, f"it needs {patch.name}, which is left out")
+
+    def _import(self, patch: Patch) -> None:
+        try:
+            importlib.import_module(patch.waits_for)
+        except ImportError as error:
+            raise PatchError(
+                f"cannot import {patch.waits_for} for the patch {patch.name!r}: {error}"
+            ) from error
+
+    def _version_serves(self) -> bool:
+        """Whether the version found is supported; if not, all patches are off, or it is an error.
+
+        Raises:
+            PatchError: it is not, in strict mode.
+        """
+        if (problem := self.version_problem()) is None:
+            return True
+        if self.strict():
             raise PatchError(problem)
+        for patch in self._in_state(ARMED, APPLIED, REVERTED):
+            self._set(patch, OFF, problem)
+        warnings.warn(f"megatron_fluid is off: {problem}", stacklevel=2)
+        return False
+
+    def _needed(self, patch: Patch) -> bool:
         found, wanted = self.version(), patch.versions
         if wanted and not self.allow_unsupported() and not _matches(found, wanted):
             self._set(patch, NOT_NEEDED, f"for megatron-core {wanted}, found {found}")
@@ -260,10 +293,11 @@ class Engine:
                 continue
             found = signatures.in_source(patch.target)
             if found is not None:
-                self._check_signature(patch, found)
+                with self._leaving_out(patch):
+                    self._check_signature(patch, found)
         self._sources_checked = True
 
-    def _resolve(self, patch: Patch) -> _Change:
+    def _resolve(self, patch: Patch) -> Change:
         """Find the target and check its signature. Changes nothing."""
         module_name, _, path = patch.target.partition(":")
         owner: Any = importlib.import_module(module_name)
@@ -276,16 +310,16 @@ class Engine:
             raise PatchError(
                 self._misfit(patch, patch.signature or "it to exist", f"nothing ({error})")
             ) from None
-        before = _own(owner, attribute)
+        before = own(owner, attribute)
         if isinstance(before, staticmethod | classmethod):
             original = before.__func__
         if patch.signature is not None:
             self._check_signature(patch, signatures.of(original))
-        return _Change(patch, owner, attribute, before, original)
+        return Change(patch, owner, attribute, before, original)
 
     def _check_signature(self, patch: Patch, found: signatures.Parameters | None) -> None:
         expected = signatures.parse(str(patch.signature))
-        if found != expected:
+        if not signatures.fits(expected, found):
             wanted, given = signatures.describe(expected), signatures.describe(found)
             raise PatchError(self._misfit(patch, wanted, given))
 
@@ -293,10 +327,10 @@ class Engine:
         return (
             f"the patch {patch.name!r} does not fit {patch.target}: expected {expected}, found "
             f"{found}, in megatron-core "
-            f"{self.version()}. Nothing is patched. {self.help_disable.format(name=patch.name)}"
+            f"{self.version()}. {self.help_disable.format(name=patch.name)}"
         )
 
-    def _build(self, change: _Change) -> Any:
+    def _build(self, change: Change) -> Any:
         factory = change.patch.replacement
         if isinstance(factory, str):
             module_name, _, attribute = factory.partition(":")
@@ -307,21 +341,21 @@ class Engine:
                 new = kind(new)
         return new
 
-    def _install(self, change: _Change) -> None:
+    def _install(self, change: Change) -> None:
         setattr(change.owner, change.attribute, change.new)
         self._changes.append(change)
         if isinstance(change.owner, ModuleType):
             self._rebind(change.original, change.new)
 
-    def _undo(self, changes: Sequence[_Change]) -> list[str]:
+    def _undo(self, changes: Sequence[Change]) -> list[str]:
         """Restore, last change first. Returns the targets that other code has replaced since."""
         foreign = []
         for change in reversed(list(changes)):
             self._changes.remove(change)
-            if _own(change.owner, change.attribute) is not change.new:
+            if own(change.owner, change.attribute) is not change.new:
                 foreign.append(change.patch.target)
                 continue
-            if change.before is _ABSENT:
+            if change.before is ABSENT:
                 delattr(change.owner, change.attribute)
             else:
                 setattr(change.owner, change.attribute, change.before)
@@ -374,13 +408,6 @@ class Engine:
         self._rows[patch.name] = dataclasses.replace(row, state=state, reason=reason)
 
 
-def _own(owner: Any, attribute: str) -> Any:
-    """The owner's own attribute, unbound and not inherited; _ABSENT if it has none."""
-    if inspect.isdatadescriptor(getattr(type(owner), attribute, None)):
-        return getattr(owner, attribute)  # in a slot, such as a function's __defaults__
-    return vars(owner).get(attribute, _ABSENT)
-
-
 def _imported(name: str) -> bool:
     """Whether the module's import is complete."""
     module = sys.modules.get(name)
@@ -396,23 +423,3 @@ def _matches(version: str, versions: str) -> bool:
 
     specifier = versions if versions[:1] in "<>=!~" else f"=={versions}"
     return SpecifierSet(specifier, prereleases=True).contains(version)
-
-
-def _built_before(changes: Sequence[_Change]) -> dict[str, str]:
-    """Warnings by patch, if objects exist of a class whose `__init__` it replaces. Walks over the
-    process's objects once for all patches, because that is slow."""
-    inits = [c for c in changes if c.attribute == "__init__" and isinstance(c.owner, type)]
-    found: Counter[str] = Counter()
-    if inits:
-        owners = tuple(change.owner for change in inits)
-        kinds = Counter(type(thing) for thing in gc.get_objects())
-        for kind in [kind for kind in kinds if issubclass(kind, owners)]:
-            for change in inits:
-                if issubclass(kind, change.owner):
-                    found[change.patch.name] += kinds[kind]
-    return {
-        change.patch.name: f"{found[change.patch.name]} {change.owner.__name__} built before it "
-        "were made without it"
-        for change in inits
-        if found[change.patch.name]
-    }

@@ -4,9 +4,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["APPLIED", "ARMED", "MEGATRON", "NOT_NEEDED", "OFF", "REVERTED", "Patch", "Row"]
+__all__ = [
+    "APPLIED",
+    "ARMED",
+    "MEGATRON",
+    "MISFIT",
+    "NOT_NEEDED",
+    "OFF",
+    "REVERTED",
+    "Patch",
+    "Row",
+]
 
 ARMED, APPLIED, OFF, NOT_NEEDED, REVERTED = "armed", "applied", "off", "not needed", "reverted"
+MISFIT = "misfit"  # Megatron's target is not what the patch was written for
 
 MEGATRON = "Megatron"  # group of the patches outside CPU mode
 
@@ -23,7 +34,10 @@ class Patch:
             classmethod is unwrapped for the factory and wrapped again.
         reason: why this is a patch and no layer spec or setting; one sentence, shown to users.
         signature: the signature it was written for, as after `def name`: "(self, x, *,
-            group=None)". Names, kinds and the presence of defaults must agree. None: not checked.
+            group=None)". Names, kinds and the presence of defaults must agree, but optional
+            parameters may be missing (signatures.fits). None: not checked, for a flag or a
+            replacement that passes all arguments on.
+        requires: names of patches without which this one is not applied.
         versions: megatron-core versions that need it, "0.19.*" or a specifier such as
             ">=0.19.1,<0.20". None: every supported version.
         trigger: the module after whose import it is applied. Default: the module of its target.
@@ -45,6 +59,7 @@ class Patch:
     condition: str = ""
     group: str = MEGATRON
     adds: bool = False
+    requires: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_fluid.errors import PatchError
 
-__all__ = ["Parameters", "describe", "in_source", "of", "parse"]
+__all__ = ["Parameters", "describe", "fits", "in_source", "of", "parse"]
 
 Parameters = inspect.Signature  # without annotations, every default the same
 
@@ -65,6 +65,22 @@ def of(function: Callable[..., Any]) -> Parameters | None:
             for p in found
         ]
     )
+
+
+def fits(expected: Parameters, found: Parameters | None) -> bool:
+    """Whether a replacement written for `expected` can stand for `found`: the same parameters in
+    the same order, of which optional ones may be missing, as in an older version.
+
+        >>> fits(parse("(self, x, mask=None, *, name=None)"), parse("(self, x, *, name=None)"))
+        True
+    """
+    if found is None:
+        return False
+    optional = [n for n, p in expected.parameters.items() if p.default is _DEFAULT]
+    missing = [name for name in optional if name not in found.parameters]
+    return found.parameters.items() == {
+        name: p for name, p in expected.parameters.items() if name not in missing
+    }.items() and list(found.parameters) == [n for n in expected.parameters if n not in missing]
 
 
 def describe(parameters: Parameters | None) -> str:

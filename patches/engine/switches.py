@@ -1,7 +1,7 @@
 """Switches that must be known before Megatron parses its arguments, because patches are applied
 when Megatron's modules are imported.
 
-Each is an environment variable. Five are flags of Megatron's command line too: these are looked up
+Each is an environment variable. Six are flags of Megatron's command line too: these are looked up
 in `sys.argv` here, and arguments.py declares them to Megatron's own parser.
 """
 
@@ -20,6 +20,7 @@ __all__ = [
     "disabled",
     "disabled_by",
     "fused_optimizer_asked",
+    "strict",
     "switched_off",
     "verbose",
 ]
@@ -57,6 +58,12 @@ _FUSED_OPTIMIZER = _Switch(
     "Clip gradients, step Transformer Engine's Adam and copy into the model in one launch, under "
     "the distributed optimizer.",
 )
+_STRICT = _Switch(
+    "--fluid-strict",
+    "MEGATRON_FLUID_STRICT",
+    "End with an error where megatron-core is of an unsupported version or a patch does not fit "
+    "it; without this they are left out with a warning.",
+)
 _VERBOSE = _Switch(
     "--fluid-verbose",
     "MEGATRON_FLUID_VERBOSE",
@@ -66,7 +73,7 @@ _VERBOSE = _Switch(
 
 def add_switches(parser: argparse._ActionsContainer) -> None:
     """Declare the flags among the switches."""
-    for switch in (_UNSUPPORTED, _CPU, _FUSED_OPTIMIZER, _VERBOSE):
+    for switch in (_UNSUPPORTED, _STRICT, _CPU, _FUSED_OPTIMIZER, _VERBOSE):
         words = f"{switch.help} Also {switch.variable}=1."
         parser.add_argument(switch.flag, action="store_true", help=words)
     parser.add_argument(
@@ -91,7 +98,7 @@ def switched_off(environ: _Environ = None) -> str | None:
 
 def allow_unsupported(environ: _Environ = None, argv: _Argv = None) -> bool:
     """Whether the user overrides the supported range of megatron-core versions. Raises ConfigError
-    if the variable is neither on nor off, as the next three do."""
+    if the variable is neither on nor off, as the next four do."""
     return _asked(_UNSUPPORTED, environ, argv)
 
 
@@ -103,6 +110,11 @@ def cpu_mode_asked(environ: _Environ = None, argv: _Argv = None) -> bool:
 def fused_optimizer_asked(environ: _Environ = None, argv: _Argv = None) -> bool:
     """Whether the user wants clipping, Adam and the copy into the model in one launch."""
     return _asked(_FUSED_OPTIMIZER, environ, argv)
+
+
+def strict(environ: _Environ = None, argv: _Argv = None) -> bool:
+    """Whether what does not fit Megatron is an error."""
+    return _asked(_STRICT, environ, argv)
 
 
 def verbose(environ: _Environ = None, argv: _Argv = None) -> bool:

@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fluid.moe.activations import Activation, Variant, resolve_activation
+from megatron_fluid.patches import versions
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks, is_foreign
 
 __all__ = ["activation_name", "expert_modules_reason", "linears_of", "resolve"]
@@ -143,7 +144,7 @@ def _names_of(experts: torch.nn.Module, kind: str) -> list[tuple[str, bool]]:
 def _unreadable(parameter: Any) -> str | None:
     """What a parameter is whose values cannot be read where they lie, or None."""
     kind = type(parameter)
-    if not fp8_utils.is_grouped_tensor(parameter):
+    if not versions.is_grouped_tensor(parameter):
         if kind is torch.nn.Parameter and type(parameter.data) is torch.Tensor:
             return None
         return f"{type(parameter.data).__name__}, not a plain tensor"

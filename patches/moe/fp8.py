@@ -28,8 +28,10 @@ def computes_in_fp8(layer: MoELayer) -> bool:
     bf16."""
     from megatron.core.fp8_utils import is_first_last_bf16_layer
 
+    from megatron_fluid.patches.versions import in_prediction
+
     config = layer.config
-    if not config.fp8 or layer.is_mtp_layer:
+    if not config.fp8 or in_prediction(layer):
         return bool(config.fp8)
     return not is_first_last_bf16_layer(config, layer.layer_number - 1)
 

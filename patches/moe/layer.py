@@ -19,6 +19,7 @@ Shapes: S sequence, B batch, T = S * B tokens of this rank, K top-k, E experts, 
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -336,6 +337,9 @@ _request = threading.local()
 def topk_routing(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace `topk_routing_with_score_function`: as Megatron's, but for the routing that `route`
     asks for."""
+
+    if "dense_output" not in inspect.signature(original).parameters:
+        return original  # before 0.17; choices are then read from its maps
 
     @functools.wraps(original)
     def fluid_topk_routing(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from megatron_fluid.config import FluidConfig
 from megatron_fluid.moe.call import ExpertCall
 from megatron_fluid.moe.expert_weights import ExpertWeights, GivenWeights, KeptLayout, Packed
 from megatron_fluid.moe.offloading import Offload
+from megatron_fluid.patches import versions
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts
 from megatron_fluid.patches.moe.limits import PHASES
@@ -328,7 +329,6 @@ class OwnExperts:
     offload: Offload | None = None
 
     def __init__(self, layer: MoELayer, config: FluidConfig, ordered: bool = True) -> None:
-        from megatron.core.inference.utils import InferenceMode
         from megatron.core.tensor_parallel import layers
 
         from megatron_fluid.patches.moe.expert_modules import resolve
@@ -343,10 +343,10 @@ class OwnExperts:
         self._known = self._surroundings(layer)
         self._state = self.weights.look().state
         self._gathers = ParameterGathers()
-        self.inference_active = InferenceMode.is_active
+        self.inference_active = versions.inference_mode()
         self.fused_main_grad = bool(layer.config.gradient_accumulation_fusion)
         self.fp8 = computes_in_fp8(layer)
-        self.name = f"{'MTP ' if layer.is_mtp_layer else ''}MoE layer {layer.layer_number}"
+        self.name = versions.layer_name(layer)
         self._probs_on_input = bool(layer.config.moe_apply_probs_on_input)
 
     def _surroundings(self, layer: MoELayer) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ from megatron_fluid.patches.moe.limits import (
     bounds_rows,
     offloads_in_experts,
 )
+from megatron_fluid.patches.versions import unknown_setting
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -85,6 +86,8 @@ def part_reasons(
     exchange = first_reason(LAYER_LIMITS + EXCHANGE_LIMITS, config, fluid)
     experts = first_reason(LAYER_LIMITS + EXPERT_LIMITS, config, fluid)
     experts = experts or fp8_reason(config, fluid)
+    unknown = unknown_setting(config)
+    exchange, experts = exchange or unknown, experts or unknown
     fusion = first_reason(FUSION_LIMITS, config, fluid)
     if layer is not None:
         from megatron_fluid.patches.moe.expert_modules import expert_modules_reason

@@ -27,7 +27,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.inference.utils import InferenceMode
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -40,6 +39,7 @@ from megatron_fluid.errors import FluidError
 from megatron_fluid.moe.backends import BACKENDS, LayerShape
 from megatron_fluid.moe.open_exchange import OpenExchange
 from megatron_fluid.moe.transport import TokenTransport
+from megatron_fluid.patches import versions
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
 from megatron_fluid.patches.moe.separate_experts import SeparateExperts
@@ -89,7 +89,7 @@ class ExchangedLayer:
             num_experts=int(layer.config.num_moe_experts),
             top_k=self.top_k,
             ffn=int(layer.config.moe_ffn_hidden_size),
-            name=f"{'MTP ' if layer.is_mtp_layer else ''}MoE layer {layer.layer_number}",
+            name=versions.layer_name(layer),
             room=microbatch_room(),
         )
         self.transports = BACKENDS[backend](shape, shared_rounds(layer.ep_group, config.timeout_s))
@@ -158,7 +158,7 @@ class FluidTokenDispatcher(MoETokenDispatcher):
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
         """[S, B, H], bool [T, E], [T, E] -> what token_dispatch takes."""
-        exchange = None if InferenceMode.is_active() else self._exchange()
+        exchange = None if versions.inference_mode()() else self._exchange()
         self._call = None
         if exchange is None:
             return self.stock.dispatch_preprocess(tokens, routing_map, probs)  # type: ignore[no-any-return]

@@ -243,6 +243,38 @@ def test_an_error_at_a_later_import_takes_back_what_was_applied_before(fakemega:
     assert fakemega("layers").Layer(1).forward(1) == 1  # the program may go on, unpatched
 
 
+def test_a_patch_that_does_not_fit_is_left_out_with_those_that_need_it(fakemega: Any) -> None:
+    """Also where it is found only when its module is imported, after others were applied."""
+    missing = Patch("missing", "fakemega.layers:Layer.gone", tag, "test")
+    needs = Patch("needs", "fakemega.functions:double", negate, "test", requires=("missing",))
+    also = Patch("also", "fakemega.layers:Layer.klass", tag, "test", requires=("needs",))
+    made = engine(needs, FORWARD, missing, also, strict=lambda: False)
+    made.arm()
+    functions = fakemega("functions")
+    assert functions.double(1) == -2
+    with pytest.warns(UserWarning, match="missing is left out: .* does not fit fakemega.layers"):
+        layer = fakemega("layers").Layer(1)
+    assert functions.double(1) == 2
+    assert layer.forward(1) == -1
+    found = {row.patch: (row.state, row.reason) for row in made.report()}
+    assert found["forward"][0] == "applied"
+    assert found["needs"] == ("misfit", "it needs missing, which is left out")
+    assert found["also"] == ("misfit", "it needs needs, which is left out")
+    assert made.off_reason("missing") is not None
+    made.revert()
+    assert layer.forward(1) == 1
+
+
+def test_a_version_outside_the_range_turns_all_off_with_one_warning(fakemega: Any) -> None:
+    made = engine(DOUBLE, FORWARD, version="0.20.0", strict=lambda: False)
+    made.arm()
+    with pytest.warns(UserWarning, match="is off: megatron-core 0.20.0 found"):
+        functions = fakemega("functions")
+    assert functions.double(1) == 2
+    assert fakemega("layers").Layer(1).forward(1) == 1
+    assert set(states(made).values()) == {"off"}
+
+
 def test_a_factory_that_fails_takes_everything_back(fakemega: Any) -> None:
     def broken(original: object) -> object:
         raise RuntimeError("no such kernel")
