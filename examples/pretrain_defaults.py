@@ -196,8 +196,8 @@ def default_settings(given: Mapping[str, Any], machine: Machine) -> dict[str, An
     # Logs, evaluation, checkpoints.
     default(log_interval=10, eval_iters=10, eval_interval=1000, save_interval=1000)
     default(exit_signal_handler=True)
-    if not value("exit_interval", None):  # a run that ends early on purpose keeps nothing
-        default(save=value("load", None) or f"{RUN_FOLDER}/checkpoints")
+    ends_early = value("exit_interval", None)  # on purpose: it keeps nothing
+    default(save=None if ends_early else value("load", None) or f"{RUN_FOLDER}/checkpoints")
     default(tensorboard_dir=f"{run_folder_of(value('save', None), UNSAVED)}/tensorboard")
 
     # Machine: only kernels that are there, NCCL alone on GPUs.
