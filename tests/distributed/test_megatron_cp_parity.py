@@ -93,8 +93,7 @@ def test_losses_and_gradient_norms_are_those_of_one_rank(
             for case in cases:
                 run, reference = runs[case.name], by_model[case.model]
                 calls = _overlapped_calls(case, world)
-                taken = "collective" if case.model == LATENT else "rounds"
-                assert run.attention == [taken] * (LAYERS // case.pp), case.name
+                assert run.attention == ["rounds"] * (LAYERS // case.pp), case.name
                 assert run.attention_calls == calls, case.name
                 assert run.gradient_norms == pytest.approx(reference.gradient_norms, rel=2e-5), (
                     case.name
