@@ -32,10 +32,10 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # engine imports when it applies them.
 WING = "megatron_fluid.patches"
 WING_FLOORS = (
-    ("engine", "limits", "dataset_helpers")
+    ("engine", "limits", "dataset_helpers", "known_settings")
     + ("fused_weight_gradients",)
     + ("profile_steps", "rank_findings"),
-    ("cpu", "failed_waits", "optimizer_step"),
+    ("cpu", "failed_waits", "optimizer_step", "versions"),
     ("__init__",),
     ("arguments", "gradient_readiness", "overlap_decision", "weight_gradients"),
     ("linears", "moe"),
