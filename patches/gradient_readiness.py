@@ -125,6 +125,13 @@ class _Owner:
     def gate_with(self, param: Tensor) -> ReadyGate | None:
         return self._gates().get(id(param))
 
+    def count_again(self) -> None:
+        # As in Megatron's first iteration: reductions start when backward is over, and the counts
+        # are those to expect from then on.
+        if (ddp := self.ddp()) is not None:
+            for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
+                group.is_first_batch = True
+
     def bucket_groups(self, params: Sequence[Tensor]) -> tuple[Any, ...]:
         """The bucket groups of `params`, each once."""
         ddp = self.ddp()

@@ -63,6 +63,10 @@ class GradientOwner(Protocol):
     def gate_with(self, param: Tensor) -> ReadyGate | None:
         """The gate that a parameter is in."""
 
+    def count_again(self) -> None:
+        """From this iteration on another number of backward passes may have a gradient for the
+        same parameter. Called in forward, on all ranks alike."""
+
 
 @dataclass(slots=True)
 class _Backward:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as every
 
+from megatron_fluid.backward.readiness import gradient_owner
+
 __all__ = ["ModuleHooks", "is_foreign", "replaced_forward"]
 
 # Modules whose hooks Megatron's train_step registers for single iterations, on all ranks alike
@@ -68,6 +70,7 @@ class ModuleHooks:
         self._children = [module._modules for module in self._bare if module._modules]
         self._classes: list[Any] = [*dict.fromkeys(map(type, self._bare))]
         self._known = self._identity()
+        self._was_logged = False
 
     def _identity(self) -> tuple[Any, ...]:
         """Classes, children and the classes' forwards, compared by identity. Runs over some hundred
@@ -97,13 +100,22 @@ class ModuleHooks:
 
     def logged(self) -> str | None:
         """Say that Megatron saves activations or gradients in this iteration, and name the first
-        module; or None. All ranks agree."""
-        if not self.registered():
+        module; or None. All ranks agree.
+
+        Asked in every forward. Where the answer changes, so does the path of the layer, and with
+        selective recomputation the number of backward passes that reach its parameters: the owners
+        of their gradients count them again.
+        """
+        if not (self._was_logged or self.registered()):
             return None
-        for name, hooks in self._other:
-            if any(_is_logger(hook) for hook in hooks.values()):
-                return f"Megatron saves activations or their gradients ({name}'s first)"
-        return None
+        names = (n for n, hooks in self._other if any(map(_is_logger, hooks.values())))
+        first = next(names, None)
+        if self._was_logged is not (first is not None):
+            self._was_logged = first is not None
+            owners = (gradient_owner(p) for module in self._bare for p in module.parameters(False))
+            for owner in {id(owner): owner for owner in owners if owner is not None}.values():
+                owner.count_again()
+        return first and f"Megatron saves activations or their gradients ({first}'s first)"
 
     def replaced(self) -> str | None:
         """Name the first module with a forward on the instance, or whose class, children or class's
