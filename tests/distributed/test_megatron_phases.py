@@ -1,5 +1,5 @@
-"""The 1F1B expert overlap, which calls a layer's phases one by one, and latent experts, with
-projections of the layer around the exchange: with our exchange the gradients are Megatron's."""
+"""Megatron's experts behind this package's exchange, with Megatron's own gradients: under the 1F1B
+expert overlap, which calls a layer's phases one by one, and under autocast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from tests.support.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
-from tests.support.exchanged_layers import WAYS, guarded, layer_both, plug_in
+from tests.support.megatron_parity import plug_in
+from tests.support.tiny_gpt import guarded
+
+WAYS = ("stock", "exchange")
 
 
 def _one_by_one(way: str, delayed: bool = False) -> dict[str, Any]:
@@ -42,7 +45,7 @@ def _one_by_one(way: str, delayed: bool = False) -> dict[str, Any]:
     }
     scale = mock.patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.ones(1))
     count = mock.patch.object(separate_experts._DelayedGradients, "run", counted)
-    with plug_in(way != "stock") as (calls, exchanged), scale, count:
+    with plug_in(way != "stock") as counts, scale, count:
         config = tiny_gpt.config_of(**overrides)
         config.bf16, config.delay_wgrad_compute = False, delayed
         model = tiny_gpt.gpt(config)
@@ -68,29 +71,8 @@ def _one_by_one(way: str, delayed: bool = False) -> dict[str, Any]:
             )
             losses += [float(report["loss"]) for report in found]
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        counts = len(calls), len(exchanged)
-        return {"losses": losses, "grads": grads, "counts": counts, "delayed": sum(ran)}
-
-
-class _Projection(torch.nn.Linear):
-    """Stands in for Transformer Engine's linear, which needs a GPU."""
-
-    def __init__(self, width: int, out: int, *, config: Any, bias: bool, **_: Any) -> None:
-        super().__init__(width, out, bias, dtype=config.params_dtype)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return super().forward(x), None
-
-
-def _latent(rank: int) -> dict[str, Any]:
-    """A layer whose experts live in a narrower space."""
-    from megatron.core.transformer.moe import moe_layer
-
-    with (
-        mock.patch.object(moe_layer, "HAVE_TE", True),
-        mock.patch.object(moe_layer, "TELinear", _Projection),
-    ):
-        return layer_both(rank, {"moe_latent_size": 12}, (6, 8), "latent")
+        counted = counts["fused"], counts["exchange"]
+        return {"losses": losses, "grads": grads, "counts": counted, "delayed": sum(ran)}
 
 
 def _autocast(rank: int) -> dict[str, torch.Tensor]:
@@ -99,8 +81,8 @@ def _autocast(rank: int) -> dict[str, torch.Tensor]:
     from tests.support import tiny_gpt
 
     found = {}
-    for way in WAYS[:2]:
-        with plug_in(way != "stock") as (_, exchanged):
+    for way in WAYS:
+        with plug_in(way != "stock") as counts:
             autocast = {"enable_autocast": True, "autocast_dtype": torch.bfloat16}
             config = tiny_gpt.config_of(moe_grouped_gemm=True, **autocast)
             # Megatron's linears and its router know the autocast of GPUs alone.
@@ -113,7 +95,7 @@ def _autocast(rank: int) -> dict[str, torch.Tensor]:
             output.float().square().sum().backward()
             found[f"{way} output"], found[f"{way} input"] = output.detach(), hidden.grad
             found |= {f"{way} {name}": p.grad for name, p in layer.named_parameters()}
-            assert len(exchanged) == (way != "stock")
+            assert counts["exchange"] == (way != "stock")
     return found  # type: ignore[return-value]
 
 
@@ -122,9 +104,8 @@ def _world(rank: int, world_size: int) -> dict[str, Any]:
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
-    found = {"latent": guarded(lambda: _latent(rank))}
-    found["autocast"] = guarded(lambda: _autocast(rank))
-    for way in WAYS[:2]:
+    found = {"autocast": guarded(lambda: _autocast(rank))}
+    for way in WAYS:
         found[f"one by one {way}"] = guarded(lambda w=way: _one_by_one(w))
     found["one by one delayed"] = guarded(lambda: _one_by_one("exchange", delayed=True))
     return found
@@ -133,18 +114,6 @@ def _world(rank: int, world_size: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ep2() -> list[dict[str, Any]]:
     return run_ranks(_world, 2, timeout_s=300)
-
-
-def test_experts_in_a_latent_space(ep2: list[dict[str, Any]]) -> None:
-    for result in ep2:
-        case = result["latent"]
-        assert "error" not in case, case["error"]
-        assert case["counts"] == {"stock": (0, 0), "exchange": (0, 3)}
-        assert case["reason"].startswith("moe_latent_size=12") and case["separate"]
-        differences = case["differences"]["exchange"]
-        assert any("fc1_latent_proj" in name for name in differences)
-        for what, (size, difference) in differences.items():
-            assert difference <= 1e-11 * max(size, 1.0), what
 
 
 def test_under_autocast_the_experts_are_megatrons_behind_our_exchange(
@@ -163,7 +132,7 @@ def test_under_autocast_the_experts_are_megatrons_behind_our_exchange(
 
 def test_phases_of_the_1f1b_overlap_called_one_by_one(ep2: list[dict[str, Any]]) -> None:
     for result in ep2:
-        stock, ours, delayed = (result[f"one by one {way}"] for way in (*WAYS[:2], "delayed"))
+        stock, ours, delayed = (result[f"one by one {way}"] for way in (*WAYS, "delayed"))
         for case in (stock, ours, delayed):
             assert "error" not in case, case["error"]
         assert stock["counts"] == (0, 0) and len(stock["grads"]) > 20
