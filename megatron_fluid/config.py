@@ -158,8 +158,7 @@ class FluidConfig:
         timeout_s: bound in seconds on every wait for a peer. None takes the timeout of the process
             group that waits: no rank then gives up before the group's own collectives would.
         deterministic: tensor parallelism without symmetric memory sums in rank order, not as NCCL
-            likes, at some cost; pieces in which tokens cross between hosts follow from bytes,
-            not on CPUs from measured rates. Every other sum has a fixed order anyway.
+            likes, at some cost. Every other sum has a fixed order anyway.
         tp_overlap: Megatron's own linear layers under tensor and sequence parallelism, with their
             collectives hidden behind their GEMMs: "auto" where that is faster, "on" everywhere,
             "off" nowhere.

@@ -18,12 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.cases.moe import MoECase
-from benchmarks.cases.wire_times import hosts_reached, plain_s
 from benchmarks.harness.emulated_hosts import DEVICE
 from benchmarks.harness.results import Row
-from megatron_fluid.moe.hierarchical.choice import ExpertCost, works
-from megatron_fluid.moe.hierarchical.model import Form, Wire, two_level_s
-from megatron_fluid.moe.hierarchical.wire import forget_wires
 
 __all__ = [
     "CASES",
@@ -35,7 +31,6 @@ __all__ = [
     "label",
     "link_row",
     "pin",
-    "predicted_ms",
     "rate_for",
     "sent_bytes",
 ]
@@ -91,13 +86,11 @@ class Parent:
         self._connection = Connection(int(number)) if number else None
 
     def set_rate(self, bits_per_s: float | None) -> None:
-        """Change the rate of all links, before any rank goes on. Ours measures it anew in its next
-        call. Collective."""
+        """Change the rate of all links, before any rank goes on. Collective."""
         dist.barrier()
         if self._connection is not None:
             self._connection.send(("rate", bits_per_s))
             assert self._connection.recv() is True
-        forget_wires()
         dist.barrier()
 
     def rows(self, rows: list[Row]) -> None:
@@ -126,40 +119,6 @@ def label(name: str, ratio: float) -> str:
 def rate_for(ratio: float, compute_ms: float, wire_bytes: float) -> float | None:
     """Bits a second at which a link needs `ratio` times `compute_ms` for `wire_bytes`."""
     return wire_bytes * 8 / (ratio * compute_ms / 1e3) if ratio else None
-
-
-def predicted_ms(
-    case: WireCase, mode: str, unlimited_ms: float, wire_bytes: float, rate: float,
-    cost: ExpertCost, form: Form | None, exchange_ms: float = 0.0,
-) -> float:  # fmt: skip
-    """What the model (moe/hierarchical/model.py) says that an MoE layer takes over this link.
-
-    Args:
-        unlimited_ms: what it was measured to take over links without a limit.
-        wire_bytes: that the host sends in one call that sends most. rate: of a host's link, bits a
-            second.
-        cost: of ours; what a row costs follows from unlimited_ms.
-        form: that ours took; None: one all-to-all each way.
-        exchange_ms: what the all-to-alls of a dispatch and a combine were measured to take by
-            themselves over links without a limit; of ours, which computes meanwhile, nothing.
-    """
-    moe, train = case.moe, mode == "train"
-    # Forward, gradients of the inputs and weight gradients are a third each.
-    computed_ms = unlimited_ms - exchange_ms * (2 if train else 1)
-    pass_ms = computed_ms / 3 if train else computed_ms
-    own = case.tokens * moe.top_k / case.hosts
-    crossing = case.tokens * moe.top_k - own
-    cost = cost._replace(row_s=(pass_ms / 1e3 - cost.pass_s) / (own + crossing))
-    tokens = case.tokens * hosts_reached(case.hosts, moe.experts, moe.top_k)
-    passes = works(own, crossing, tokens, moe.hidden * 4, moe.top_k, cost)
-    passes = passes if train else passes[:1]
-    computed = sum(work.out_bytes + work.back_bytes for work in passes)
-    # As fast for the bytes that the model counts as the link is for those of all headers.
-    wire = Wire(computed * rate / 8 / wire_bytes, streams=(case.hosts - 1) * case.ranks)
-    if form is None:
-        by_turns = 1 / (case.hosts * case.ranks - 1)
-        return 1e3 * sum(plain_s(work, wire, by_turns) for work in passes)
-    return 1e3 * sum(two_level_s(work, wire, form) for work in passes)
 
 
 def link_row(

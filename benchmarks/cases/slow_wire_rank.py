@@ -34,7 +34,6 @@ from benchmarks.cases.slow_wire import (
     label,
     link_row,
     pin,
-    predicted_ms,
     rate_for,
     sent_bytes,
 )
@@ -44,10 +43,6 @@ from megatron_fluid import MoEBaseline, MoEConfig, MoELayer, SelfAttention, Tran
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound
 from megatron_fluid.config import FluidConfig, set_config
-from megatron_fluid.moe.hierarchical import transport
-from megatron_fluid.moe.hierarchical.choice import ExpertCost, ExpertShape, expert_cost
-from megatron_fluid.moe.hierarchical.model import Form
-from megatron_fluid.plan.machine import REFERENCE
 
 __all__ = ["main"]
 
@@ -71,36 +66,6 @@ class BlockingRounds(P2PRounds):
         pending = super().exchange(*args, **kwargs)
         pending.wait()
         return pending
-
-
-class _Forms:
-    """Notes in which form two levels moved tokens in a variant's last call."""
-
-    def __init__(self) -> None:
-        self.last: Form | None = None
-        self.own: Form | None = None
-        choose = transport.choose_form
-
-        def noted(*given: Any) -> Form:
-            self.last = choose(*given)
-            return self.last
-
-        transport.choose_form = noted
-
-    def of(self, call: Callable[[], object]) -> Callable[[], object]:
-        """`call`, after which `own` is the form that it took."""
-
-        def noted() -> None:
-            call()
-            self.own = self.last
-
-        return noted
-
-
-def _words(form: Form) -> str:
-    if form.joined:
-        return "at once"
-    return f"{form.chunks} pieces, {form.first:g} of the experts first"
 
 
 class _Megatron(nn.Module):
@@ -259,12 +224,6 @@ def _builders(case: WireCase) -> dict[str, Callable[[], nn.Module]]:
     }
 
 
-def _cost(layer: Any) -> ExpertCost:
-    """What the layer's choice of a form counts with."""
-    shape = ExpertShape.of(*layer.expert_weights())
-    return expert_cost(REFERENCE["cpu"], shape, layer.num_local_experts)
-
-
 def _bytes_of(call: Callable[[], object]) -> int:
     """What a host sends in one call, of the host that sends most. Collective."""
     dist.barrier()
@@ -277,20 +236,6 @@ def _bytes_of(call: Callable[[], object]) -> int:
     return int(found)
 
 
-def _exchange_ms(case: WireCase) -> float:
-    """Milliseconds that a dispatch and a combine of the plain form take by themselves over the
-    links as they are, as if every expert were chosen equally often. Collective."""
-    ranks, rows = dist.get_world_size(), case.tokens * case.moe.top_k
-    sent = torch.zeros(rows // ranks * ranks, case.moe.hidden)
-    received = torch.zeros_like(sent)
-
-    def both_ways() -> None:
-        dist.all_to_all_single(received, sent)
-        dist.all_to_all_single(sent, received)
-
-    return measure({"exchange": both_ways}, _DEVICE, warmup=1, iters=6)["exchange"].median_ms
-
-
 def _measure(
     calls: dict[str, Callable[[], object]], seconds: float, expected_ms: float
 ) -> dict[str, Timing]:
@@ -300,11 +245,9 @@ def _measure(
 
 def _sweep(
     name: str, mode: str, ratios: list[float], calls: dict[str, Callable[[], object]],
-    parent: Parent, seconds: float, cost: ExpertCost | None, forms: _Forms,
+    parent: Parent, seconds: float,
 ) -> None:  # fmt: skip
-    """Measure all rates of one mode, and hand over the rows of each as it is done. cost: of ours;
-    None where ours is not measured beside the plain form. forms: that ours takes.
-    """
+    """Measure all rates of one mode, and hand over the rows of each as it is done."""
     case = CASES[name]
     parent.set_rate(None)
     for call in calls.values():
@@ -313,8 +256,6 @@ def _sweep(
     bytes_sent = {variant: _bytes_of(call) for variant, call in calls.items()}
     unlimited = {variant: timing.median_ms for variant, timing in timings.items()}
     plain = "plain" if "plain" in unlimited else next(iter(unlimited))
-    predicted: dict[str, float] = {}
-    exchange_ms = _exchange_ms(case) if cost is not None else 0.0
     compared = {plain, "fluid"}
     before: dict[str, float] = {}
 
@@ -325,7 +266,7 @@ def _sweep(
         return {variant: timing.median_ms for variant, timing in now.items()}
 
     for ratio in [0.0, *ratios]:
-        rate, form = None, forms.own
+        rate = None
         if ratio:
             # What the link costs is a difference: of figures of one minute, the one without a limit
             # from before and after it.
@@ -333,35 +274,24 @@ def _sweep(
             rate = rate_for(ratio, before[plain], bytes_sent[plain])
             parent.set_rate(rate)
             expected = sum((unlimited | before).values()) * (1 + ratio)
-            timings, form = _measure(calls, seconds, expected), forms.own
+            timings = _measure(calls, seconds, expected)
             after = without_limit()
             unlimited |= {variant: (before[variant] + ms) / 2 for variant, ms in after.items()}
             before = after
-            if case.kind == "moe" and cost is not None:
-                assert rate is not None and form is not None
-                for variant, taken, alone in (("fluid", form, 0.0), ("plain", None, exchange_ms)):
-                    given = (unlimited[variant], bytes_sent[variant], rate, cost)
-                    predicted[variant] = predicted_ms(case, mode, *given, taken, alone)
         medians = {variant: timing.median_ms for variant, timing in timings.items()}
         rows = []
         for variant, timing in timings.items():
             row = timing.row(label(name, ratio), mode, variant)
             more: dict[str, Any] = {"rate_bits_per_s": rate, "wire_bytes": bytes_sent[variant]}
-            if variant == "fluid" and form is not None:
-                more["form"] = _words(form)
             if variant in compared:
                 more["unlimited_ms"] = unlimited[variant]
-            if variant in predicted:
-                more["predicted_ms"] = predicted[variant]
             rows.append(link_row(case, row, ratio, medians, unlimited, **more))
         parent.rows(rows)
         if dist.get_rank() == 0:
             words = "  ".join(f"{v} {ms:.0f}" for v, ms in medians.items())
             hidden = [row.config.get("hidden_share") for row in rows if row.variant == "fluid"]
             share = f"  hidden {hidden[0]:.2f}" if hidden and hidden[0] is not None else ""
-            model = "".join(f"  {v} by the model {ms:.0f}" for v, ms in predicted.items())
-            moved = f"  fluid {_words(form)}" if form is not None else ""
-            print(f"{label(name, ratio)} {mode} ms: {words}{share}{model}{moved}", flush=True)
+            print(f"{label(name, ratio)} {mode} ms: {words}{share}", flush=True)
 
 
 def main() -> int:
@@ -388,27 +318,22 @@ def main() -> int:
     x = torch.randn(*shape) if case.kind == "moe" else torch.randn(shape[0], 1, shape[1])
     parent = Parent()
     parent.set_rate(None)
-    builders, forms = _builders(case), _Forms()
+    builders = _builders(case)
     if absent:
         builders = {n: b for n, b in builders.items() if not n.startswith("megatron")}
     wanted = set(filter(None, options.variants.split(",")))
     modules = runnable(builders, wanted, x.clone().requires_grad_())
     pin()
-    cost = None
-    if case.kind == "moe" and {"fluid", "plain"} <= modules.keys():
-        cost = _cost(modules["fluid"])
     for mode in options.modes.split(","):
         train = mode == "train"
         if train:
             get_backward_scheduler().enable()
         make = step_call if train else forward_call
         for module in modules.values():
-            module.train(train)  # what no backward follows may move its tokens otherwise
+            module.train(train)
         calls = {name: make(m, x.clone().requires_grad_(train)) for name, m in modules.items()}
-        if "fluid" in calls:
-            calls["fluid"] = forms.of(calls["fluid"])
         ratios = [float(ratio) for ratio in options.ratios.split(",")]
-        _sweep(options.case, mode, ratios, calls, parent, options.seconds, cost, forms)
+        _sweep(options.case, mode, ratios, calls, parent, options.seconds)
         get_backward_scheduler().disable()
     parent.set_rate(None)
     dist.barrier()

@@ -11,8 +11,8 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cases.wire_times import hosts_reached, plain_s
-from megatron_fluid.moe.hierarchical.model import Wire, Work, best_form, two_level_s
+from benchmarks.cases.wire_times import Forward, Wire, hosts_reached, plain_s, two_level_s
+from megatron_fluid.moe.hierarchical.plan import chunks_for
 
 __all__ = ["CHART", "SIZES", "Planned", "draw_wire_plan", "plan_for", "wire_plan"]
 
@@ -31,7 +31,7 @@ class Planned:
         hosts_reached: other hosts that a token goes to. once_gb: of tokens, one way, a GPU.
         each_gb: with a row for each choice. routing_gb: choices of all ranks, a GPU.
         compute_ms, plain_ms, ours_ms: the computation, one after the other, two levels.
-        chunks: pieces of least time.
+        chunks: pieces that tokens cross in.
     """
 
     gpus: int
@@ -57,12 +57,11 @@ def plan_for(gpus: int) -> Planned:
     wire = Wire(GBIT_S * 1e9 / 8, _LATENCY_S, _NVLINK_BYTES_PER_S)
     own, crossing = compute_s * (1 - away), compute_s * away
     before = routing / wire.bytes_per_s
-    work = Work(own, crossing, once, once, before_s=before, piece_s=_PIECE_S)
-    form = best_form([work], wire)
-    plain = plain_s(Work(own, crossing, each, each), wire)
-    ours = two_level_s(work, wire, form)
+    chunks = chunks_for(_TOKENS * min(_TOP_K, hosts - 1) * row, "cuda")
+    ours = two_level_s(Forward(own, crossing, once, before, _PIECE_S), wire, chunks)
+    plain = plain_s(Forward(own, crossing, each), wire)
     gigabytes = (once / 1e9, each / 1e9, routing / 1e9)
-    return Planned(gpus, reached, *gigabytes, compute_s * 1e3, plain * 1e3, ours * 1e3, form.chunks)
+    return Planned(gpus, reached, *gigabytes, compute_s * 1e3, plain * 1e3, ours * 1e3, chunks)
 
 
 def wire_plan() -> str:

@@ -22,8 +22,8 @@ from megatron_fluid.moe.call import computed_dtype
 from megatron_fluid.moe.choose import ExchangeCase, choose_transport, nvlink_layer_reason
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights
-from megatron_fluid.moe.hierarchical.choice import ExpertShape
-from megatron_fluid.moe.hierarchical.transport import HierarchicalTransport, plan_hierarchical
+from megatron_fluid.moe.hierarchical.plan import plan_hierarchical
+from megatron_fluid.moe.hierarchical.transport import HierarchicalTransport
 from megatron_fluid.moe.local.transport import local_transport, plan_local
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from megatron_fluid.moe.rounds.transport import RoundsTransport
@@ -100,7 +100,6 @@ class Backend:
 
     def plan(
         self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool,
-        learns: bool | None = None,
     ) -> Any:  # fmt: skip
         """The routing of one call.
 
@@ -110,7 +109,6 @@ class Backend:
             probs: [T, K]
             experts: fc1, fc2 and activation; None where others compute them.
             again: whether the plan serves a recomputation, too.
-            learns: whether a backward may follow; None: where gradients are recorded.
         """
         raise NotImplementedError
 
@@ -135,7 +133,6 @@ class _Local(Backend):
 
     def plan(
         self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool,
-        learns: bool | None = None,
     ) -> Any:  # fmt: skip
         if experts is None:
             return plan_local(x, ids, probs, self.shape.num_experts, stacked=False)
@@ -168,7 +165,6 @@ class _Nvlink(Backend):
 
     def plan(
         self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool,
-        learns: bool | None = None,
     ) -> Any:  # fmt: skip
         buffers, capacity = self.sized.of(x.shape[0], x.shape[1], computed_dtype(x)), None
         if (factor := self.shape.capacity_factor) is not None:
@@ -199,12 +195,10 @@ class _Hierarchical(Backend):
 
     def plan(
         self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool,
-        learns: bool | None = None,
     ) -> Any:  # fmt: skip
-        shape = None if experts is None else ExpertShape.of(*experts[:2])
         row_bytes = x.shape[1] * computed_dtype(x).itemsize
-        given = ids, self.shape.num_experts, self.rounds, row_bytes
-        return plan_hierarchical(*given, name=self.shape.name, experts=shape, learns=learns)
+        shape = self.shape
+        return plan_hierarchical(ids, shape.num_experts, self.rounds, row_bytes, shape.name)
 
     def transport(self, plan: Any) -> TokenTransport:
         return HierarchicalTransport(plan, self.rounds, self.shape.name)
@@ -216,7 +210,6 @@ class _Rounds(Backend):
 
     def plan(
         self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool,
-        learns: bool | None = None,
     ) -> Any:  # fmt: skip
         operation = f"{self.shape.name} row counts"
         return ExactPlan.from_topk(ids, self.shape.num_experts, self.rounds, operation)

@@ -303,10 +303,7 @@ class MoELayer(_MoEModule):
         backend, routing = self._backend, self.router(flat)
         fc1, fc2 = self.expert_weights()
         plan = backend.plan(
-            *(flat, routing.ids, routing.probs),
-            experts=(fc1, fc2, self.activation),
-            again=False,
-            learns=torch.is_grad_enabled() or self.training,
+            *(flat, routing.ids, routing.probs), experts=(fc1, fc2, self.activation), again=False
         )
         x, probs = backend.enter(plan, flat, routing.probs)
         call = prepare(self._call(x=x, probs=probs, w1=fc1, w2=fc2))

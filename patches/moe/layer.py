@@ -241,7 +241,6 @@ class OverlappedLayer(OwnExperts):
             *(x.reshape(-1, x.shape[-1]), ids, probs),
             experts=(*fcs, self.activation),
             again=recompute,
-            learns=torch.is_grad_enabled() or layer.training,
         )
         return plan, probs
 

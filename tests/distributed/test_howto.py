@@ -62,9 +62,9 @@ EDITS = {
         ),
         (
             "megatron_fluid/moe/backends.py",
-            "from megatron_fluid.moe.hierarchical.choice",
+            "from megatron_fluid.moe.hierarchical.plan",
             "from megatron_fluid.moe.gathered.transport import GatheredTransport\n"
-            "from megatron_fluid.moe.hierarchical.choice",
+            "from megatron_fluid.moe.hierarchical.plan",
         ),
         (
             "megatron_fluid/moe/choose.py",

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
-from megatron_fluid.moe.hierarchical.model import Form
-from megatron_fluid.moe.hierarchical.transport import plan_hierarchical
+from megatron_fluid.moe.hierarchical.plan import plan_hierarchical
 from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
 from tests.support.expert_calls import hierarchical_moe, overlapped_moe
 from tests.support.moe_reference import moe_reference
@@ -43,7 +42,7 @@ class Case:
         weights: "stacked", "tuple" (one parameter for each expert) or "in_out" (the transposed
             layout).
         train_tokens: whether the tokens of the first layer and the probabilities want gradients.
-        form: in which tokens cross between hosts; None for the transport of one level.
+        chunks: pieces in which tokens cross between hosts; None for the transport of one level.
     """
 
     routing: str = "random"
@@ -61,7 +60,7 @@ class Case:
     seed: int = 0
     hidden: int = 16
     ffn: int = 24
-    form: Form | None = None
+    chunks: int | None = None
 
     @property
     def gain(self) -> float:
@@ -249,9 +248,9 @@ def overlapped(case: Case, group: dist.ProcessGroup, device: torch.device) -> di
         ]
         y = x
         for layer, (w1, w2) in enumerate(weights):
-            if case.form is not None:
+            if case.chunks is not None:
                 ids, total = inputs.ids[layer][mine].to(device), case.experts_per_rank * world
-                routed = plan_hierarchical(ids, total, rounds, 0, case.form)
+                routed = plan_hierarchical(ids, total, rounds, 0, chunks=case.chunks)
                 out = hierarchical_moe(
                     torch.tanh(y), probs[layer], routed,
                     w1 if case.weights == "tuple" else w1[0],

@@ -8,9 +8,9 @@ rank 0 with experts on ranks 1, 2 and 3::
     rank 0 --(network)---> rank 2 --(its host)--> rank 3
 
 Tokens move in pieces, which every rank cuts alike: those that stay on their host are piece 0, those
-that cross are cut into pieces 1 .. chunks. They are computed in batches. Some experts compute the
-own host's tokens while the first piece crosses, the others while the last results cross back, so
-that a matrix is read once for all of them (model.Form)::
+that cross are cut into pieces 1 .. chunks. They are computed in batches. Half of a rank's experts
+compute the own host's tokens while the first piece crosses, the others while the last results cross
+back, so that each of their matrices is read once for these tokens::
 
     own tokens, first experts | piece 1 | ... | piece chunks | own tokens, other experts
 
@@ -24,6 +24,7 @@ top-k, E experts, El experts of one rank, S pieces.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,10 +35,8 @@ from torch import Tensor
 
 from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
-from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.expert_weights import RowGroups
-from megatron_fluid.moe.hierarchical.model import Form
 from megatron_fluid.moe.rounds.plan import Permutation, local_experts
 from megatron_fluid.topology import HostLayout
 
@@ -45,13 +44,17 @@ __all__ = [
     "Batch",
     "HierarchicalPlan",
     "Piece",
-    "Wishes",
+    "chunks_for",
     "gather_ids",
-    "hosts_of_choices",
     "make_plan",
-    "reached_hosts",
+    "plan_hierarchical",
     "rows_between_hosts",
 ]
+
+MOST_CHUNKS = 8
+# A smaller piece costs more (latency, launches, small GEMMs) than it hides:
+# docs/tuning_notes.md#slow-links
+_LEAST_PIECE_BYTES = {"cuda": 4 * 2**20, "cpu": 2**20}
 
 
 @dataclass(frozen=True)
@@ -89,17 +92,16 @@ class Batch:
     """What one rank computes at once.
 
     Attributes:
-        pieces: whose tokens, one piece after the other; all must have arrived.
+        piece: whose tokens, all of which must have arrived.
         permutation: of those tokens' choices of this rank's experts.
-        begin, end: which of its rows; others are another batch's, of the same pieces.
-        groups: the division of rows begin .. end - 1 among the experts.
-        last: whether the results of the pieces are complete with it.
+        rows: which of its rows; of piece 0 the others are another batch's.
+        groups: their division among the experts.
+        last: whether the results of the piece are complete with it.
     """
 
-    pieces: tuple[int, ...]
+    piece: int
     permutation: Permutation
-    begin: int
-    end: int
+    rows: slice
     groups: RowGroups
     last: bool = True
 
@@ -112,7 +114,6 @@ class HierarchicalPlan:
         rank: this rank in the group.
         num_tokens: T. top_k: K.
         pieces: own tokens, then those that cross in their order. [S]
-        joined: whether all of them are computed at once.
         make_batches: gives `batches`, once.
     """
 
@@ -121,7 +122,6 @@ class HierarchicalPlan:
     top_k: int
     num_local_experts: int
     pieces: Sequence[Piece]
-    joined: bool
     make_batches: Callable[[], Sequence[Batch]] = field(repr=False)
 
     @functools.cached_property
@@ -138,23 +138,9 @@ class _Sizes:
         self.room: dict[int, int] = {}
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """What decides on the form of a call beside its choices: the same on all ranks once gathered.
-
-    Attributes:
-        learns: whether a backward may follow, on any rank.
-        by_bytes: whether bytes alone decide, and no times (the setting `deterministic`), on any
-            rank.
-    """
-
-    learns: bool
-    by_bytes: bool
-
-
 def gather_ids(
-    ids: Tensor, num_experts: int, rounds: P2PRounds, operation: str, learns: bool | None = None
-) -> tuple[Tensor, list[int], Wishes]:
+    ids: Tensor, num_experts: int, rounds: P2PRounds, operation: str
+) -> tuple[Tensor, list[int]]:
     """The choices of all ranks. Collective; waits for the device.
 
     One all-gather, of two bytes a choice below 2**15 experts. Where a rank has more tokens than any
@@ -162,12 +148,10 @@ def gather_ids(
 
     Args:
         ids: expert of each choice, -1 where it is dropped. [T, K] integers
-        learns: whether a backward may follow on this rank; None: where gradients are recorded. A
-            layer says it that may be checkpointed, whose first pass records none.
 
     Returns:
-        [W, C, K] of ids' device, -1 beyond a rank's tokens; the number of tokens of each rank [W];
-        what ranks wish.
+        [W, C, K] of ids' device, -1 beyond a rank's tokens, and the number of tokens of each rank
+        [W].
 
     Raises:
         ConfigError: ids is not [T, K].
@@ -179,14 +163,12 @@ def gather_ids(
     sizes = group_resource(rounds.group, "moe hierarchical sizes", _Sizes)
     (tokens, top_k), world = ids.shape, rounds.world_size
     narrow = torch.int16 if num_experts < 2**15 else torch.int32
-    learns = torch.is_grad_enabled() if learns is None else learns
-    header = 4 * tokens + 2 * current_config().deterministic + learns
     while True:
         room = sizes.room.get(top_k, 0)
         fits = min(tokens, room) * top_k
-        # Bytes of 255 are choices of -1.
+        # The number of tokens, then choices; bytes of 255 are choices of -1.
         mine = ids.new_full((4 + room * top_k * narrow.itemsize,), 255, dtype=torch.uint8)
-        mine[:4].view(torch.int32).fill_(header)
+        mine[:4].view(torch.int32).fill_(tokens)
         mine[4:].view(narrow)[:fits].copy_(ids.reshape(-1)[:fits])
         every = mine.new_empty((world, mine.numel()))
 
@@ -196,13 +178,43 @@ def gather_ids(
             )
 
         bounded_collective(rounds, operation, start)
-        headers: list[int] = every[:, :4].contiguous().view(torch.int32).view(-1).tolist()
-        counts = [header // 4 for header in headers]
+        counts: list[int] = every[:, :4].contiguous().view(torch.int32).view(-1).tolist()
         if max(counts) <= room:
             choices = every[:, 4:].contiguous().view(narrow).view(world, room, top_k)
-            wishes = Wishes(any(h & 1 for h in headers), any(h & 2 for h in headers))
-            return choices[:, : max(counts)].long(), counts, wishes
+            return choices[:, : max(counts)].long(), counts
         sizes.room[top_k] = -(-max(counts) // 64) * 64
+
+
+def chunks_for(crossing_bytes: float, device_type: str) -> int:
+    """The number of pieces for so many crossing bytes of a rank: a power of two."""
+    pieces = crossing_bytes / _LEAST_PIECE_BYTES[device_type]
+    return min(MOST_CHUNKS, 2 ** int(math.log2(pieces))) if pieces >= 2 else 1
+
+
+def plan_hierarchical(
+    ids: Tensor, num_experts: int, rounds: P2PRounds, row_bytes: int, name: str = "moe",
+    chunks: int | None = None,
+) -> HierarchicalPlan:  # fmt: skip
+    """The routing of one call. Collective over the group; the host waits for the device.
+
+    Args:
+        ids: expert of each choice, -1 where it is dropped. [T, K] integers
+        num_experts: E, a multiple of the number of ranks.
+        row_bytes: of one token, the same on all ranks.
+        name: of the layer, for errors.
+        chunks: pieces in which tokens cross, the same on all ranks; None: as their bytes say.
+
+    Raises:
+        ConfigError: ids is not [T, K], or E is not a multiple of the ranks.
+        PeerTimeoutError: a rank does not take part.
+    """
+    choices, counts = gather_ids(ids, num_experts, rounds, f"{name} routing")
+    layout = HostLayout(tuple(rounds.domains))
+    if chunks is None:
+        # The rank with most tokens, as if each went to as many other hosts as it can.
+        most = max(counts) * min(ids.shape[1], layout.num_hosts - 1)
+        chunks = chunks_for(most * row_bytes, ids.device.type)
+    return make_plan(choices, counts, num_experts, layout, rounds.rank, chunks)
 
 
 def rows_between_hosts(ids: Tensor, num_experts: int, layout: HostLayout) -> list[int]:
@@ -212,12 +224,12 @@ def rows_between_hosts(ids: Tensor, num_experts: int, layout: HostLayout) -> lis
     Args:
         ids: of all ranks. [W, C, K]
     """
-    reached = reached_hosts(hosts_of_choices(ids, num_experts, layout), layout)
+    reached = _reached_hosts(_hosts_of_choices(ids, num_experts, layout), layout)
     to_hosts: list[list[int]] = reached.sum(1).tolist()
     return [sum(to) - to[own] for to, own in zip(to_hosts, layout.hosts, strict=True)]
 
 
-def hosts_of_choices(ids: Tensor, num_experts: int, layout: HostLayout) -> Tensor:
+def _hosts_of_choices(ids: Tensor, num_experts: int, layout: HostLayout) -> Tensor:
     """The host of each choice, -1 where it is dropped."""
     ranks = _ranks_of_choices(ids, local_experts(num_experts, len(layout.hosts)))
     if layout.hosts == tuple(range(len(layout.hosts))):
@@ -234,8 +246,8 @@ def _ranks_of_choices(ids: Tensor, per_rank: int) -> Tensor:
     return ids.clamp(min=-1).div(per_rank, rounding_mode="floor")
 
 
-def reached_hosts(hosts: Tensor, layout: HostLayout) -> Tensor:
-    """Which hosts have an expert for each token: of hosts_of_choices [..., K] -> bool [..., M]"""
+def _reached_hosts(hosts: Tensor, layout: HostLayout) -> Tensor:
+    """Which hosts have an expert for each token: of _hosts_of_choices [..., K] -> bool [..., M]"""
     shape = (*hosts.shape[:-1], 1 + layout.num_hosts)
     found = torch.zeros(shape, dtype=torch.bool, device=hosts.device)
     return found.scatter_(-1, hosts + 1, True)[..., 1:]
@@ -247,17 +259,16 @@ class _Orders(NamedTuple):
 
     Attributes:
         held: those that this rank hands on.
-        hands: for each rank of this host, positions of its tokens among the held ones, by piece;
-            None where all are this rank's, as those that arrive then are, too.
+        hands: for each rank of this host, positions of its tokens among the held ones, by piece.
         arrived: those that this rank computes.
     """
 
     held: Tensor
     held_counts: Tensor
-    hands: list[Tensor] | None
+    hands: list[Tensor]
     hand_counts: list[Tensor]
     arrived: Tensor
-    arrival_counts: Tensor | None
+    arrival_counts: Tensor
 
 
 def _orders(
@@ -267,11 +278,6 @@ def _orders(
     (world, most, _), device = ids.shape, ids.device
     here, members = layout.hosts[rank], layout.members[layout.hosts[rank]]
     sources = torch.arange(world, device=device).repeat_interleave(most, output_size=world * most)
-    if len(members) == 1:
-        order = piece.argsort(stable=True)
-        return _Orders(
-            order, _counted(piece * world + sources, steps * world), None, [], order, None
-        )
     gateways = torch.tensor([layout.gateway(s, here) for s in range(world)], device=device)
     held = torch.where((gateways == rank)[sources], piece, steps)
     held_order = held.argsort(stable=True)
@@ -294,20 +300,19 @@ def _orders(
 
 
 def make_plan(
-    ids: Tensor, counts: Sequence[int], num_experts: int, layout: HostLayout, rank: int, form: Form
+    ids: Tensor, counts: Sequence[int], num_experts: int, layout: HostLayout, rank: int, chunks: int
 ) -> HierarchicalPlan:
     """The plan of one rank. No communication.
 
     Args:
         ids, counts: as gather_ids gives them.
-        form: the same on all ranks.
+        chunks: pieces in which tokens cross, the same on all ranks.
     """
     world, most, top_k = ids.shape
     per_rank, device = local_experts(num_experts, world), ids.device
     here, members = layout.hosts[rank], layout.members[layout.hosts[rank]]
-    chunks = form.chunks
     steps = chunks + 1
-    reached = reached_hosts(hosts_of_choices(ids, num_experts, layout), layout)
+    reached = _reached_hosts(_hosts_of_choices(ids, num_experts, layout), layout)
     crosses = torch.tensor([[host != here] for host in layout.hosts], device=device)
     to_here = reached[..., here]
     crossed = crosses.long()  # the piece of each token that comes here. [W, 1] or [W, C]
@@ -325,87 +330,76 @@ def make_plan(
     to_hosts = reached[rank, : counts[rank]].t()
     send_orders = (~to_hosts).to(torch.uint8).argsort(dim=1, stable=True)
 
-    tables = [orders.held_counts, by_expert, to_hosts.sum(1), *orders.hand_counts]
-    if orders.arrival_counts is not None:
-        tables.append(orders.arrival_counts)
-    flat = torch.cat(tables).tolist()  # the one read of the device
-
-    def take(length: int, rows: int = 1) -> list[list[int]]:
-        nonlocal flat
-        found, flat = flat[: length * rows], flat[length * rows :]
-        return [found[begin : begin + length] for begin in range(0, length * rows, length)]
-
-    held_table, expert_table = take(world, steps), take(per_rank + 1, steps)
-    (to_host_counts,) = take(layout.num_hosts)
-    hand_table = take(steps, len(orders.hand_counts))
-    arrival_table = held_table if orders.arrival_counts is None else take(world, steps)
+    held, hand, arrivals, experts, to_host = _read(
+        [
+            orders.held_counts.view(steps, world),
+            torch.stack(orders.hand_counts),
+            orders.arrival_counts.view(steps, world),
+            by_expert.view(steps, per_rank + 1),
+            to_hosts.sum(1, keepdim=True),
+        ]
+    )
+    to_host_counts = [count for (count,) in to_host]
     pieces = []
     at_held, at_hand = 0, [0] * len(members)
-    for step in range(steps):
-        by_source, by_gateway = held_table[step], arrival_table[step]
+    for step, by_source in enumerate(held):
         num_held, own = sum(by_source), step == 0
-        tokens = orders.held[at_held : at_held + num_held] - rank * most if own else None
-        if orders.hands is None:
-            hands, arrivals = [(rank, torch.arange(num_held, device=device))], [(rank, num_held)]
-        else:
-            hands, arrivals = [], [(member, by_gateway[member]) for member in members]
-            for index, (member, order) in enumerate(zip(members, orders.hands, strict=True)):
-                size = hand_table[index][step]
-                hands.append((member, order[at_hand[index] : at_hand[index] + size]))
-                at_hand[index] += size
+        hands = []
+        for index, (member, order) in enumerate(zip(members, orders.hands, strict=True)):
+            size = hand[index][step]
+            hands.append((member, order[at_hand[index] : at_hand[index] + size]))
+            at_hand[index] += size
         pieces.append(
             Piece(
-                tokens,
+                orders.held[at_held : at_held + num_held] - rank * most if own else None,
                 [] if own else _sends(layout, rank, send_orders, to_host_counts, step - 1, chunks),
                 [] if own else [(s, n) for s, n in enumerate(by_source) if n],
                 num_held,
                 hands,
-                arrivals,
+                [(member, arrivals[step][member]) for member in members],
             )
         )
         at_held += num_held
-    expert_table = [of_piece[:per_rank] for of_piece in expert_table]
-    given = [(pieces, keys, expert_table, per_rank, form, device)]
     # Once: the plan lives until the backward, the keys of all choices need not.
+    once = [(pieces, keys, [of_piece[:per_rank] for of_piece in experts], device)]
     return HierarchicalPlan(
-        *(rank, counts[rank], top_k, per_rank, pieces, form.joined), lambda: _batches(*given.pop())
+        rank, counts[rank], top_k, per_rank, pieces, lambda: _batches(*once.pop())
     )
 
 
+def _read(tables: Sequence[Tensor]) -> list[list[list[int]]]:
+    """Tables of counts [rows, columns] on the host, in one read of the device."""
+    flat = torch.cat([table.reshape(-1) for table in tables]).cpu()
+    parts = flat.split([table.numel() for table in tables])
+    return [part.view(table.shape).tolist() for part, table in zip(parts, tables, strict=True)]
+
+
 def _batches(
-    pieces: Sequence[Piece], keys: Tensor, by_piece: list[list[int]], experts: int, form: Form,
-    device: torch.device,
-) -> list[Batch]:  # fmt: skip
+    pieces: Sequence[Piece], keys: Tensor, by_piece: list[list[int]], device: torch.device
+) -> list[Batch]:
     """What this rank computes, in its order.
 
     Args:
-        keys: local expert of each choice of the tokens that arrive, `experts` for those of other
-            ranks; tokens in the order of the pieces. [n, K]
+        keys: local expert of each choice of the tokens that arrive, El for those of other ranks;
+            tokens in the order of the pieces. [n, K]
         by_piece: rows of each piece for each expert. [S][El]
     """
-    arrived = [piece.num_arrived for piece in pieces]
-
-    def batch(which: tuple[int, ...]) -> tuple[Permutation, list[int]]:
-        begin, tokens = sum(arrived[: which[0]]), sum(arrived[index] for index in which)
-        rows = [sum(column) for column in zip(*(by_piece[index] for index in which), strict=True)]
-        order = keys[begin : begin + tokens].reshape(-1).argsort(stable=True)
-        return Permutation.of(order, sum(rows), torch.Size((tokens, keys.shape[1]))), rows
-
-    if form.joined:
-        every = tuple(range(len(pieces)))
-        permutation, rows = batch(every)
-        return [Batch(every, permutation, 0, sum(rows), _groups(rows, device))]
-    permutation, rows = batch((0,))
-    first = form.experts_first(experts)
-    split, none = sum(rows[:first]), [0] * experts
-    before, after = rows[:first] + none[first:], none[:first] + rows[first:]
-    found = [Batch((0,), permutation, 0, split, _groups(before, device), first == experts)]
-    for index in range(1, len(pieces)):
-        crossed, of_experts = batch((index,))
-        groups = _groups(of_experts, device)
-        found.append(Batch((index,), crossed, 0, sum(of_experts), groups))
-    if first < experts:
-        found.append(Batch((0,), permutation, split, sum(rows), _groups(after, device)))
+    found, begin = list[Batch](), 0
+    for index, (piece, counts) in enumerate(zip(pieces, by_piece, strict=True)):
+        choices = keys[begin : begin + piece.num_arrived]
+        begin += piece.num_arrived
+        order, rows = choices.reshape(-1).argsort(stable=True), sum(counts)
+        permutation = Permutation.of(order, rows, choices.shape)
+        found.append(Batch(index, permutation, slice(rows), _groups(counts, device)))
+    own, counts = found[0], by_piece[0]
+    first = (len(counts) + 1) // 2
+    if first == len(counts):
+        return found
+    split, none = sum(counts[:first]), [0] * len(counts)
+    before, after = counts[:first] + none[first:], none[:first] + counts[first:]
+    rows = own.rows.stop
+    found[0] = Batch(0, own.permutation, slice(split), _groups(before, device), last=False)
+    found.append(Batch(0, own.permutation, slice(split, rows), _groups(after, device)))
     return found
 
 

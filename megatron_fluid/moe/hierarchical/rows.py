@@ -9,57 +9,12 @@ from torch import Tensor
 
 from megatron_fluid.comm.p2p_rounds import Transfer
 
-__all__ = [
-    "TokenRoom",
-    "rows_by_peer",
-    "select_rows",
-    "sum_into",
-    "sum_parts",
-    "transfers_of",
-    "wide",
-]
+__all__ = ["rows_by_peer", "select_rows", "sum_into", "sum_parts", "transfers_of", "wide"]
 
 
 def wide(tensor: Tensor) -> torch.dtype:
     """The dtype that sums of a tensor's rows have: fp32 or better."""
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-class TokenRoom:
-    """Where the tokens arrive that a rank hands on.
-
-    Args:
-        sent: what a token is: tensors [T, ...].
-        rows: of each piece.
-        together: whether all pieces are computed at once by this rank: they arrive one behind the
-            other, so that nothing is copied to bring them together.
-    """
-
-    def __init__(self, sent: Sequence[Tensor], rows: Sequence[int], together: bool) -> None:
-        self._sent, self._rows = sent, rows
-        self._whole = self._new(sum(rows)) if together else None
-
-    def _new(self, rows: int) -> list[Tensor]:
-        return [t.new_empty((rows, *t.shape[1:])) for t in self._sent]
-
-    def of(self, index: int) -> list[Tensor]:
-        """Of one piece: each [rows, ...]. Asked for once."""
-        if self._whole is None:
-            return self._new(self._rows[index])
-        begin = sum(self._rows[:index])
-        return [t[begin : begin + self._rows[index]] for t in self._whole]
-
-    def filled(self, index: int, tokens: Tensor) -> list[Tensor]:
-        """As `of`, filled with this rank's tokens at these places."""
-        room = self.of(index)
-        for tensor, rows in zip(self._sent, room, strict=True):
-            torch.index_select(tensor, 0, tokens, out=rows)
-        return room
-
-    def give_up(self) -> list[Tensor] | None:
-        """All pieces as one, without keeping their memory; None unless they are together."""
-        whole, self._whole = self._whole, None
-        return whole
 
 
 def select_rows(tensor: Tensor, positions: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ With 2 hosts, forward of one call on one rank (`||`: at the same time; plan.py h
     the last sums cross back || other experts, own tokens
 
 In the backward dy goes the tokens' way and dX the results' way; weight gradients run while the last
-dX crosses. Where pieces cost more than they hide, all is computed at once (model.best_form).
+dX crosses.
 
 Legend: T tokens of this rank, K top-k, H hidden, n rows of a piece.
 """
@@ -27,11 +27,8 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backwa
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, SeveralRounds
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation
-from megatron_fluid.moe.hierarchical.choice import ExpertShape, choose_form
-from megatron_fluid.moe.hierarchical.model import Form
-from megatron_fluid.moe.hierarchical.plan import Batch, HierarchicalPlan, gather_ids, make_plan
+from megatron_fluid.moe.hierarchical.plan import Batch, HierarchicalPlan
 from megatron_fluid.moe.hierarchical.rows import (
-    TokenRoom,
     rows_by_peer,
     select_rows,
     sum_into,
@@ -39,44 +36,11 @@ from megatron_fluid.moe.hierarchical.rows import (
     transfers_of,
 )
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
-from megatron_fluid.topology import HostLayout
 
-__all__ = ["HierarchicalTransport", "plan_hierarchical"]
+__all__ = ["HierarchicalTransport"]
 
 # On a GPU exchanges run one after the other: so many pieces cross before the first is handed on.
 _AHEAD = 2
-
-
-def plan_hierarchical(
-    ids: Tensor,
-    num_experts: int,
-    rounds: P2PRounds,
-    row_bytes: int,
-    form: Form | None = None,
-    name: str = "moe",
-    experts: ExpertShape | None = None,
-    learns: bool | None = None,
-) -> HierarchicalPlan:
-    """The routing of one call. Collective over the group; the host waits for the device.
-
-    Args:
-        ids: expert of each choice, -1 where it is dropped. [T, K] integers
-        num_experts: E, a multiple of the number of ranks.
-        row_bytes: of one token, the same on all ranks.
-        form: how tokens move, the same on all ranks; None: as pays most (choice.choose_form).
-        experts: their widths, for that choice; None where they are not known.
-        learns: as for gather_ids.
-
-    Raises:
-        ConfigError: ids is not [T, K], or E is not a multiple of the ranks.
-        PeerTimeoutError: a rank does not take part.
-    """
-    choices, counts, wishes = gather_ids(ids, num_experts, rounds, f"{name} routing", learns)
-    layout = HostLayout(tuple(rounds.domains))
-    if form is None:
-        given = choices, counts, num_experts, rounds, row_bytes, experts
-        form = choose_form(*given, wishes)
-    return make_plan(choices, counts, num_experts, layout, rounds.rank, form)
 
 
 @dataclass
@@ -174,16 +138,13 @@ class _HierarchicalExchange(Exchange):
         # By piece: tokens to hand on; where results of this rank's own tokens will arrive.
         self._held: dict[int, list[Tensor]] = {}
         self._results: dict[int, tuple[PendingRound, dict[int, list[Tensor]]]] = {}
-        # By piece: the tokens that the ranks of this host hand to this one, in a list of one that
-        # gives them up.
-        self._handed: dict[int, tuple[PendingRound, list[list[Tensor]]]] = {}
+        # By piece: the tokens that the ranks of this host hand to this one.
+        self._handed: dict[int, tuple[PendingRound, list[Tensor]]] = {}
         self._returning: dict[int, _Returning] = {}
-        # Of pieces that are computed in several batches: their tokens, and what batches have made.
-        self._tokens: dict[tuple[int, ...], list[Tensor]] = {}
-        self._made: dict[tuple[int, ...], list[list[Tensor]]] = {}
+        # Of piece 0, which is computed in two batches: its tokens, and what the first has made.
+        self._own: list[Tensor] | None = None
+        self._made: list[Tensor] | None = None
         self._next = 1
-        held, alone = [p.num_held for p in self.plan.pieces], len(self.plan.pieces[0].arrivals) == 1
-        self._room = TokenRoom(self.sent, held, alone and self.plan.joined)
 
     # Dispatch
 
@@ -199,20 +160,25 @@ class _HierarchicalExchange(Exchange):
             self._cross()
         tokens = pieces[0].tokens
         assert tokens is not None
-        self._hand_on(0, self._room.filled(0, tokens))
+        self._hand_on(0, [t.index_select(0, tokens) for t in self.sent])
 
     def _expect(self, index: int) -> None:
         """Ask for what a piece brings this rank, and for the results of its own tokens. gloo sends
         nothing that has not been asked for, and a question waits behind the data that is being
         sent: asked at once, data never wait for questions."""
         piece, name = self.plan.pieces[index], self.name
-        held = self._room.of(index)
+        held = self._room_to_hold(index)
         questions = transfers_of({}, rows_by_peer(piece.receives, held))
         self._held[index] = held
         self.crossing[index] = self.rounds.exchange(f"{name}dispatch", index, questions)
         results = self._room_for_results(index)
         questions = transfers_of({}, results)
         self._results[index] = self.rounds.exchange(f"{name}combine", index, questions), results
+
+    def _room_to_hold(self, index: int) -> list[Tensor]:
+        """Where the tokens of a piece arrive that this rank hands on."""
+        rows = self.plan.pieces[index].num_held
+        return [t.new_empty((rows, *t.shape[1:])) for t in self.sent]
 
     def _room_for_results(self, index: int) -> dict[int, list[Tensor]]:
         return {
@@ -234,7 +200,7 @@ class _HierarchicalExchange(Exchange):
         incoming: dict[int, list[Tensor]] = {}
         expected = self.crossing.get(index)
         if expected is None:
-            held = self._room.of(index)
+            held = self._room_to_hold(index)
             self._held[index], incoming = held, rows_by_peer(piece.receives, held)
         transfers = transfers_of(outgoing, incoming)
         pending = self.rounds.exchange(f"{self.name}dispatch", index, transfers)
@@ -251,7 +217,7 @@ class _HierarchicalExchange(Exchange):
             for member, positions in piece.hands
         }
         if len(piece.arrivals) == 1:
-            self._handed[index] = PendingRound(), [outgoing[rank]]
+            self._handed[index] = PendingRound(), outgoing[rank]
             return
         arrived = [t.new_empty((piece.num_arrived, *t.shape[1:])) for t in self.sent]
         incoming = rows_by_peer(piece.arrivals, arrived)
@@ -259,40 +225,34 @@ class _HierarchicalExchange(Exchange):
             target.copy_(source)
         transfers = transfers_of(outgoing, incoming)
         pending = self.rounds.exchange(f"{self.name}hand on", index, transfers)
-        self._handed[index] = pending, [arrived]
+        self._handed[index] = pending, arrived
 
     def segments(self) -> Iterator[Segment]:
         for index, batch in enumerate(self.plan.batches):
-            tensors = self._tokens.get(batch.pieces) or self._arrived(batch.pieces)
-            if batch.last:
-                self._tokens.pop(batch.pieces, None)
+            if self._own is not None and batch.piece == 0:
+                tensors, self._own = self._own, None
             else:
-                self._tokens[batch.pieces] = tensors
-            permutation, part = batch.permutation, slice(batch.begin, batch.end)
-            rows = tensors[0].index_select(0, permutation.row_token[part])
+                tensors = self._arrived(batch.piece)
+            if not batch.last:
+                self._own = tensors
+            permutation = batch.permutation
+            rows = tensors[0].index_select(0, permutation.row_token[batch.rows])
             probs = None
             if len(tensors) > 1:
-                slots = permutation.row_slot[part]
-                probs = tensors[1].reshape(-1).index_select(0, slots)
+                probs = tensors[1].reshape(-1).index_select(0, permutation.row_slot[batch.rows])
             del tensors
             yield Segment(rows, batch.groups, probs, index)
             del rows, probs
 
-    def _arrived(self, pieces: Sequence[int]) -> list[Tensor]:
-        """The tokens of some pieces, when they are there: what was sent, each [n, ...]."""
-        for index in pieces:
-            if self.plan.pieces[index].crosses:
-                self.crossing.pop(index).wait()
-                self._hand_on(index, self._held.pop(index))
-                self._cross()
-        found = []
-        for index in pieces:
-            pending, arrived = self._handed.pop(index)
-            pending.wait()
-            found.append(arrived.pop())
-        if (whole := self._room.give_up()) is not None:
-            return whole
-        return found[0] if len(found) == 1 else [torch.cat(t) for t in zip(*found, strict=True)]
+    def _arrived(self, index: int) -> list[Tensor]:
+        """The tokens of a piece, when they are there: what was sent, each [n, ...]."""
+        if self.plan.pieces[index].crosses:
+            self.crossing.pop(index).wait()
+            self._hand_on(index, self._held.pop(index))
+            self._cross()
+        pending, arrived = self._handed.pop(index)
+        pending.wait()
+        return arrived
 
     # Combine
 
@@ -300,16 +260,12 @@ class _HierarchicalExchange(Exchange):
         batch = self.plan.batches[segment.index]
         made = [rows] if row_grad is None else [rows, row_grad[: rows.shape[0]]]
         if not batch.last:
-            self._made.setdefault(batch.pieces, []).append(made)
+            self._made = made
             return
-        earlier = self._made.pop(batch.pieces, None)
-        if earlier is not None:
-            made = [torch.cat(parts) for parts in zip(*earlier, made, strict=True)]
-        parts, begin = self._sums(batch, made), 0
-        for index in batch.pieces:
-            end = begin + self.plan.pieces[index].num_arrived
-            self._give_back(index, [part[begin:end] for part in parts])
-            begin = end
+        if self._made is not None and batch.piece == 0:
+            made = [torch.cat(parts) for parts in zip(self._made, made, strict=True)]
+            self._made = None
+        self._give_back(batch.piece, self._sums(batch, made))
 
     def _sums(self, batch: Batch, made: Sequence[Tensor]) -> list[Tensor]:
         """By arrived token: the sum over this rank's experts [n, H], and the gradients of its

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +22,6 @@ from benchmarks.harness.results import Row
 from benchmarks.harness.timing import Timing
 from benchmarks.report.slow_wire_picture import compute_ms
 from benchmarks.suites import slow_wire
-from megatron_fluid.moe.hierarchical.choice import ExpertCost
-from megatron_fluid.moe.hierarchical.model import Form
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -193,24 +190,6 @@ def test_a_tiny_case_is_measured_over_two_hosts(tmp_path: Path, hosts: EmulatedH
     assert all(row["config"]["hosts"] == 2 for row in rows)
 
 
-@pytest.mark.parametrize("mode", ["forward", "train"])
-def test_the_model_s_time_is_between_the_computation_and_the_plain_form(mode: str) -> None:
-    case, megabytes = cases.CASES["moe-2x1"], 4.2e6
-    cost, form = ExpertCost(row_s=0.0, pass_s=0.005), Form(2, 0.5)
-    for ratio in (0.25, 1.0, 4.0):
-        rate = cases.rate_for(ratio, 200.0, megabytes)
-        assert rate is not None
-        ours, plain = (
-            cases.predicted_ms(case, mode, 200.0, size, rate, cost, moved)
-            for size, moved in ((0.8 * megabytes, form), (megabytes, None))
-        )
-        wire_ms = 0.8 * ratio * 200.0
-        assert 0.999 * max(wire_ms, 195.0) < ours < plain
-        # gloo's all-to-all of two ranks sends and receives by turns
-        assert plain == pytest.approx(200.0 * (1 + 2 * ratio), rel=0.02)
-        assert ours < 1.25 * max(wire_ms, 200.0)
-
-
 class _Parent:
     """What a rank tells its parent."""
 
@@ -237,8 +216,7 @@ def test_the_reference_of_a_rate_is_of_before_and_after_it(monkeypatch: pytest.M
     monkeypatch.setattr(slow_wire_rank, "_bytes_of", lambda call: 1_000_000)
     monkeypatch.setattr(slow_wire_rank.dist, "get_rank", lambda: 1)
     calls = {name: (lambda: None) for name in ("fluid", "fluid_no_overlap", "plain")}
-    forms: Any = SimpleNamespace(own=None)
-    given: Any = "moe-2x1", "train", [0.5, 1.0], calls, parent, 1.0, None, forms
+    given: Any = "moe-2x1", "train", [0.5, 1.0], calls, parent, 1.0
     slow_wire_rank._sweep(*given)
     assert len(parent.found) == 3, "without a limit, and at two rates"
     unlimited = [{row.variant: row.config.get("unlimited_ms") for row in at} for at in parent.found]

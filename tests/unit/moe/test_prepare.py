@@ -39,10 +39,10 @@ def _rounds() -> Any:
 
 def _hierarchical(ids: Tensor) -> TokenTransport:
     from megatron_fluid.moe.hierarchical.plan import make_plan
-    from megatron_fluid.moe.hierarchical.transport import Form, HierarchicalTransport
+    from megatron_fluid.moe.hierarchical.transport import HierarchicalTransport
     from megatron_fluid.topology import HostLayout
 
-    plan = make_plan(ids[None], [T], E, HostLayout((0,)), 0, Form(chunks=1))
+    plan = make_plan(ids[None], [T], E, HostLayout((0,)), 0, chunks=1)
     return HierarchicalTransport(plan, _rounds(), "moe")
 
 
