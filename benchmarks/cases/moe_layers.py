@@ -21,7 +21,6 @@ from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.kernels.grouped_gemm.launch import grouped_weight_grad, sends_rows
 from megatron_fluid.moe.expert_weights import ExpertWeights, grouped_product
 from megatron_fluid.moe.experts import PlainExperts
-from megatron_fluid.moe.local.kernel_transport import permute
 from megatron_fluid.moe.local.transport import LocalPlan, plan_local
 from megatron_fluid.moe.nvlink import buffers
 from megatron_fluid.moe.nvlink.schedule import Schedule, choose_schedule
@@ -239,9 +238,9 @@ def own_gemms_call(layer: MoELayer, x: Tensor, train: bool) -> Callable[[], obje
     the layer."""
     x = x.detach()
     routing, experts = layer.router(x), layer.num_local_experts
-    plan = plan_local(x, routing.ids, routing.probs.float(), experts, layer.activation)
+    plan = plan_local(x, routing.ids, routing.probs.float(), experts, activation=layer.activation)
     assert not isinstance(plan, LocalPlan)
-    rows, groups, act = permute(plan, x), plan.groups, layer.activation
+    rows, groups, act = plan.permute(x), plan.groups, layer.activation
     w1, w2 = (ExpertWeights(w.detach(), experts) for w in (layer.weight1, layer.weight2))
     own = PlainExperts(w1, w2, act)
     h, a = own.activated(rows, groups, plan.row_prob, keep=True)

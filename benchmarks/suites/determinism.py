@@ -41,7 +41,7 @@ from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.kernels.move_tokens.reduce_slots import reduce_slots
-from megatron_fluid.moe.local.kernel_transport import KernelPlan, make_plan, unpermute
+from megatron_fluid.moe.local.kernel_plan import KernelPlan, make_plan
 
 __all__ = ["main"]
 
@@ -139,7 +139,7 @@ class _Case:
         }
 
     def _combine(self) -> tuple[Tensor, ...]:
-        return (unpermute(self.plan, self.z)[0],)
+        return tuple(self.plan.unpermute(self.z))
 
     def _index_add(self) -> Tensor:
         total = torch.zeros(self.out.shape, dtype=torch.float32, device=self.device)

@@ -122,12 +122,12 @@ class StartedCall:
     _probs: Tensor | None
 
     def finish(self) -> Tensor:
-        """Compute, combine, and give the result, as the transport gives it."""
-        device = self._x.device.type
+        """Compute, combine, and give the result [T, H]."""
+        device, leave = self._x.device.type, self._state.transport.leave
         if not torch.is_autocast_enabled(device):
-            return _finished(self._state, self._x, self._probs)
+            return leave(_finished(self._state, self._x, self._probs))
         with torch.autocast(device, enabled=False):
-            return _finished(self._state, self._x, self._probs)
+            return leave(_finished(self._state, self._x, self._probs))
 
 
 def start_experts(prepared: PreparedCall, transport: TokenTransport) -> StartedCall:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,15 +25,16 @@ from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.hierarchical.plan import plan_hierarchical
 from megatron_fluid.moe.hierarchical.transport import HierarchicalTransport
-from megatron_fluid.moe.local.transport import local_transport, plan_local
-from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
+from megatron_fluid.moe.local.transport import LocalTransport, plan_local
+from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.rounds.transport import RoundsTransport
 from megatron_fluid.moe.transport import TokenTransport
 
-__all__ = ["BACKENDS", "Backend", "LayerShape", "choose_backend"]
+__all__ = ["BACKENDS", "Backend", "LayerShape", "MakeTransport", "choose_backend"]
 
 
 type ExpertPair = tuple[ExpertWeights, ExpertWeights, Activation]  # fc1, fc2, activation
+type MakeTransport = Callable[[], TokenTransport]
 
 _LOGGER = logging.getLogger("megatron_fluid")
 
@@ -76,11 +78,8 @@ class Backend:
     """How one layer moves its tokens, standalone or Megatron's, with experts that this package
     computes or others. It holds no state of any call, and not the layer. One call::
 
-        plan = backend.plan(x, ids, probs, experts=..., again=recompute)
-        tokens, weights = backend.enter(plan, x, probs)
-        transport = backend.transport(plan, ...)
-        ...                                     # run_experts or OpenExchange over the transport
-        y = backend.leave(plan, y)
+        make = backend.plan(x, ids, probs, experts=..., again=recompute)
+        y = run_experts(call, make())                     # or OpenExchange(make())
 
     A recomputation repeats all but the plan.
 
@@ -99,9 +98,9 @@ class Backend:
         self.shape, self.rounds = shape, rounds
 
     def plan(
-        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool,
-    ) -> Any:  # fmt: skip
-        """The routing of one call.
+        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool
+    ) -> MakeTransport:
+        """Route one call: what is returned makes its transport, and that of its recomputation.
 
         Args:
             x: tokens. [T, H]
@@ -112,18 +111,6 @@ class Backend:
         """
         raise NotImplementedError
 
-    def enter(self, plan: Any, x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [T, H] and probabilities [T, K] as the transport takes them, differentiably."""
-        return x, probs
-
-    def transport(self, plan: Any) -> TokenTransport:
-        """The transport of one call."""
-        raise NotImplementedError
-
-    def leave(self, plan: Any, y: Tensor) -> Tensor:
-        """What the transport gave -> [T, H], differentiably."""
-        return y
-
     def check_overflow(self) -> None:
         """Raise FluidError where the capacity was exceeded."""
 
@@ -132,17 +119,15 @@ class _Local(Backend):
     name = "local"
 
     def plan(
-        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool,
-    ) -> Any:  # fmt: skip
-        if experts is None:
-            return plan_local(x, ids, probs, self.shape.num_experts, stacked=False)
-        fc1, fc2, activation = experts
-        stacked = fc1.stack is not None and fc2.stack is not None
-        dtype = computed_dtype(x)
-        return plan_local(x, ids, probs, fc1.num_experts, activation, stacked, dtype)
-
-    def transport(self, plan: Any) -> TokenTransport:
-        return local_transport(plan)
+        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool
+    ) -> MakeTransport:
+        activation, stacked, dtype = None, False, x.dtype
+        if experts is not None:
+            fc1, fc2, activation = experts
+            stacked, dtype = fc1.stack is not None and fc2.stack is not None, computed_dtype(x)
+        routed = x, ids, probs, self.shape.num_experts
+        plan = plan_local(*routed, activation=activation, stacked=stacked, dtype=dtype)
+        return functools.partial(LocalTransport, plan)
 
 
 class _Nvlink(Backend):
@@ -153,8 +138,8 @@ class _Nvlink(Backend):
         from megatron_fluid.moe.nvlink import buffers, transport
 
         super().__init__(shape, rounds)
-        given = shape.ffn, shape.top_k, shape.num_experts
-        self.sized = buffers.SizedBuffers(shape.group, *given, shape.room)
+        sizes = shape.ffn, shape.top_k, shape.num_experts
+        self.sized = buffers.SizedBuffers(shape.group, *sizes, shape.room)
         self._transport = transport
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Nvlink:
@@ -164,8 +149,8 @@ class _Nvlink(Backend):
         return copied
 
     def plan(
-        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool,
-    ) -> Any:  # fmt: skip
+        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool
+    ) -> MakeTransport:
         buffers, capacity = self.sized.of(x.shape[0], x.shape[1], computed_dtype(x)), None
         if (factor := self.shape.capacity_factor) is not None:
             if self.shape.capacity_setting is None:
@@ -173,16 +158,13 @@ class _Nvlink(Backend):
             else:
                 buffers.raise_overflow(factor, self.shape.capacity_setting)
             capacity = buffers.bounded_rows(factor)
-        if not again:
-            return buffers, ids, None, capacity
-        given = buffers, ids, probs, capacity
-        handle = self._transport.plan_nvlink(*given, grow=self.sized.grow)
-        return self.sized.buffers, ids, handle, capacity
-
-    def transport(self, plan: Any) -> TokenTransport:
-        buffers, ids, handle, capacity = plan
+        handle, grow = None, self.sized.grow
+        if again:
+            handle = self._transport.plan_nvlink(buffers, ids, probs, capacity, grow=grow)
+            assert self.sized.buffers is not None
+            buffers = self.sized.buffers
         make = self._transport.NvlinkTransport
-        return make(buffers, ids, handle, capacity, self.sized.grow)
+        return functools.partial(make, buffers, ids, handle, capacity, grow)
 
     def check_overflow(self) -> None:
         if self.sized.buffers is not None:
@@ -194,14 +176,11 @@ class _Hierarchical(Backend):
     exact_over = "several hosts"
 
     def plan(
-        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool,
-    ) -> Any:  # fmt: skip
-        row_bytes = x.shape[1] * computed_dtype(x).itemsize
-        shape = self.shape
-        return plan_hierarchical(ids, shape.num_experts, self.rounds, row_bytes, shape.name)
-
-    def transport(self, plan: Any) -> TokenTransport:
-        return HierarchicalTransport(plan, self.rounds, self.shape.name)
+        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool
+    ) -> MakeTransport:
+        row_bytes, name = x.shape[1] * computed_dtype(x).itemsize, self.shape.name
+        plan = plan_hierarchical(ids, self.shape.num_experts, self.rounds, row_bytes, name)
+        return functools.partial(HierarchicalTransport, plan, self.rounds, name)
 
 
 class _Rounds(Backend):
@@ -209,19 +188,11 @@ class _Rounds(Backend):
     ascending, exact_over = True, "rounds"
 
     def plan(
-        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool,
-    ) -> Any:  # fmt: skip
-        operation = f"{self.shape.name} row counts"
-        return ExactPlan.from_topk(ids, self.shape.num_experts, self.rounds, operation)
-
-    def enter(self, plan: Any, x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        return permute(x, plan), permute_probs(probs, plan)
-
-    def transport(self, plan: Any) -> TokenTransport:
-        return RoundsTransport(plan, self.rounds, self.shape.name, self.shape.dx_chunks)
-
-    def leave(self, plan: Any, y: Tensor) -> Tensor:
-        return unpermute(y, plan)
+        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool
+    ) -> MakeTransport:
+        shape, operation = self.shape, f"{self.shape.name} row counts"
+        plan = ExactPlan.from_topk(ids, shape.num_experts, self.rounds, operation)
+        return functools.partial(RoundsTransport, plan, self.rounds, shape.name, shape.dx_chunks)
 
 
 BACKENDS: dict[str, type[Backend]] = {

@@ -17,9 +17,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.local.transport import local_unsupported_reason
 
-__all__ = ["TRANSPORTS", "Choice", "ExchangeCase", "choose_transport", "nvlink_layer_reason"]
+__all__ = [
+    "TRANSPORTS",
+    "Choice",
+    "ExchangeCase",
+    "choose_transport",
+    "local_unsupported_reason",
+    "nvlink_layer_reason",
+]
 
 # Of 32 bits the experts' products are torch's, one for each expert.
 NVLINK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,6 +45,12 @@ def nvlink_layer_reason(
     if activation is not None and activation not in ACTIVATIONS:
         return f"activation {activation}: the NVLink path has {', '.join(ACTIVATIONS)}"
     return f"hidden_size {hidden} is no multiple of 8" if hidden % 8 else None
+
+
+def local_unsupported_reason(group: dist.ProcessGroup) -> str | None:
+    """Return why the local transport cannot serve `group`, or None if it can."""
+    ranks = group.size()
+    return None if ranks == 1 else f"it is for one rank, and the group has {ranks}"
 
 
 def _fused_everywhere(transport: str) -> str | None:

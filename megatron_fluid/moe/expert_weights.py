@@ -412,6 +412,10 @@ class RowGroups:
     def num_rows(self) -> int:
         return host_ends(self.offsets, self.ends)[-1]
 
+    def counts(self) -> list[int]:
+        """Rows of each expert, which the host knows. [El]"""
+        return [end - start for start, end in itertools.pairwise([0, *(self.ends or ())])]
+
     def experts_of(self, rows: int) -> Tensor:
         """The expert of each of so many rows of the tensors, made once; El for rows behind the last
         expert's. int32 [rows]"""

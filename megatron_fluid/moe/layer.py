@@ -32,14 +32,9 @@ from megatron_fluid.moe.backends import Backend, LayerShape, choose_backend
 from megatron_fluid.moe.call import ExpertCall, prepare
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout
+from megatron_fluid.moe.permute import local_experts
 from megatron_fluid.moe.rounds.all_to_all import AllToAllTransport
-from megatron_fluid.moe.rounds.plan import (
-    ExactPlan,
-    local_experts,
-    permute,
-    permute_probs,
-    unpermute,
-)
+from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.rounds.transport import RoundsTransport
 from megatron_fluid.moe.router import TopKRouter
 
@@ -232,11 +227,10 @@ class MoEBaseline(_MoEModule):
         routing = self.router(flat)
         counts = self.config.num_experts, self.rounds, f"{self.name} row counts"
         plan = ExactPlan.from_topk(routing.ids, *counts)
-        rows, probs = permute(flat, plan), permute_probs(routing.probs, plan)
         w1, w2 = self.expert_weights()
         call = ExpertCall(
-            x=rows,
-            probs=probs,
+            x=flat,
+            probs=routing.probs,
             w1=w1,
             w2=w2,
             num_experts=self.num_local_experts,
@@ -244,8 +238,7 @@ class MoEBaseline(_MoEModule):
             scheduler=_NOT_DEFERRED,
             name=name,
         )
-        transport = AllToAllTransport(plan, self.rounds, name)
-        out = unpermute(run_experts(prepare(call), transport), plan)
+        out = run_experts(prepare(call), AllToAllTransport(plan, self.rounds, name))
         shared = self.shared_expert(flat)
         return (out if shared is None else out + shared).view(tokens.shape)
 
@@ -302,14 +295,13 @@ class MoELayer(_MoEModule):
                 self._backend = self._choose()
         backend, routing = self._backend, self.router(flat)
         fc1, fc2 = self.expert_weights()
-        plan = backend.plan(
+        make_transport = backend.plan(
             *(flat, routing.ids, routing.probs), experts=(fc1, fc2, self.activation), again=False
         )
-        x, probs = backend.enter(plan, flat, routing.probs)
-        call = prepare(self._call(x=x, probs=probs, w1=fc1, w2=fc2))
-        started = start_experts(call, backend.transport(plan))
+        call = prepare(self._call(x=flat, probs=routing.probs, w1=fc1, w2=fc2))
+        started = start_experts(call, make_transport())
         shared = self.shared_expert(flat)
-        out = backend.leave(plan, started.finish())
+        out = started.finish()
         return (out if shared is None else out + shared).view(tokens.shape)
 
     def _choose(self) -> Backend:

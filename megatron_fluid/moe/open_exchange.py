@@ -14,14 +14,11 @@ An exchange that a dispatch opens is answered by the combine that follows, in th
 backward. All rows have arrived before the experts see one, so that what they are is their caller's
 affair: nothing here multiplies.
 
-Shapes: N expert rows of this rank, El local experts, H hidden. What x, probs and y are, the
-transport says.
+Shapes: T tokens, K top-k, N expert rows of this rank, El local experts, H hidden.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +27,7 @@ from torch import Tensor
 
 from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.moe.expert_weights import RowGroups
-from megatron_fluid.moe.experts import merge_rows
+from megatron_fluid.moe.permute import merge_rows, split_rows
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
 __all__ = ["DispatchedRows", "OpenExchange"]
@@ -60,92 +57,97 @@ class OpenExchange:
 
     def __init__(self, transport: TokenTransport) -> None:
         self._transport = transport
-        self._forward: tuple[Exchange, list[Segment]] | None = None
-        self._backward: tuple[Exchange, list[Segment]] | None = None
-        self._groups: list[RowGroups] = []
-        self._counts: list[int] = []
+        self._open: tuple[Exchange, list[Segment]] | None = None  # dispatched, not yet combined
+        self._groups: list[RowGroups] = []  # of each segment
         self._result: tuple[torch.Size, torch.dtype, torch.device] | None = None
 
     def dispatch(self, x: Tensor, probs: Tensor) -> DispatchedRows:
-        """Send x and probs to the experts; differentiable in both. Collective."""
+        """Send x [T, H] and probs [T, K] to the experts; differentiable in both. Collective."""
         assert not self._groups, "an exchange is opened once"
         dtype = probs.dtype
-        x, accepted = self._transport.accept(x, probs)
-        probs = _required(accepted)
-        tokens, row_probs = _Dispatch.apply(x, probs, self)
-        return DispatchedRows(tokens, row_probs.to(dtype), self._counts)
+        x, probs = self._transport.accept(x, probs)  # type: ignore[assignment]
+        tokens, row_probs, counts = _Dispatch.apply(x, probs, self)
+        return DispatchedRows(tokens, row_probs.to(dtype), counts)
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Send what the experts made of the rows [N, H] back and sum it; differentiable.
+        """Send what the experts made of the rows [N, H] back and sum it: [T, H]; differentiable.
         Collective. `dispatch` has opened the exchange."""
-        return _Combine.apply(rows, self)
+        return self._transport.leave(_Combine.apply(rows, self))
 
     # ---- the moves, without autograd
 
-    def _open_forward(self, x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def open_forward(self, x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+        """Dispatch: rows [N, H], their probabilities [N], and the rows of each expert."""
         self._transport.start(x, probs)
         exchange = self._transport.forward(x, probs, keep=False)
-        segments = list(exchange.segments())
-        self._forward = exchange, segments
-        self._groups = [segment.groups for segment in segments]
-        pairs = [(segment.rows, _required(segment.probs)) for segment in segments]
-        rows, row_probs, merged = merge_rows(pairs, self._groups)
+        rows, row_probs, merged = self._arrived(exchange)
         assert merged.ends is not None, "the host knows the row counts"
-        del pairs
-        _drop_rows(segments)
-        self._counts = _counts(merged.ends)
         row_probs = row_probs[: rows.shape[0]].to(probs.dtype)
         # Neither output may be a view of an input: experts may write where their rows are.
-        return _fresh(rows, x), _fresh(row_probs, probs)
+        return _apart(rows, x), _apart(row_probs, probs), merged.counts()
 
-    def _close_forward(self, rows: Tensor) -> Tensor:
-        assert self._forward is not None, "a dispatch comes first, and is answered once"
-        (exchange, segments), self._forward = self._forward, None
-        return self._send_back(exchange, segments, rows, None)[0]
-
-    def _open_backward(self, grad: Tensor) -> Tensor:
+    def open_backward(self, grad: Tensor) -> Tensor:
+        """Dispatch gradients of the result: those of the experts' results. [N, H]"""
         exchange = self._transport.backward(grad.contiguous(), keep=False)
-        segments = list(exchange.segments())
-        self._backward = exchange, segments
-        # Gradients of the results travel without company: the second of a pair is empty.
-        pairs = [(segment.rows, segment.rows[:, :0]) for segment in segments]
-        _drop_rows(segments)
-        return _fresh(merge_rows(pairs, self._groups)[0], grad)
+        return _apart(self._arrived(exchange)[0], grad)
 
-    def _close_backward(self, rows: Tensor, probs: Tensor) -> list[Tensor]:
-        if self._backward is None:
+    def close_forward(self, rows: Tensor) -> Tensor:
+        """Combine the experts' results [N, H]."""
+        (y,) = self._send_back(rows, None)
+        self._result = y.shape, y.dtype, y.device
+        return y
+
+    def close_backward(self, rows: Tensor, probs: Tensor) -> list[Tensor]:
+        """Combine gradients of the rows [N, H] and of their probabilities [N]: dx, dprobs."""
+        assert self._result is not None, "a combine comes before the backward"
+        if self._open is None:
             # The experts' results had no gradient on any rank; their inputs have one all the same.
-            assert self._result is not None
             shape, dtype, device = self._result
-            self._open_backward(torch.zeros(shape, dtype=dtype, device=device))
-        assert self._backward is not None
-        (exchange, segments), self._backward = self._backward, None
-        return self._send_back(exchange, segments, rows, probs)
+            self.open_backward(torch.zeros(shape, dtype=dtype, device=device))
+        return self._send_back(rows, probs)
 
-    def _send_back(
-        self, exchange: Exchange, segments: list[Segment], rows: Tensor, probs: Tensor | None
-    ) -> list[Tensor]:
-        parts = _split_rows(rows, self._groups)
-        prob_parts = None if probs is None else _split_rows(probs, self._groups)
-        for index, segment in enumerate(segments):
-            row_grad = None if prob_parts is None else prob_parts[index]
-            exchange.combine_rows(segment, parts[index], row_grad)
+    def _arrived(self, exchange: Exchange) -> tuple[Tensor, Tensor, RowGroups]:
+        """All rows of a dispatch in the experts' order, and what travelled with them."""
+        segments = list(exchange.segments())
+        self._open = exchange, segments
+        self._groups = self._groups or [segment.groups for segment in segments]
+        # Gradients travel without company: the second of a pair is empty.
+        pairs = [(s.rows, s.rows[:, :0] if s.probs is None else s.probs) for s in segments]
+        for segment in segments:  # a combine needs no rows, which live no longer than their users
+            segment.rows, segment.probs = segment.rows[:0].clone(), None
+        return merge_rows(pairs, self._groups)
+
+    def _send_back(self, rows: Tensor, probs: Tensor | None) -> list[Tensor]:
+        assert self._open is not None, "a dispatch comes first, and is answered once"
+        (exchange, segments), self._open = self._open, None
+        parts: list[tuple[Tensor, Tensor | None]]
+        if probs is None:
+            parts = [(part, None) for part in split_rows(rows, self._groups)]
+        else:
+            both = split_rows(rows, self._groups), split_rows(probs, self._groups)
+            parts = list(zip(*both, strict=True))
+        for segment, (part, row_grad) in zip(segments, parts, strict=True):
+            exchange.combine_rows(segment, part, row_grad)
         exchange.finish()
         return exchange.results
 
 
 class _Dispatch(torch.autograd.Function):
-    """x, probs -> the experts' rows and their probabilities. Its backward is a combine."""
+    """x, probs -> the experts' rows, their probabilities and counts. Its backward is a combine."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor, opened: OpenExchange) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, probs: Tensor, opened: OpenExchange
+    ) -> tuple[Tensor, Tensor, list[int]]:
         ctx.opened, ctx.dtype = opened, probs.dtype
-        return opened._open_forward(x.detach(), probs.detach())
+        return opened.open_forward(x.detach(), probs.detach())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_probs: Tensor) -> tuple[Tensor, Tensor, None]:
-        dx, dprobs = ctx.opened._close_backward(grad.contiguous(), grad_probs.contiguous())
+    def backward(
+        ctx: Any, grad: Tensor, grad_probs: Tensor, _: None
+    ) -> tuple[Tensor, Tensor, None]:
+        dx, dprobs = ctx.opened.close_backward(grad.contiguous(), grad_probs.contiguous())
         return dx, dprobs.to(ctx.dtype), None
 
 
@@ -155,43 +157,15 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, opened: OpenExchange) -> Tensor:
         ctx.opened = opened
-        y = opened._close_forward(rows.detach().contiguous())
-        opened._result = y.shape, y.dtype, y.device
-        return y
+        return opened.close_forward(rows.detach().contiguous())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.opened._open_backward(grad), None
+        return ctx.opened.open_backward(grad), None
 
 
-def _split_rows(rows: Tensor, groups: Sequence[RowGroups]) -> list[Tensor]:
-    """Rows sorted by expert, sources within, as one tensor a source: what merge_rows turned
-    round."""
-    if len(groups) == 1:
-        return [rows]
-    counts = [_counts(group.ends or ()) for group in groups]
-    blocks = rows.split([count for by_source in zip(*counts, strict=True) for count in by_source])
-    return [torch.cat(blocks[source :: len(groups)]) for source in range(len(groups))]
-
-
-def _counts(ends: Sequence[int]) -> list[int]:
-    return [end - start for start, end in itertools.pairwise([0, *ends])]
-
-
-def _drop_rows(segments: Sequence[Segment]) -> None:
-    """Leave of segments what a combine asks of them, so that rows live no longer than their
-    users."""
-    for segment in segments:
-        segment.rows, segment.probs = segment.rows[:0].clone(), None
-
-
-def _fresh(tensor: Tensor, given: Tensor) -> Tensor:
-    """tensor, or a copy where it lies in the memory of `given`."""
-    mine, theirs = tensor.untyped_storage(), given.untyped_storage()
-    return tensor.clone() if mine.data_ptr() == theirs.data_ptr() else tensor
-
-
-def _required(probs: Tensor | None) -> Tensor:
-    assert probs is not None, "probabilities travel with the rows"
-    return probs
+def _apart(tensor: Tensor, other: Tensor) -> Tensor:
+    """tensor, or a copy where it lies in the memory of `other`."""
+    same = tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return tensor.clone() if same else tensor

@@ -17,9 +17,7 @@ Experts that this package does not compute take the rows, and `combine_rows` sen
 Implementations: moe/rounds (P2P exchanges over NCCL or gloo), moe/nvlink (symmetric memory),
 moe/local (a group of one rank). moe/backends.py is the table of them.
 
-Shapes: n rows of a segment, H hidden, El local experts. What a "token" is differs: rounds move rows
-that their caller has permuted [N, H], with a probability each [N]; nvlink and local move tokens
-[T, H] with top-k ids and probabilities [T, K].
+Shapes: T tokens, K top-k, n rows of a segment, H hidden, El local experts.
 """
 
 from __future__ import annotations
@@ -121,9 +119,14 @@ class TokenTransport(Protocol):
         return None
 
     def accept(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Tokens and probabilities as `forward` reads them, differentiably: contiguous, in a dtype
-        that the transport takes. Raises ConfigError where their shapes do not fit."""
+        """Tokens [T, H] and probabilities [T, K] as `forward` reads them, differentiably:
+        contiguous, in a dtype and an order that the transport takes. Raises ConfigError where
+        their shapes do not fit."""
         return x, probs
+
+    def leave(self, y: Tensor) -> Tensor:
+        """The forward's result as tokens [T, H], differentiably."""
+        return y
 
     def start(self, x: Tensor, probs: Tensor | None) -> None:
         """Launch what need not wait for `forward`, which follows with the same tensors."""

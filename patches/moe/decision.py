@@ -18,8 +18,7 @@ from megatron_fluid import patches
 from megatron_fluid.comm.hosts import detect_domains
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.config import FluidConfig, current_config, names_exchange
-from megatron_fluid.moe.choose import ExchangeCase, choose_transport
-from megatron_fluid.moe.local.transport import local_unsupported_reason
+from megatron_fluid.moe.choose import ExchangeCase, choose_transport, local_unsupported_reason
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.moe.fp8 import follow_microbatches
 from megatron_fluid.patches.moe.parts import (

@@ -33,7 +33,7 @@ from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.kernels.grouped_gemm.launch import compile_ahead
 from megatron_fluid.moe.autograd import start_experts
-from megatron_fluid.moe.backends import BACKENDS, LayerShape
+from megatron_fluid.moe.backends import BACKENDS, LayerShape, MakeTransport
 from megatron_fluid.moe.call import prepare
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
@@ -231,7 +231,7 @@ class OverlappedLayer(OwnExperts):
 
     def route(
         self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool, fcs: Projections
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[MakeTransport, Tensor]:
         """Run the router on x [S, B, H] with mask [S, B] bool or None, and plan the exchange: the
         plan and the probabilities [T, K]. With `recompute` the backward computes the experts again,
         by the same plan.
@@ -260,16 +260,15 @@ class OverlappedLayer(OwnExperts):
         return chosen_of(probs, routing_map, self.top_k, self.columns)
 
     def _compute(
-        self, layer: MoELayer, plan: Any, fcs: Projections | None, hidden_states: Tensor,
+        self, layer: MoELayer, plan: MakeTransport, fcs: Projections | None, hidden_states: Tensor,
         probs: Tensor,
     ) -> Tensor:  # fmt: skip
         """[S, B, H] -> [S, B, H], with the shared experts."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        x, weights = self.transports.enter(plan, tokens, probs)
-        call = self.call(x, weights, self.weights.matrices() if fcs is None else fcs)
-        started = start_experts(prepare(call), self.transports.transport(plan))
+        call = self.call(tokens, probs, self.weights.matrices() if fcs is None else fcs)
+        started = start_experts(prepare(call), plan())
         shared = self._shared_experts(layer, hidden_states)
-        output = self.transports.leave(plan, started.finish()).view(hidden_states.shape)
+        output = started.finish().view(hidden_states.shape)
         return output if shared is None else output + shared()
 
     @staticmethod

@@ -6,12 +6,12 @@ experts are ours (separate_experts.py), or Megatron's modules, called as ever: T
 in any precision, sequential ones, with biases, with adapters, offloaded. Between them and the
 transports stand two differentiable functions (megatron_fluid/moe/open_exchange.py).
 
-    dispatch_preprocess   choices of the routing map; rounds: rows by destination
+    dispatch_preprocess   choices of the routing map
     token_dispatch        the dispatch
     dispatch_postprocess  rows padded where the experts want full tiles
     combine_preprocess    the padding taken off
     token_combine         the combine
-    combine_postprocess   rounds: rows summed to tokens; shared experts
+    combine_postprocess   shared experts
 
 Shapes: S sequence, B batch, T = S * B tokens of this rank, K top-k, E experts, El of this rank, H
 hidden, N rows for this rank's experts.
@@ -19,7 +19,6 @@ hidden, N rows for this rank's experts.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +52,6 @@ class _Call:
 
     Attributes:
         opened: the exchange.
-        finish: what was combined -> tokens [T, H].
         shape: of the hidden states. [S, B, H]
         dtypes: of the hidden states, and of the router's probabilities.
         result: dtype of the experts' results, which under autocast is another.
@@ -62,7 +60,6 @@ class _Call:
     """
 
     opened: OpenExchange
-    finish: Callable[[Tensor], Tensor]
     shape: torch.Size
     dtypes: tuple[torch.dtype, torch.dtype]
     result: torch.dtype | None = None
@@ -99,15 +96,12 @@ class ExchangedLayer:
 
     def prepare(
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
-    ) -> tuple[Tensor, Tensor, TokenTransport, Callable[[Tensor], Tensor]]:
-        """What is sent of tokens [T, H], routing_map bool [T, E], probs [T, E]: x and its
-        probabilities as the transport takes them, the transport, and what makes tokens [T, H] of
-        the results. Differentiable in tokens and probs. Collective."""
+    ) -> tuple[Tensor, TokenTransport]:
+        """Route tokens [T, H] by routing_map bool [T, E] and probs [T, E]: the probabilities of
+        the choices [T, K], differentiable in probs, and the transport. Collective."""
         ids, chosen = chosen_of(probs, routing_map, self.top_k)
-        plan = self.transports.plan(tokens, ids, chosen, experts=None, again=False)
-        x, weights = self.transports.enter(plan, tokens, chosen)
-        finish = functools.partial(self.transports.leave, plan)
-        return x, weights, self.transports.transport(plan), finish
+        make = self.transports.plan(tokens, ids, chosen, experts=None, again=False)
+        return chosen, make()
 
 
 def install(layer: MoELayer, path_of: Callable[[MoELayer], Any]) -> None:
@@ -167,12 +161,10 @@ class FluidTokenDispatcher(MoETokenDispatcher):
         flat = tokens.reshape(-1, tokens.shape[-1])
         if self.config.moe_pad_expert_input_to_capacity:
             routing_map = kept_choices(routing_map, probs)
-        x, chosen, transport, finish = exchange.prepare(flat, routing_map, probs)
-        if self._frees_inputs and _share(x, tokens):
-            x = x.clone()
+        chosen, transport = exchange.prepare(flat, routing_map, probs)
         dtypes = tokens.dtype, probs.dtype
-        self._call = _Call(OpenExchange(transport), finish, tokens.shape, dtypes)
-        return x, chosen
+        self._call = _Call(OpenExchange(transport), tokens.shape, dtypes)
+        return flat.clone() if self._frees_inputs else flat, chosen
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """-> rows [N, H], their probabilities [N]"""
@@ -239,7 +231,7 @@ class FluidTokenDispatcher(MoETokenDispatcher):
         call, self._call = self._call, None
         if call is None:
             return self.stock.combine_postprocess(hidden_states)  # type: ignore[no-any-return]
-        output = call.finish(hidden_states).view(call.shape).to(call.result)
+        output = hidden_states.view(call.shape).to(call.result)
         return output if self.shared_experts is None else output + self.shared_experts.get_output()
 
     def _exchange(self) -> ExchangedLayer | None:
@@ -250,11 +242,6 @@ class FluidTokenDispatcher(MoETokenDispatcher):
             raise FluidError("this token dispatcher was copied: call the copied layer's forward")
         path = self._path_of(layer)
         return path if isinstance(path, ExchangedLayer) else None
-
-
-def _share(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors lie in one storage."""
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _places(counts: Sequence[int], padded: Sequence[int], device: torch.device) -> Tensor:

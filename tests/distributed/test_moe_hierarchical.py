@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.moe.hierarchical.plan import plan_hierarchical, rows_between_hosts
-from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs, unpermute
+from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.topology import HostLayout
 from tests.support.expert_calls import hierarchical_moe, overlapped_moe
 from tests.support.launch import run_ranks
@@ -75,8 +75,7 @@ def bytes_body(
         y = hierarchical_moe(x, probs, routed, w1, w2, "swiglu", rounds)
     else:
         plan = ExactPlan.from_topk(ids[rank], EXPERTS, rounds)
-        rows = permute(x, plan), permute_probs(probs, plan)
-        y = unpermute(overlapped_moe(*rows, plan, w1, w2, "swiglu", rounds), plan)
+        y = overlapped_moe(x, probs, plan, w1, w2, "swiglu", rounds)
     y.sum().backward()
     return rounds.sent_bytes, crossing, list(rounds.domains)
 

@@ -183,7 +183,7 @@ def test_a_deep_copy_shares_the_buffers_alone() -> None:
 def other_work_body(rank: int, world: int) -> list[str]:
     """What is recorded between start and finish runs its backward before dX is waited for."""
     rounds = shared_rounds(group())
-    plan = ExactPlan.from_counts(torch.tensor([2, 3]), rounds)
+    plan = ExactPlan(rank, ((2,), (3,)), ((2 + rank,),) * 2)
     w1, w2 = (
         torch.ones(1, 4, 8, dtype=F64, requires_grad=True),
         torch.ones(1, 8, 4, dtype=F64, requires_grad=True),

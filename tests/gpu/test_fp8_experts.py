@@ -29,7 +29,7 @@ from megatron_fluid.kernels.fp8_grouped_gemm.launch import (
 )
 from megatron_fluid.kernels.grouped_gemm.launch import Owners
 from megatron_fluid.moe import fp8_experts
-from megatron_fluid.moe.local.kernel_transport import KernelTransport
+from megatron_fluid.moe.local.transport import LocalTransport
 
 HOPPER = torch.cuda.is_available() and is_hopper(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -135,7 +135,7 @@ def test_tokens_cast_before_they_are_permuted_give_the_bits_of_rows_cast_afterwa
     x, grad = (reference.restore_rows(*cast_rows(part)).bfloat16() for part in given)
     found: list[list[Tensor]] = []
     for packs in (True, False):
-        monkeypatch.setattr(KernelTransport, "carries_packed_rows", packs)
+        monkeypatch.setattr(LocalTransport, "carries_packed_rows", packs)
         leaf = x.clone().requires_grad_()
         layer.zero_grad()
         y = layer(leaf)

@@ -13,7 +13,7 @@ from megatron_fluid.moe.autograd import StartedCall, run_experts, start_experts
 from megatron_fluid.moe.call import ExpertCall, prepare
 from megatron_fluid.moe.expert_rows import InPlace
 from megatron_fluid.moe.expert_weights import ExpertWeights
-from megatron_fluid.moe.local.transport import local_transport, plan_local
+from megatron_fluid.moe.local.transport import LocalTransport, plan_local
 from megatron_fluid.moe.rounds.transport import RoundsTransport
 
 __all__ = [
@@ -39,8 +39,10 @@ def local_moe(
     if plan is None:
         stacked = call.experts.fc1.stack is not None and call.experts.fc2.stack is not None
         act = resolve_activation(activation)
-        plan = plan_local(x, ids, probs, experts, act, stacked, call.x.dtype)
-    return run_experts(call, local_transport(plan))
+        plan = plan_local(
+            x, ids, probs, experts, activation=act, stacked=stacked, dtype=call.x.dtype
+        )
+    return run_experts(call, LocalTransport(plan))
 
 
 def nvlink_moe(
@@ -60,7 +62,7 @@ def start_rounds(
     x: Tensor, probs: Tensor | None, plan: Any, w1: Any, w2: Any, activation: Function,
     rounds: P2PRounds, dx_chunks: int = 1, **settings: Any,
 ) -> StartedCall:  # fmt: skip
-    """Over rounds, rows [N, H] and probabilities [N]."""
+    """Over rounds: tokens [T, H] and probabilities [T, K], or rows [N, H] and [N]."""
     given = {"w1": w1, "w2": w2, "num_experts": plan.num_local_experts, **settings}
     call = prepare(ExpertCall(x=x, probs=probs, activation=activation, **given))
     name = settings.get("name", "moe")

@@ -37,7 +37,7 @@ from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.expert_weights import RowGroups
-from megatron_fluid.moe.rounds.plan import Permutation, local_experts
+from megatron_fluid.moe.permute import Permutation, local_experts
 from megatron_fluid.topology import HostLayout
 
 __all__ = [
@@ -388,8 +388,8 @@ def _batches(
     for index, (piece, counts) in enumerate(zip(pieces, by_piece, strict=True)):
         choices = keys[begin : begin + piece.num_arrived]
         begin += piece.num_arrived
-        order, rows = choices.reshape(-1).argsort(stable=True), sum(counts)
-        permutation = Permutation.of(order, rows, choices.shape)
+        rows = sum(counts)
+        permutation = Permutation.of(choices.reshape(-1), choices.shape).first(rows)
         found.append(Batch(index, permutation, slice(rows), _groups(counts, device)))
     own, counts = found[0], by_piece[0]
     first = (len(counts) + 1) // 2

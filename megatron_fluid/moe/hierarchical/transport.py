@@ -35,7 +35,7 @@ from megatron_fluid.moe.hierarchical.rows import (
     sum_parts,
     transfers_of,
 )
-from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
+from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport, check_tokens
 
 __all__ = ["HierarchicalTransport"]
 
@@ -82,12 +82,10 @@ class HierarchicalTransport(TokenTransport):
 
     def accept(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [T, H], probs [T, K]"""
-        shape = [self.plan.num_tokens, self.plan.top_k]
-        if x.shape[0] != shape[0] or probs is None or list(probs.shape) != shape:
-            found = f"{list(x.shape)}, {None if probs is None else list(probs.shape)}"
-            raise ConfigError.of(f"{self.name}: x, probs", found, f"[{shape[0]}, H], {shape}")
-        wide = torch.promote_types(probs.dtype, torch.float32)
-        return x.contiguous(), probs.to(wide).contiguous()
+        check_tokens(x, probs, (self.plan.num_tokens, self.plan.top_k))
+        if probs is not None:
+            probs = probs.to(torch.promote_types(probs.dtype, torch.float32)).contiguous()
+        return x.contiguous(), probs
 
     def start(self, x: Tensor, probs: Tensor | None) -> None:
         """Launch the first pieces of the forward."""
@@ -272,8 +270,7 @@ class _HierarchicalExchange(Exchange):
         probabilities [n, K]."""
         found = [batch.permutation.sum_choices(made[0])]
         if len(made) > 1:
-            dprobs = made[1].new_zeros(batch.permutation.slot_row.shape)
-            dprobs.view(-1).index_copy_(0, batch.permutation.row_slot, made[1])
+            dprobs = batch.permutation.spread_choices(made[1])
             found.append(dprobs.to(self.transport.probs_dtype))
         return found
 

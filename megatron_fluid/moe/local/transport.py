@@ -1,10 +1,10 @@
 """The transport of a group of one rank: no token leaves it.
 
-On a GPU the kernels of kernel_transport.py plan and move the tokens, and with stacked weights the
-host reads nothing. Elsewhere torch's index operations do the same.
+On a GPU the kernels of kernel_plan.py plan and move the tokens, and with stacked weights the host
+reads nothing. Elsewhere torch's index operations do the same.
 
     plan = plan_local(x, topk_ids, probs, El, activation)
-    y = run_experts(call, local_transport(plan))
+    y = run_experts(call, LocalTransport(plan))
 
 A recomputed layer keeps its routing: it plans once, outside the checkpoint.
 
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
@@ -26,31 +25,20 @@ from megatron_fluid.kernels.grouped_gemm.launch import groups_on_device
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.expert_weights import RowGroups
 from megatron_fluid.moe.experts import have_triton
-from megatron_fluid.moe.rounds.plan import Permutation, count_choices
+from megatron_fluid.moe.permute import Permutation, count_choices
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport, check_tokens
 
 if TYPE_CHECKING:
-    from megatron_fluid.moe.local.kernel_transport import KernelPlan
+    from megatron_fluid.moe.local.kernel_plan import KernelPlan
 
-__all__ = [
-    "LocalPlan",
-    "LocalTransport",
-    "local_transport",
-    "local_unsupported_reason",
-    "plan_local",
-]
-
-
-def local_unsupported_reason(group: dist.ProcessGroup) -> str | None:
-    """Return why the local transport cannot serve `group`, or None if it can."""
-    ranks = group.size()
-    return None if ranks == 1 else f"it is for one rank, and the group has {ranks}"
+__all__ = ["LocalPlan", "LocalTransport", "plan_local"]
 
 
 @dataclass(frozen=True)
 class LocalPlan:
-    """The routing of one call by torch's index operations: the permutation of the kept choices,
-    sorted by expert, and their division among the experts."""
+    """The routing of one call by torch's index operations, on any device and in any dtype: the
+    permutation of the kept choices, sorted by expert, and their division among the experts.
+    KernelPlan is the same by kernels."""
 
     permutation: Permutation
     groups: RowGroups
@@ -59,29 +47,48 @@ class LocalPlan:
     def of(cls, ids: Tensor, num_experts: int) -> LocalPlan:
         """From ids [T, K], -1 where dropped. On a GPU the host reads the row counts."""
         keys, histogram = count_choices(ids, num_experts)
-        order = torch.argsort(keys, stable=True)
         offsets = histogram.cumsum(0, dtype=torch.int32)
         ends = offsets.tolist()
-        return cls(Permutation.of(order, ends[-1], ids.shape), RowGroups(offsets, ends))
+        permutation = Permutation.of(keys, ids.shape).first(ends[-1])
+        return cls(permutation, RowGroups(offsets, ends))
+
+    @property
+    def shape(self) -> torch.Size:
+        """[T, K]"""
+        return self.permutation.slot_row.shape
+
+    def wide_probs(self, probs: Tensor) -> Tensor:
+        """Probabilities in the dtype that their gradients have: fp32 or better."""
+        return probs.to(torch.promote_types(probs.dtype, torch.float32))
+
+    def row_probs(self, probs: Tensor) -> Tensor:
+        """The probability of each row: [T, K] -> [N]"""
+        return self.permutation.gather_choices(probs)
+
+    def permute(self, x: Tensor) -> Tensor:
+        """x [T, H] in expert order: [N, H]"""
+        return self.permutation.gather(x)
+
+    def unpermute(self, rows: Tensor, row_grad: Tensor | None = None) -> list[Tensor]:
+        """The sum of each token's rows [N, H] -> [T, H], and the gradients [N] by choice [T, K]."""
+        found = [self.permutation.sum_choices(rows)]
+        return found if row_grad is None else [*found, self.permutation.spread_choices(row_grad)]
 
 
 class LocalTransport(TokenTransport):
-    """Moves the tokens of one call by torch's index operations, on any device and in any dtype."""
+    """Moves the tokens of one call within this rank, as plan_local has planned it."""
 
     recomputable = ("rows", "hidden")
     regathers = True
     carries_packed_rows = True
 
-    def __init__(self, plan: LocalPlan) -> None:
+    def __init__(self, plan: LocalPlan | KernelPlan) -> None:
         self.plan = plan
 
     def accept(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [T, H], probs [T, K]"""
-        shape = self.plan.permutation.slot_row.shape
-        check_tokens(x, probs, shape)
-        if probs is not None:
-            probs = probs.to(torch.promote_types(probs.dtype, torch.float32))
-        return x.contiguous(), probs
+        check_tokens(x, probs, self.plan.shape)
+        return x, None if probs is None else self.plan.wide_probs(probs)
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _LocalExchange:
         return _LocalExchange(self.plan, x, probs)
@@ -90,36 +97,27 @@ class LocalTransport(TokenTransport):
         return _LocalExchange(self.plan, grad)
 
     def recompute_rows(self, x: Tensor) -> list[Tensor]:
-        return [self.plan.permutation.gather(x)]
+        return [self.plan.permute(x)]
 
 
 class _LocalExchange(Exchange):
-    def __init__(self, plan: LocalPlan, x: Tensor, probs: Tensor | None = None) -> None:
+    def __init__(
+        self, plan: LocalPlan | KernelPlan, x: Tensor, probs: Tensor | None = None
+    ) -> None:
         self.plan, self.x, self.probs = plan, x, probs
         self.results: list[Tensor] = []
 
     def segments(self) -> Iterator[Segment]:
-        permutation = self.plan.permutation
-        probs = self.probs
-        if probs is not None:
-            probs = probs.reshape(-1).index_select(0, permutation.row_slot)
-        yield Segment(permutation.gather(self.x), self.plan.groups, probs)
+        probs = None if self.probs is None else self.plan.row_probs(self.probs)
+        yield Segment(self.plan.permute(self.x), self.plan.groups, probs)
 
     def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
-        permutation = self.plan.permutation
-        self.results = [permutation.sum_choices(rows)]
-        if row_grad is not None:
-            dprobs = row_grad.new_zeros(permutation.slot_row.numel())
-            dprobs.index_copy_(0, permutation.row_slot, row_grad)
-            self.results.append(dprobs.view(permutation.slot_row.shape))
+        self.results = self.plan.unpermute(rows, row_grad)
 
 
-def _kernels_serve(
-    x: Tensor, activation: Activation | None, dtype: torch.dtype, device: torch.device | None = None
-) -> bool:
-    """Whether the kernels of kernel_transport.py take a call with tokens like x, of `dtype`, on
-    `device`, by default x's own."""
-    if (device or x.device).type != "cuda" or not have_triton():
+def _kernels_serve(x: Tensor, activation: Activation | None, dtype: torch.dtype) -> bool:
+    """Whether the kernels of kernel_plan.py take a call with tokens like x, of `dtype`."""
+    if x.device.type != "cuda" or not have_triton():
         return False
     from megatron_fluid.kernels.activation.kernel import ACTIVATIONS
 
@@ -135,6 +133,7 @@ def plan_local(
     topk_ids: Tensor,
     probs: Tensor,
     experts: int,
+    *,
     activation: Activation | None = None,
     stacked: bool = True,
     dtype: torch.dtype | None = None,
@@ -157,17 +156,7 @@ def plan_local(
     dtype = x.dtype if dtype is None else dtype
     if not _kernels_serve(x, activation, dtype):
         return LocalPlan.of(topk_ids, experts)
-    from megatron_fluid.moe.local.kernel_transport import PROB_DTYPES, make_plan
+    from megatron_fluid.moe.local.kernel_plan import make_plan
 
     read_ends = not (stacked and groups_on_device(x.device, dtype))
-    probs = probs if probs.dtype in PROB_DTYPES else probs.float()
     return make_plan(topk_ids, probs, experts, read_ends)
-
-
-def local_transport(plan: LocalPlan | KernelPlan) -> TokenTransport:
-    """The transport of a planned call."""
-    if isinstance(plan, LocalPlan):
-        return LocalTransport(plan)
-    from megatron_fluid.moe.local.kernel_transport import KernelTransport
-
-    return KernelTransport(plan)

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.expert_weights import RowGroups
+from megatron_fluid.moe.permute import merge_rows, split_rows
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
@@ -61,10 +62,17 @@ def exchange_rows(
 
 
 class AllToAllTransport(TokenTransport):
-    """Moves the permuted rows of one call by all-to-alls. All sources' rows are one segment."""
+    """Moves the tokens of one call by all-to-alls. All sources' rows are one segment."""
 
     def __init__(self, plan: ExactPlan, rounds: P2PRounds, name: str) -> None:
         self.plan, self.rounds, self.name = plan, rounds, name
+
+    def accept(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """As RoundsTransport."""
+        return self.plan.enter(self.name, x, probs)
+
+    def leave(self, y: Tensor) -> Tensor:
+        return self.plan.leave(y)
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _AllToAllExchange:
         return _AllToAllExchange(self, x, probs, "")
@@ -79,6 +87,11 @@ class _AllToAllExchange(Exchange):
     ) -> None:
         self.transport, self.x, self.probs, self.direction = transport, x, probs, direction
         self.results: list[Tensor] = []
+        plan = transport.plan
+        self.groups = [
+            RowGroups.of_counts(counts, plan.recv_offsets(source, x.device))
+            for source, counts in enumerate(plan.recv_counts)
+        ]
 
     def _move(self, rows: Tensor, what: str, back: bool = False) -> Tensor:
         transport = self.transport
@@ -88,30 +101,20 @@ class _AllToAllExchange(Exchange):
         return exchange_rows(rows, send, receive, transport.rounds, name)
 
     def segments(self) -> Iterator[Segment]:
-        plan = self.transport.plan
-        rows = _reorder(self._move(self.x, "dispatch"), plan, to_experts=True)
-        probs = None
-        if self.probs is not None:
-            probs = _reorder(self._move(self.probs, "probs"), plan, to_experts=True)
-        sources = range(plan.world_size)
-        offsets = torch.stack([plan.recv_offsets(source, rows.device) for source in sources])
-        totals = [sum(column) for column in zip(*plan.recv_counts, strict=True)]
-        yield Segment(rows, RowGroups.of_counts(totals, offsets.sum(0, dtype=torch.int32)), probs)
+        rows = self._move(self.x, "dispatch")
+        probs = rows[:, 0] if self.probs is None else self._move(self.probs, "probs")
+        counts = self.transport.plan.recv_rows
+        pairs = list(zip(rows.split(counts), probs.split(counts), strict=True))
+        rows, probs, groups = merge_rows(pairs, self.groups)
+        yield Segment(rows, groups, None if self.probs is None else probs)
 
     def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
-        plan = self.transport.plan
-        self.results = [self._move(_reorder(rows, plan, False), "combine", back=True)]
-        if row_grad is not None:
-            grads = _reorder(row_grad, plan, False)
-            self.results.append(self._move(grads, "probs back", back=True))
-
-
-def _reorder(rows: Tensor, plan: ExactPlan, to_experts: bool) -> Tensor:
-    """Received rows [R, ...] from the order (source, expert) to (expert, source), or back."""
-    sources, local = range(plan.world_size), range(plan.num_local_experts)
-    order = [(s, e) for s in sources for e in local]
-    experts_first = [(s, e) for e in local for s in sources]
-    before, after = (order, experts_first) if to_experts else (experts_first, order)
-    blocks = rows.split([plan.recv_counts[s][e] for s, e in before])
-    found = dict(zip(before, blocks, strict=True))
-    return torch.cat([found[key] for key in after])
+        back = (
+            [(rows, "combine")]
+            if row_grad is None
+            else [(rows, "combine"), (row_grad, "probs back")]
+        )
+        self.results = [
+            self._move(torch.cat(split_rows(tensor, self.groups)), what, back=True)
+            for tensor, what in back
+        ]

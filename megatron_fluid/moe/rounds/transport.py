@@ -11,13 +11,12 @@ With 4 ranks, forward and backward of one call (`||`: at the same time)::
 Use::
 
     plan = ExactPlan.from_topk(ids, num_experts, rounds)
-    rows, row_probs = permute(x, plan), permute_probs(probs, plan)
-    call = prepare(ExpertCall(x=rows, probs=row_probs, w1=w1, w2=w2, num_experts=El))
+    call = prepare(ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=El))
     started = start_experts(call, RoundsTransport(plan, rounds, "layer 1"))   # first round leaves
     shared = shared_expert(x)               # anything else, while the first tokens travel
-    y = unpermute(started.finish(), plan) + shared
+    y = started.finish() + shared
 
-A caller that has permuted its tokens by expert makes its plan of counts: `ExactPlan.from_counts`.
+A caller that has permuted its tokens by expert makes its plan of counts, without a permutation.
 
 Legend: N rows of this rank sorted by (destination rank, expert), El local experts, H hidden, F1 / F
 widths of the experts.
@@ -106,18 +105,12 @@ class RoundsTransport(TokenTransport):
             raise ConfigError.of(f"{self.name}: experts of a rank", num_experts, allowed)
 
     def accept(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Rows [N, H] sorted by (destination rank, expert), as `permute` and Megatron's dispatcher
-        give them; probs [N], which travel with them."""
-        count = self.plan.num_rows
-        if x.shape[0] != count:
-            allowed = f"[{count}, hidden] as the plan says"
-            raise ConfigError.of(f"{self.name}: tokens", list(x.shape), allowed)
-        if probs is None:
-            return x.contiguous(), None
-        if list(probs.shape) != [count]:
-            allowed = f"[{count}], one for each row"
-            raise ConfigError.of(f"{self.name}: probs", list(probs.shape), allowed)
-        return x.contiguous(), probs.contiguous()
+        """Tokens [T, H] and probabilities [T, K], or rows [N, H] and [N] where the plan has no
+        permutation. Probabilities travel with the rows."""
+        return self.plan.enter(self.name, x, probs)
+
+    def leave(self, y: Tensor) -> Tensor:
+        return self.plan.leave(y)
 
     def start(self, x: Tensor, probs: Tensor | None) -> None:
         """Launch the first round of the forward."""

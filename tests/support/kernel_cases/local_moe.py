@@ -1,4 +1,4 @@
-"""The kernels of the local MoE transport, as moe/local/kernel_transport.py launches them at the
+"""The kernels of the local MoE transport, as moe/local/kernel_plan.py launches them at the
 shapes of benchmarks/cases/moe.py and at narrow ones."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import torch
 from benchmarks.cases.moe import CASES as SHAPES
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.kernels.fp8_casts.reference import packed_width
-from megatron_fluid.moe.local import kernel_transport
+from megatron_fluid.moe.local import kernel_plan
 from tests.support.kernel_cases import KernelCase
 
 __all__ = ["CASES"]
@@ -39,20 +39,20 @@ def _planned(
 ) -> list[KernelCase]:
     device, ids = torch.device("cpu"), "*i64:16" if top_k == 12 else _INT32
     dtype = torch.int64 if top_k == 12 else torch.int32
-    count, sort = kernel_transport._plan_launches(device, dtype, probs, top_k, experts)
+    count, sort = kernel_plan._plan_launches(device, dtype, probs, top_k, experts)
     arguments = (ids, _NAMES[probs], *[_INT32] * 3, _FP32, "i32", "i32")
     return [_case(name, count, (ids, _INT32, "i32")), _case(name, sort, arguments)]
 
 
 def _moved(name: str, hidden: int, top_k: int, dtype: torch.dtype) -> list[KernelCase]:
     device, rows = torch.device("cpu"), _NAMES[dtype]
-    launch = kernel_transport._permute_launch(device, dtype, hidden, top_k)
+    launch = kernel_plan._permute_launch(device, dtype, hidden, top_k)
     found = [_case(name, launch, (rows, _INT32, rows, "i32"), moves=True)]
     for grads in (None, torch.float32):
-        launch = kernel_transport._unpermute_launch(device, dtype, hidden, top_k, grads)
+        launch = kernel_plan._unpermute_launch(device, dtype, hidden, top_k, grads)
         arguments = (rows, _INT32, rows, _FP32, _FP32, "i32")
         found.append(_case(f"{name}{', graded' * bool(grads)}", launch, arguments, moves=True))
-    launch = kernel_transport._unpermute_launch(device, dtype, hidden, top_k, dtype)
+    launch = kernel_plan._unpermute_launch(device, dtype, hidden, top_k, dtype)
     arguments = (rows, _INT32, rows, _FP32, rows, "i32")
     rounds = (*_WIDE, f"cvt.rn.{rows[1:].removesuffix(':16').replace('fp', 'f')}.f32")
     found.append(_case(f"{name}, graded in {dtype}", launch, arguments, wanted=rounds))
@@ -60,7 +60,7 @@ def _moved(name: str, hidden: int, top_k: int, dtype: torch.dtype) -> list[Kerne
 
 
 _SHAPE = SHAPES["deepseek-v3"]
-_PACKED = kernel_transport._permute_launch(
+_PACKED = kernel_plan._permute_launch(
     torch.device("cpu"), torch.bfloat16, packed_width(_SHAPE.hidden), _SHAPE.top_k
 )
 CASES = [

@@ -12,7 +12,7 @@ from megatron_fluid.kernels.fp8_casts import launch as casts
 from megatron_fluid.kernels.fp8_casts import reference
 from megatron_fluid.kernels.fp8_casts.packed_rows import pack_rows, unpack_rows
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
-from megatron_fluid.moe.local import kernel_transport
+from megatron_fluid.moe.local import kernel_plan
 from megatron_fluid.moe.nvlink import steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from tests.support.simulated_workspace import SimulatedWorkspace
@@ -70,10 +70,10 @@ def test_what_is_unpacked_is_the_cast(count: int, width: int) -> None:
 def test_packed_tokens_in_expert_order_are_the_rows_that_are_cast_there() -> None:
     experts, width = 5, 384
     ids = torch.tensor([[0, 3], [-1, -1], [3, 1], [1, -1], [4, 0], [0, 1], [3, 4]], device=DEVICE)
-    plan = kernel_transport.make_plan(ids, torch.ones(ids.shape, device=DEVICE), experts, True)
+    plan = kernel_plan.make_plan(ids, torch.ones(ids.shape, device=DEVICE), experts, True)
     x = tokens(len(ids), width)
-    packed = kernel_transport.permute(plan, pack_rows(x))
-    rows = kernel_transport.permute(plan, x)
+    packed = plan.permute(pack_rows(x))
+    rows = plan.permute(x)
     assert len(rows) == int((ids >= 0).sum())
     same_bits(unpack_rows(packed, width), casts.cast_rows(rows))
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm import group_resources
 from megatron_fluid.moe import activations
-from megatron_fluid.moe.local import kernel_transport, transport
-from megatron_fluid.moe.local.transport import local_unsupported_reason, plan_local
+from megatron_fluid.moe.choose import local_unsupported_reason
+from megatron_fluid.moe.local import kernel_plan, transport
+from megatron_fluid.moe.local.transport import plan_local
 from tests.support.expert_calls import local_moe
 from tests.support.kernel_references import plan_reference
 from tests.support.moe_reference import moe_reference
@@ -132,7 +133,7 @@ def test_the_plan_is_the_stable_sort_by_expert(kind: str) -> None:
     ids, (_, probs, *_), _ = make(kind)
     for whole in (ids, ids.int(), ids.repeat(7, 1)):  # of 77 tokens: several blocks
         weights = probs.detach().repeat(whole.shape[0] // T, 1)
-        plan = kernel_transport.make_plan(whole, weights, E, read_ends=False)
+        plan = kernel_plan.make_plan(whole, weights, E, read_ends=False)
         right = plan_reference(whole[None], weights[None], 0, E)
         rows = len(right.row_prob)
         assert torch.equal(plan.offsets, right.offsets)
@@ -165,13 +166,13 @@ def test_narrow_probabilities_are_those_that_were_widened_before_and_gradients_a
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_rows_are_copies_and_sums_are_taken_in_fp32(dtype: torch.dtype) -> None:
     ids, (x, probs, *_), _ = make("dropped")
-    plan = kernel_transport.make_plan(ids, probs.detach(), E, read_ends=True)
-    rows = kernel_transport.permute(plan, x.detach().to(dtype))
+    plan = kernel_plan.make_plan(ids, probs.detach(), E, read_ends=True)
+    rows = plan.permute(x.detach().to(dtype))
     kept = plan.inverse >= 0
     token = torch.arange(T)[:, None].expand(T, K)[kept]
     assert torch.equal(rows[plan.inverse[kept].long()], x.detach().to(dtype)[token])
     grad = torch.randn(len(rows))
-    out, grads = kernel_transport.unpermute(plan, rows, grad)
+    out, grads = plan.unpermute(rows, grad)
     expected, right = torch.zeros(T, H), torch.zeros(T, K)
     for t, k in kept.nonzero().tolist():
         expected[t] += rows[plan.inverse[t, k]].float()
@@ -180,7 +181,7 @@ def test_rows_are_copies_and_sums_are_taken_in_fp32(dtype: torch.dtype) -> None:
 
 
 def test_the_guess_of_row_counts_is_spread_like_chance() -> None:
-    ends = kernel_transport.likely_ends(4096, 8)
+    ends = kernel_plan.likely_ends(4096, 8)
     counts = [b - a for a, b in zip((0, *ends), ends, strict=False)]
     assert ends[-1] == 4096 and counts == sorted(counts)
     assert counts[0] < 512 - 20 and counts[-1] > 512 + 20

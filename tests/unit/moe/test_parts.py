@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe import activations, experts, router
+from megatron_fluid.moe import activations, experts, permute, router
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups, grouped_product
-from megatron_fluid.moe.rounds import plan as routing
+from megatron_fluid.moe.rounds.plan import ExactPlan
 
 F64 = torch.float64
 
@@ -187,9 +187,11 @@ def test_where_weights_lie_is_kept_until_one_moves() -> None:
 def test_rows_of_several_sources_are_merged_by_expert() -> None:
     groups = [RowGroups.of_counts(counts) for counts in ([2, 0, 1], [1, 1, 0])]
     segments = [torch.tensor([10, 11, 12]), torch.tensor([20, 21])]
-    left, right, merged = experts.merge_rows([(s, -s) for s in segments], groups)
+    left, right, merged = permute.merge_rows([(s, -s) for s in segments], groups)
     assert left.tolist() == [10, 11, 20, 21, 12] == (-right).tolist()
     assert merged.offsets.tolist() == merged.ends == [3, 4, 5]
+    parts = permute.split_rows(left, groups)
+    assert all(torch.equal(*pair) for pair in zip(parts, segments, strict=True))
 
 
 def test_weights_that_do_not_fit() -> None:
@@ -305,32 +307,23 @@ def test_router_refusals() -> None:
 # ---- plans
 
 
-def plan_of(ids: Tensor, num_experts: int) -> routing.ExactPlan:
-    """A plan for one rank, without a group."""
-    counts = torch.bincount(ids[ids >= 0], minlength=num_experts).tolist()
-    keys = torch.where(ids.reshape(-1) < 0, num_experts, ids.reshape(-1))
-    order = torch.argsort(keys, stable=True)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.numel())
-    rows = order[: sum(counts)]
-    permutation = routing.Permutation(
-        ids.shape[0], rows // ids.shape[1], rows, inverse.view(ids.shape)
-    )
-    return routing.ExactPlan(0, (tuple(counts),), (tuple(counts),), permutation)
+def permutation_of(ids: Tensor, num_experts: int) -> permute.Permutation:
+    keys, counts = permute.count_choices(ids, num_experts)
+    return permute.Permutation.of(keys, ids.shape).first(int(counts.sum()))
 
 
 @settings(deadline=None)
 @given(st.integers(0, 9), st.integers(1, 4), st.integers(0, 1000))
-def test_permute_and_unpermute_are_transposes(tokens: int, top_k: int, seed: int) -> None:
+def test_moves_to_rows_and_back_are_transposes(tokens: int, top_k: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, 5, (tokens, top_k), generator=generator)
-    plan = plan_of(ids, 5)
+    permutation = permutation_of(ids, 5)
+    chosen = [t * top_k + k for e in range(5) for t, k in (ids == e).nonzero().tolist()]
     x = normal(tokens, 3, seed=seed, grad=True)
-    rows = routing.permute(x, plan)
-    expected = [t for e in range(5) for t in range(tokens) for k in range(top_k) if ids[t, k] == e]
-    assert torch.equal(rows, x[expected])
-    y = normal(len(expected), 3, seed=seed + 1, grad=True)
-    back = routing.unpermute(y, plan)
+    rows = permute.rows_of_tokens(x, permutation)
+    assert torch.equal(rows, x[[choice // top_k for choice in chosen]])
+    y = normal(len(chosen), 3, seed=seed + 1, grad=True)
+    back = permute.sum_of_rows(y, permutation)
     assert back.shape == x.shape
     # <P x, y> = <x, P^T y>, in value and in both gradients
     torch.testing.assert_close((rows * y.detach()).sum(), (x.detach() * back).sum())
@@ -339,38 +332,29 @@ def test_permute_and_unpermute_are_transposes(tokens: int, top_k: int, seed: int
     torch.testing.assert_close(x.grad, back.detach())
     torch.testing.assert_close(y.grad, rows.detach())
     probs = normal(tokens, top_k, seed=seed + 2)
-    flat = probs.reshape(-1)[
-        [
-            t * top_k + k
-            for e in range(5)
-            for t in range(tokens)
-            for k in range(top_k)
-            if ids[t, k] == e
-        ]
-    ]
-    assert torch.equal(routing.permute_probs(probs, plan), flat)
+    of_rows = permutation.gather_choices(probs)
+    assert torch.equal(of_rows, probs.reshape(-1)[chosen])
+    assert torch.equal(permutation.spread_choices(of_rows), probs.where(ids >= 0, 0))
 
 
 def test_sums_of_low_precision_rows_are_wide() -> None:
-    ids = torch.arange(8).view(1, 8)
-    plan = plan_of(ids, 8)
+    permutation = permutation_of(torch.arange(8).view(1, 8), 8)
     rows = torch.tensor([256.0, 1, 1, 1, 1, 1, 1, 1]).bfloat16().view(8, 1)
-    assert routing.unpermute(rows, plan).item() == torch.tensor(263.0).bfloat16().item()
+    found = permute.sum_of_rows(rows, permutation).item()
+    assert found == torch.tensor(263.0).bfloat16().item()
 
 
 def test_plans_that_contradict_themselves() -> None:
     with pytest.raises(ConfigError, match="both be"):
-        routing.ExactPlan(0, ((1, 2),), ((1, 2), (0, 0)))
+        ExactPlan(0, ((1, 2),), ((1, 2), (0, 0)))
     with pytest.raises(ConfigError, match="rank: found 2"):
-        routing.ExactPlan(2, ((1,), (2,)), ((1,), (2,)))
+        ExactPlan(2, ((1,), (2,)), ((1,), (2,)))
     with pytest.raises(
         ConfigError, match="sends \\(1,\\) rows to its own experts, but receives \\(3,\\)"
     ):
-        routing.ExactPlan(0, ((1,), (2,)), ((3,), (2,)))
-    with pytest.raises(ConfigError, match="found no permutation"):
-        routing.permute(normal(3, 2), routing.ExactPlan(0, ((3,),), ((3,),)))
+        ExactPlan(0, ((1,), (2,)), ((3,), (2,)))
     with pytest.raises(ConfigError, match="num_experts: found 6, allowed: a multiple of the 4"):
-        routing.local_experts(6, 4)
+        permute.local_experts(6, 4)
 
 
 def test_layer_settings() -> None:

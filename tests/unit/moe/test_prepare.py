@@ -19,7 +19,7 @@ from megatron_fluid.moe.call import ExpertCall, prepare
 from megatron_fluid.moe.expert_rows import InPlace
 from megatron_fluid.moe.local.transport import LocalPlan, LocalTransport
 from megatron_fluid.moe.rounds.all_to_all import AllToAllTransport
-from megatron_fluid.moe.rounds.plan import ExactPlan, permute, permute_probs
+from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.rounds.transport import RoundsTransport
 from megatron_fluid.moe.transport import TokenTransport
 from tests.support.launch import run_ranks
@@ -86,8 +86,9 @@ def _step(name: str, leaves: list[Tensor], ids: Tensor) -> list[Tensor]:
             rows, scale, transport = x, probs, TOKENS[name](ids)
         else:
             plan = ExactPlan.from_topk(ids, E, _rounds())
-            rows, scale = permute(x, plan), permute_probs(probs, plan)
-            transport = ROWS[name](plan)
+            rows, scale, transport = x, probs, ROWS[name](plan)
+            if name == "in place":
+                rows, scale = plan.enter("rows", x, probs)
         call = ExpertCall(x=rows, probs=scale, w1=w1, w2=w2, num_experts=E, biases=biases)
         y = run_experts(prepare(call), transport)
         added = () if biases is None else (b1, b2)

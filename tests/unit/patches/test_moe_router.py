@@ -339,7 +339,7 @@ def _bounded(rank: int, world_size: int) -> dict[str, Any]:
                 transport = path.transports._transport = mock.Mock()
                 fcs = path.weights.matrices()
                 plan, _ = path.route(layer, torch.randn(TOKENS, 1, 32), None, again, fcs)
-                path.transports.transport(plan)
+                plan()
                 planned = transport.plan_nvlink.call_args
                 _, _, handle, capacity, _ = transport.NvlinkTransport.call_args.args
                 found[name, again] = (

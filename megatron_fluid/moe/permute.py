@@ -1,0 +1,194 @@
+"""Rows in the order of their experts: the permutation of tokens that every transport shares, by
+torch's index operations.
+
+A row is one kept (token, choice) pair. Rows are sorted by expert, and experts lie on ranks in
+order, so rows are also sorted by destination rank::
+
+    top-2 of 3 tokens over 4 experts on 2 ranks           rows (token):  1 | 0 2 || 0 | 1 2
+    ids = [[1, 2], [0, 3], [3, 1]]                        expert:        0 | 1 1 || 2 | 3 3
+
+Legend: T tokens, K top-k, E experts, N rows, S sources, H hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_fluid.backward.functions import once_differentiable
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.expert_weights import RowGroups
+
+__all__ = [
+    "Permutation",
+    "count_choices",
+    "local_experts",
+    "merge_rows",
+    "rows_of_tokens",
+    "split_rows",
+    "sum_of_rows",
+]
+
+
+def local_experts(num_experts: int, world_size: int) -> int:
+    """El, the number of experts of each rank. Raises ConfigError where it is not whole."""
+    if num_experts < 1 or num_experts % world_size:
+        allowed = f"a multiple of the {world_size} expert-parallel ranks"
+        raise ConfigError.of("num_experts", num_experts, allowed)
+    return num_experts // world_size
+
+
+def count_choices(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The sort keys [T * K] of top-k choices, and the rows of each expert [E]: ids [T, K], -1 where
+    dropped.
+
+    Raises:
+        ConfigError: ids is not [T, K].
+    """
+    if ids.dim() != 2 or ids.dtype.is_floating_point:
+        found = f"{ids.dtype} {list(ids.shape)}"
+        raise ConfigError.of("ids", found, "integers of shape [tokens, top-k]")
+    choices = ids.reshape(-1).long()
+    # Dropped choices count for an expert beyond the last, and so sort to the end.
+    keys = torch.where(choices < 0, num_experts, choices)
+    histogram = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+    return keys, histogram.scatter_add_(0, keys, torch.ones_like(keys))[:num_experts]
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """Where each row comes from and where each choice went. All int64, on the tokens' device.
+
+    Attributes:
+        num_tokens: T.
+        row_token: the token of each row. [N]
+        row_slot: the flat choice t * K + k of each row. [N]
+        slot_row: the row of each choice; N or more where the choice was dropped. [T, K]
+    """
+
+    num_tokens: int
+    row_token: Tensor
+    row_slot: Tensor
+    slot_row: Tensor
+
+    @classmethod
+    def of(cls, keys: Tensor, shape: torch.Size) -> Permutation:
+        """Sort all choices of ids of this shape [T, K] by their keys [T * K]."""
+        order = keys.argsort(stable=True)
+        slots = torch.arange(order.numel(), device=order.device)
+        slot_row = torch.empty_like(order).scatter_(0, order, slots).view(shape)
+        return cls(shape[0], order // max(shape[1], 1), order, slot_row)
+
+    def first(self, num_rows: int) -> Permutation:
+        """The first rows alone: choices behind them are dropped."""
+        rows = slice(num_rows)
+        return replace(self, row_token=self.row_token[rows], row_slot=self.row_slot[rows])
+
+    @functools.cached_property
+    def _bags(self) -> tuple[Tensor, Tensor]:
+        """The rows of kept choices, token by token, and where each token's begin, with the end.
+        Forward and backward sum the same ones."""
+        kept = self.slot_row < self.row_slot.numel()
+        ends = kept.sum(1).cumsum(0)
+        return self.slot_row[kept], torch.cat([ends.new_zeros(1), ends])
+
+    def gather(self, tokens: Tensor) -> Tensor:
+        """rows[n] = tokens[row_token[n]]: [T, ...] -> [N, ...]"""
+        return tokens.index_select(0, self.row_token)
+
+    def gather_choices(self, choices: Tensor) -> Tensor:
+        """Values of choices, as probabilities, as rows: [T, K] -> [N]. Differentiable."""
+        return choices.reshape(-1).index_select(0, self.row_slot)
+
+    def spread_choices(self, rows: Tensor) -> Tensor:
+        """The transpose of gather_choices, zero for dropped choices: [N] or longer -> [T, K]"""
+        choices = rows.new_zeros(self.slot_row.shape)
+        choices.view(-1).index_copy_(0, self.row_slot, rows[: self.row_slot.numel()])
+        return choices
+
+    def sum_choices(self, rows: Tensor) -> Tensor:
+        """tokens[t] = sum over kept k of rows[slot_row[t, k]]: [N, H] -> [T, H], summed in fp32 or
+        better."""
+        num_rows, slots = rows.shape[0], self.slot_row
+        if num_rows == 0:
+            return rows.new_zeros((self.num_tokens, *rows.shape[1:]))
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        if rows.device.type == "cpu" and rows.dim() == 2 and num_rows == self.row_slot.numel():
+            # One pass over the rows, in the order of the choices.
+            chosen, begins = self._bags
+            bags = functional.embedding_bag(
+                chosen, rows.to(wide), begins, mode="sum", include_last_offset=True
+            )
+            return bags.to(rows.dtype)
+        flat = slots.reshape(-1).clamp(max=num_rows - 1)
+        chosen = rows.index_select(0, flat).view(*slots.shape, *rows.shape[1:])
+        if num_rows < slots.numel():  # some choices were dropped
+            chosen.masked_fill_((slots >= num_rows).unsqueeze(-1), 0)
+        return chosen.sum(1, dtype=wide).to(rows.dtype)
+
+
+class _Move(torch.autograd.Function):
+    """Tokens to rows, or rows summed to tokens: each is the other's transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, permutation: Permutation, to_rows: bool) -> Tensor:
+        ctx.move = permutation, to_rows
+        return permutation.gather(x) if to_rows else permutation.sum_choices(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        permutation, to_rows = ctx.move
+        moved = permutation.sum_choices(grad) if to_rows else permutation.gather(grad)
+        return moved, None, None
+
+
+def rows_of_tokens(tokens: Tensor, permutation: Permutation) -> Tensor:
+    """Tokens [T, H] -> rows [N, H]. Differentiable; the transpose of `sum_of_rows`."""
+    return _Move.apply(tokens, permutation, True)
+
+
+def sum_of_rows(rows: Tensor, permutation: Permutation) -> Tensor:
+    """Rows [N, H] -> tokens [T, H], each the sum of its rows (zero without any). Differentiable,
+    fixed order of sums."""
+    return _Move.apply(rows, permutation, False)
+
+
+def merge_rows(
+    pairs: Sequence[tuple[Any, Any]], groups: Sequence[RowGroups]
+) -> tuple[Tensor, Tensor, RowGroups]:
+    """Pairs of row tensors of several sources, each sorted by expert, as one pair sorted by expert
+    (sources in their order within).
+
+    Args:
+        pairs: S times ([N_s, ...], [N_s, ...])
+        groups: the division of each source's rows, known to the host where there are several.
+    """
+    if len(pairs) == 1:
+        return *pairs[0], groups[0]
+    counts = [g.counts() for g in groups]
+
+    def merged(tensors: Sequence[Tensor]) -> Tensor:
+        parts = [t.split(c) for t, c in zip(tensors, counts, strict=True)]
+        return torch.cat([part[e] for e in range(len(counts[0])) for part in parts])
+
+    offsets = torch.stack([g.offsets for g in groups]).sum(0, dtype=torch.int32)
+    ends = list(itertools.accumulate(map(sum, zip(*counts, strict=True))))
+    first, second = (merged(tensors) for tensors in zip(*pairs, strict=True))
+    return first, second, RowGroups(offsets, ends)
+
+
+def split_rows(rows: Tensor, groups: Sequence[RowGroups]) -> list[Tensor]:
+    """The inverse of merge_rows, of one tensor: rows [N, ...] -> S times [N_s, ...]"""
+    if len(groups) == 1:
+        return [rows]
+    counts = [group.counts() for group in groups]
+    blocks = rows.split([count for by_source in zip(*counts, strict=True) for count in by_source])
+    return [torch.cat(blocks[source :: len(groups)]) for source in range(len(groups))]
