@@ -1,4 +1,4 @@
-"""Activations of expert MLPs, each with its derivative; any other callable works through autograd.
+"""Activations of expert MLPs, in plain torch. Their derivatives are autograd's.
 
 Legend: N rows, El experts, F1 width of fc1's output (2F for gated ones: first half gate, second
 half up), F width of fc2's input.
@@ -7,7 +7,6 @@ half up), F width of fc2's input.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -52,26 +51,21 @@ class RowBiases(NamedTuple):
     table: Tensor
     experts: Tensor
 
-    def part(self, rows: slice) -> RowBiases:
-        return RowBiases(self.table, self.experts[rows])
-
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation and its derivative, both in plain torch.
+    """An activation.
 
     Attributes:
         name: its name in ACTIVATIONS, or the callable's.
         gated: whether F1 is 2F.
         forward: h [N, F1] -> v [N, F].
-        backward: h [N, F1], dv [N, F] -> dh [N, F1].
         variant: of a gated one, what it has beyond its name.
     """
 
     name: str
     gated: bool
     forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
     variant: Variant = _PLAIN
 
     @functools.cached_property
@@ -92,39 +86,6 @@ class Activation:
         return 2 if self.gated else 1
 
 
-def _silu_slope(g: Tensor) -> tuple[Tensor, Tensor]:
-    s = torch.sigmoid(g)
-    value = g * s
-    return value, s + value * (1 - s)
-
-
-def _gelu_slope(g: Tensor) -> tuple[Tensor, Tensor]:
-    cdf = 0.5 * (1 + torch.erf(g * math.sqrt(0.5)))
-    return g * cdf, cdf + g * torch.exp(-0.5 * g * g) / math.sqrt(2 * math.pi)
-
-
-def _gelu_tanh_slope(g: Tensor) -> tuple[Tensor, Tensor]:
-    c = math.sqrt(2 / math.pi)
-    t = torch.tanh(c * (g + 0.044715 * g * g * g))
-    value = 0.5 * g * (1 + t)
-    return value, 0.5 * (1 + t) + 0.5 * g * (1 - t * t) * c * (1 + 3 * 0.044715 * g * g)
-
-
-def _quick_gelu_slope(g: Tensor) -> tuple[Tensor, Tensor]:
-    s = torch.sigmoid(1.702 * g)
-    value = g * s
-    return value, s + 1.702 * value * (1 - s)
-
-
-def _relu_slope(g: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.relu(g), (g > 0).to(g.dtype)
-
-
-def _relu2_slope(g: Tensor) -> tuple[Tensor, Tensor]:
-    r = torch.relu(g)
-    return r * r, 2 * r
-
-
 def _gelu_tanh(g: Tensor) -> Tensor:
     return functional.gelu(g, approximate="tanh")
 
@@ -137,66 +98,42 @@ def _relu2(g: Tensor) -> Tensor:
     return torch.relu(g).square()
 
 
-Slope = Callable[[Tensor], tuple[Tensor, Tensor]]
+type _Value = Callable[[Tensor], Tensor]
 
 
-def _plain(name: str, value: Callable[[Tensor], Tensor], slope: Slope) -> Activation:
-    return Activation(name, False, value, lambda h, dv: dv * slope(h)[1])
-
-
-def _gated(
-    name: str, value: Callable[[Tensor], Tensor], slope: Slope, variant: Variant = _PLAIN
-) -> Activation:
+def _gated(name: str, value: _Value, variant: Variant = _PLAIN) -> Activation:
     limit, offset, interleave = variant
 
-    def halves(h: Tensor) -> tuple[Tensor, Tensor]:
-        if not interleave:
+    def forward(h: Tensor) -> Tensor:
+        if interleave:
+            gate, up = h.unflatten(-1, (-1, 2, interleave)).unbind(-2)
+            gate, up = gate.flatten(-2), up.flatten(-2)
+        else:
             gate, up = h.chunk(2, dim=-1)
-            return gate, up
-        gate, up = h.unflatten(-1, (-1, 2, interleave)).unbind(-2)
-        return gate.flatten(-2), up.flatten(-2)
-
-    def limited(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         if limit is not None:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate, up + offset if offset else up
+        return value(gate) * (up + offset if offset else up)
 
-    def forward(h: Tensor) -> Tensor:
-        gate, up = limited(*halves(h))
-        return value(gate) * up
-
-    def backward(h: Tensor, dv: Tensor) -> Tensor:
-        raw_gate, raw_up = halves(h)
-        gate, up = limited(raw_gate, raw_up)
-        v, dv_dgate = slope(gate)
-        dgate, dup = dv * up * dv_dgate, dv * v
-        if limit is not None:
-            dgate, dup = dgate * (raw_gate <= limit), dup * (raw_up.abs() <= limit)
-        if not interleave:
-            return torch.cat([dgate, dup], dim=-1)
-        parts = [part.unflatten(-1, (-1, interleave)) for part in (dgate, dup)]
-        return torch.stack(parts, dim=-2).flatten(-3)
-
-    return Activation(name, True, forward, backward, variant)
+    return Activation(name, True, forward, variant)
 
 
-_GATES: dict[str, tuple[Callable[[Tensor], Tensor], Slope]] = {
-    "swiglu": (functional.silu, _silu_slope),
-    "geglu": (functional.gelu, _gelu_slope),
-    "geglu_tanh": (_gelu_tanh, _gelu_tanh_slope),
-    "quick_geglu": (_quick_gelu, _quick_gelu_slope),
+_GATES: dict[str, _Value] = {
+    "swiglu": functional.silu,
+    "geglu": functional.gelu,
+    "geglu_tanh": _gelu_tanh,
+    "quick_geglu": _quick_gelu,
 }
 
 ACTIVATIONS: dict[str, Activation] = {
     activation.name: activation
     for activation in (
-        *(_gated(name, *functions) for name, functions in _GATES.items()),
-        _plain("silu", functional.silu, _silu_slope),
-        _plain("gelu", functional.gelu, _gelu_slope),
-        _plain("gelu_tanh", _gelu_tanh, _gelu_tanh_slope),
-        _plain("quick_gelu", _quick_gelu, _quick_gelu_slope),
-        _plain("relu2", _relu2, _relu2_slope),
-        _plain("relu", torch.relu, _relu_slope),
+        *(_gated(name, value) for name, value in _GATES.items()),
+        Activation("silu", False, functional.silu),
+        Activation("gelu", False, functional.gelu),
+        Activation("gelu_tanh", False, _gelu_tanh),
+        Activation("quick_gelu", False, _quick_gelu),
+        Activation("relu2", False, _relu2),
+        Activation("relu", False, torch.relu),
     )
 }
 
@@ -206,27 +143,21 @@ _KNOWN_CALLABLES: dict[Callable[..., Tensor], str] = {
 _GATED = {
     "silu": ACTIVATIONS["swiglu"],
     "gelu": ACTIVATIONS["geglu"],
-    "relu": _gated("reglu", torch.relu, _relu_slope),
+    "relu": _gated("reglu", torch.relu),
 }
 
 
 @functools.cache
 def _variant(name: str, variant: Variant) -> Activation:
     """One object for each, so that equality tells it from a caller's own."""
-    return _gated(name, *_GATES[name], variant)
+    return _gated(name, _GATES[name], variant)
 
 
-def _through_autograd(function: Callable[[Tensor], Tensor]) -> Activation:
-    def backward(h: Tensor, dv: Tensor) -> Tensor:
-        with torch.enable_grad():
-            leaf = h.detach().requires_grad_()
-            (dh,) = torch.autograd.grad(function(leaf), leaf, dv)
-        return dh
-
+def _of_callable(function: Callable[[Tensor], Tensor]) -> Activation:
     with torch.no_grad():
         gated = function(torch.zeros(1, 8)).shape[-1] == 4
     name = getattr(function, "__name__", type(function).__name__)
-    return Activation(name, gated, function, backward)
+    return Activation(name, gated, function)
 
 
 def resolve_activation(
@@ -238,8 +169,7 @@ def resolve_activation(
 
     Args:
         activation: a name in ACTIVATIONS; an Activation; or a callable, as
-            torch.nn.functional.gelu. One that halves the last dimension counts as gated. Callables
-            without a known derivative are differentiated by autograd.
+            torch.nn.functional.gelu. One that halves the last dimension counts as gated.
         gated: put a linear gate on a callable: function(gate) * up, as Megatron's gated_linear_unit
             does.
         variant: of a gated one that is given by its name.
@@ -262,7 +192,7 @@ def resolve_activation(
         return found
     known = _KNOWN_CALLABLES.get(found)
     if not gated:
-        return _through_autograd(found) if known is None else ACTIVATIONS[known]
+        return _of_callable(found) if known is None else ACTIVATIONS[known]
     if known is not None:
         return _GATED[known]
     function = found
@@ -271,4 +201,4 @@ def resolve_activation(
         gate, up = h.chunk(2, dim=-1)
         return function(gate) * up
 
-    return _through_autograd(with_gate)
+    return _of_callable(with_gate)

@@ -127,22 +127,6 @@ def _is_fused(
     return can_fuse(activation.name, h, probs)
 
 
-# On a CPU, elements of h that an activation takes at once: its temporaries stay in the core's
-# cache, and the allocator need not ask the kernel for their pages. Measured:
-# docs/tuning_notes.md#experts-over-several-hosts-on-cpus
-_BLOCK = 2**18
-
-
-def _blocks(activation: Activation, h: Tensor) -> list[slice]:
-    """Rows that a CPU takes at once; one slice where they are few, or of a caller's own function,
-    which may look at all rows."""
-    rows, width = h.shape
-    step = max(1, _BLOCK // max(width, 1))
-    if h.device.type != "cpu" or not activation.built_in or rows <= step:
-        return [slice(0, rows)]
-    return [slice(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
-
-
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
@@ -175,20 +159,6 @@ def activation_forward(
         from megatron_fluid.kernels.activation.kernel import fused_activation_forward
 
         return fused_activation_forward(activation.name, h, probs, count, activation.variant, bias)
-    blocks = _blocks(activation, h)
-    if len(blocks) == 1:
-        return _activated(activation, h, probs, bias)
-    out = h.new_empty((h.shape[0], h.shape[1] // activation.gates))
-    for rows in blocks:
-        weights = None if probs is None else probs[rows]
-        added = None if bias is None else bias.part(rows)
-        out[rows] = _activated(activation, h[rows], weights, added)
-    return out
-
-
-def _activated(
-    activation: Activation, h: Tensor, probs: Tensor | None, bias: RowBiases | None
-) -> Tensor:
     value = activation.forward(_sum(h, bias))
     return (value if probs is None else value * probs.unsqueeze(1)).to(h.dtype)
 
@@ -206,7 +176,7 @@ def activation_backward(
 
     Args:
         da: gradient of a, whose memory a may take. [N, F]
-        consume: whether dh may take h's memory.
+        consume: whether dh may take h's memory, where a kernel can.
 
     Returns:
         dh [N, F1], also the gradient of each row's bias, and a [N, F] in h's dtype, and dprobs [N]
@@ -221,31 +191,16 @@ def activation_backward(
         return fused_activation_backward(
             activation.name, *rows, bounded=bounded, consume=consume, variant=variant, bias=bias
         )
-    blocks = _blocks(activation, h)
-    if len(blocks) == 1:
-        return _activation_slopes(activation, h, da, probs, bias)
-    dh, a = h if consume else torch.empty_like(h), da
-    dprobs = None if probs is None else probs.new_empty(h.shape[0])
-    for own in blocks:
-        weights = None if probs is None else probs[own]
-        added = None if bias is None else bias.part(own)
-        given = activation, h[own], da[own], weights, added
-        dh[own], a[own], found = _activation_slopes(*given)
-        if dprobs is not None and found is not None:
-            dprobs[own] = found
-    return dh, a, dprobs
-
-
-def _activation_slopes(
-    activation: Activation, h: Tensor, da: Tensor, probs: Tensor | None, bias: RowBiases | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    wide_h, wide_da = _sum(h, bias), _wide(da)
-    value = activation.forward(wide_h)
-    if probs is None:
-        return activation.backward(wide_h, wide_da).to(h.dtype), value.to(h.dtype), None
-    scale = probs.unsqueeze(1)
+    with torch.enable_grad():
+        leaf = _sum(h, bias).detach().requires_grad_()
+        value = activation.forward(leaf)
+    wide_da, scale = _wide(da), None if probs is None else probs.unsqueeze(1)
+    grad = wide_da if scale is None else (wide_da * scale).to(value.dtype)
+    (dh,) = torch.autograd.grad(value, leaf, grad)
+    value = value.detach()
+    if probs is None or scale is None:
+        return dh.to(h.dtype), value.to(h.dtype), None
     dprobs = (value * wide_da).sum(1).to(probs.dtype)
-    dh = activation.backward(wide_h, (wide_da * scale).to(wide_h.dtype))
     return dh.to(h.dtype), (value * scale).to(h.dtype), dprobs
 
 
