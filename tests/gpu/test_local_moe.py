@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.moe.activations import Variant, resolve_activation
-from tests.support.expert_calls import local_moe
+from tests.support.expert_calls import expert_rows, local_moe
 from tests.support.machine import GPUS
 from tests.support.moe_reference import moe_reference
 
@@ -191,3 +191,30 @@ def test_matrices_that_lie_apart(group: dist.ProcessGroup) -> None:
     dx, dprobs, *dw = torch.autograd.grad(y, [x, probs, *apart[0], *apart[1]], call.grad)
     count = len(apart[0])
     check([y.detach(), dx, dprobs, torch.stack(dw[:count]), torch.stack(dw[count:])], call)
+
+
+def _experts(descending: bool, dtype: torch.dtype, counts: list[int]) -> list[Tensor]:
+    """Output and every gradient of experts whose matrices lie in ascending or descending order."""
+    g = torch.Generator("cuda").manual_seed(3)
+    experts, hidden, ffn = len(counts), 256, 128
+    step = -1 if descending else 1
+
+    def matrices(*shape: int) -> list[Tensor]:
+        values = torch.randn(experts, *shape, generator=g, device="cuda") * shape[1] ** -0.5
+        stack = values.flip(0) if descending else values
+        return [m.requires_grad_() for m in list(stack.to(dtype).unbind(0))[::step]]
+
+    rows = torch.randn(sum(counts), hidden, generator=g, device="cuda").to(dtype).requires_grad_()
+    probs = torch.rand(sum(counts), generator=g, device="cuda").requires_grad_()
+    w1, w2 = matrices(2 * ffn, hidden), matrices(hidden, ffn)
+    leaves = [rows, probs, *w1, *w2]
+    y = expert_rows(rows, probs, counts, w1, w2)
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_weights_in_descending_order_make_the_same_bits(dtype: torch.dtype) -> None:
+    counts = [70, 0, 1, 300, 64, 33, 0, 257]
+    ascending = _experts(False, dtype, counts)
+    for mine, right in zip(_experts(True, dtype, counts), ascending, strict=True):
+        assert torch.equal(mine, right)

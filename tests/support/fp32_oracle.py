@@ -53,17 +53,29 @@ def _name_in(parameters: Mapping[str, Any], name: str) -> str:
 
 
 def two_passes(layer: nn.Module, hidden: Tensor, fp8: Any) -> dict[str, Tensor]:
-    """Two accumulated passes: output, input gradient and weight gradients, in fp32."""
+    """Two accumulated passes: output, input gradient and weight gradients (from main_grad where
+    Megatron fuses their accumulation), in fp32. A single grouped parameter's gradient is given for
+    each expert."""
     x = hidden.detach().clone().requires_grad_()
+    config: Any = layer.config
     for parameter in layer.parameters():
         parameter.grad = None
+        if config.gradient_accumulation_fusion:
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     for _ in range(2):
         with fp8():
             output, _ = layer(x)
         weights = torch.linspace(-1, 1, output.shape[-1], device=output.device)
         (output.float() * weights).square().sum().mul(1e-2).backward()
     found = {"output": output.detach(), "input": x.grad}
-    found |= {name: parameter.grad for name, parameter in layer.named_parameters()}
+    for name, parameter in layer.named_parameters():
+        added = getattr(parameter, "grad_added_to_main_grad", False)
+        grad = parameter.main_grad if added else parameter.grad  # type: ignore[attr-defined]
+        if re.fullmatch(r"experts\.linear_fc\d\.(weight|bias)", name):
+            found |= {f"{name}{i}": member for i, member in enumerate(grad.unbind(0))}
+        else:
+            found[name] = grad
     return {name: value.float() for name, value in found.items() if value is not None}
 
 
