@@ -252,32 +252,3 @@ def test_the_patch_fits_megatrons_source_even_where_transformer_engine_is_absent
     [patch] = [p for p in patches.PATCHES if p.name == "context-parallel-te-attention"]
     assert patch.signature is not None
     assert signatures.in_source(patch.target) == signatures.parse(patch.signature)
-
-
-def _spec(rank: int, ranks: int) -> None:
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from megatron_fluid import get_fluid_custom_layers, patches
-
-    patches.revert("context-parallel-attention")
-    config = _setup(ranks, 2, num_moe_experts=4, transformer_impl="local")
-    core = (
-        get_fluid_custom_layers(config)
-        .layer_specs[0]
-        .submodules.self_attention.submodules.core_attention
-    )
-    assert issubclass(core, DotProductAttention) and core is not DotProductAttention
-    made = []
-    for again in (False, True):
-        if again:
-            patches.apply_all()
-        made.append(core(config, 1, AttnMaskType.causal, "self", cp_comm_type="a2a"))
-        alone = copy.copy(config)
-        alone.context_parallel_size = 1
-        assert type(core(alone, 1, AttnMaskType.causal, "self")) is core
-    assert type(made[0]) is type(made[1]) and made[0].exchanges.heads.world == ranks
-
-
-def test_the_layer_spec_gives_the_same_attention_without_a_patch() -> None:
-    run_ranks(_spec, 2)

@@ -37,10 +37,6 @@ def _one_rank_hangs_here(rank: int, world_size: int) -> None:
         time.sleep(3600)  # longer than a test may take
 
 
-def _environment(rank: int, world_size: int) -> tuple[str | None, str | None, bool]:
-    return os.environ.get("LAUNCH_TEST"), os.environ.get("RANK"), dist.is_initialized()
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_results_come_back_in_rank_order(world_size: int) -> None:
     results = run_ranks(_sum_of_ranks, world_size, 10)
@@ -73,34 +69,6 @@ def test_after_the_timeout_the_stacks_are_shown_and_the_rank_is_gone() -> None:
     hung = caught.value.outcomes[0]
     assert "_one_rank_hangs_here" in hung.stacks
     assert hung.exitcode == -9
-
-
-def test_environment_and_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LAUNCH_TEST", raising=False)
-    results = run_ranks(_environment, 2, backend="", env={"LAUNCH_TEST": "yes"})
-    assert results == [("yes", "0", False), ("yes", "1", False)]
-    assert "LAUNCH_TEST" not in os.environ
-
-
-def _cuda(rank: int, world_size: int) -> tuple[str | None, bool, int]:
-    return (
-        os.environ.get("CUDA_VISIBLE_DEVICES"),
-        torch.cuda.is_available(),
-        torch.cuda.device_count(),
-    )
-
-
-def test_ranks_of_gloo_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert run_ranks(_cuda, 2) == [("", False, 0)] * 2
-    assert [
-        found[0] for found in run_ranks(_cuda, 1, backend="", env={"CUDA_VISIBLE_DEVICES": "0"})
-    ] == ["0"]
-
-
-def test_world_size_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="world_size is 0"):
-        run_ranks(_sum_of_ranks, 0, 1)
 
 
 def _leaves_a_child(rank: int, world_size: int) -> int:

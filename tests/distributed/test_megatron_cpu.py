@@ -11,7 +11,7 @@ import torch
 
 from tests.support.before_patches import patched_and_reverted
 from tests.support.launch import run_ranks
-from tests.support.megatron_world import Case, Run, run_cases
+from tests.support.megatron_world import SEQUENCES, STEPS, Case, Run, run_cases
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(
@@ -25,29 +25,50 @@ MOE_RECOMPUTE = (
     ("recompute_modules", ["core_attn", "moe"]),
 )
 
+NORMS = (("qk_layernorm", True),)
+WHOLE_ROWS = (("sequence_parallel", False),)
+KINDS = (
+    ("attention_output_gate", True),
+    ("softmax_type", "learnable"),
+    ("window_size", (5, 0)),
+    ("add_qkv_bias", True),
+    ("num_moe_experts", None),
+    ("moe_ffn_hidden_size", None),
+)
+LATENT = (
+    ("multi_latent_attention", True),
+    *(("q_lora_rank", 16), ("kv_lora_rank", 12), ("qk_head_dim", 8), ("v_head_dim", 8)),
+    *(("qk_pos_emb_head_dim", 4), ("qk_layernorm", True), ("num_query_groups", 4)),
+)
+CORE_RECOMPUTE = (("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"]))
+FULL_RECOMPUTE = (
+    ("recompute_granularity", "full"),
+    ("recompute_method", "uniform"),
+    ("recompute_num_layers", 1),
+)
+SHARDED, OVERLAP = ("distributed_optimizer",), ("overlap",)
+
 # The same mathematics on one rank; every case below is held against the one with its model
 # settings.
 REFERENCES = [
     Case("one rank"),
     Case("one rank, shared experts", model=SHARED),
     Case("one rank, bf16", model=BF16),
+    Case("one rank, q/k norm", model=NORMS),
+    Case("one rank, kinds", model=KINDS),
+    Case("one rank, latent", model=LATENT),
 ]
 TWO_RANKS = [
     Case("EP2", ep=2),
     Case("EP2, overlapped MoE", ep=2, backend="rounds"),
     Case("EP2, allgather dispatcher", ep=2, how=(("moe_token_dispatcher_type", "allgather"),)),
     Case("EP2, recompute", ep=2, how=MOE_RECOMPUTE),
-    Case("EP2, distributed optimizer", ep=2, distributed=("distributed_optimizer",)),
-    Case(
-        "EP2, distributed optimizer, overlap",
-        ep=2,
-        distributed=("distributed_optimizer", "overlap"),
-    ),
-    Case("EP2, overlapped gradient reduction", ep=2, distributed=("overlap",)),
+    Case("EP2, distributed optimizer", ep=2, distributed=SHARDED),
+    Case("EP2, distributed optimizer, overlap", ep=2, distributed=SHARDED + OVERLAP),
+    Case("EP2, overlapped gradient reduction", ep=2, distributed=OVERLAP),
     Case("DP2", distributed=()),
     Case("TP2 with sequence parallelism", tp=2),
     Case("TP2 EP2", tp=2, ep=2),
-    Case("CP2", cp=2),
     Case("CP2 EP2", cp=2, ep=2),
     Case("PP2", pp=2),
     Case("EP2, shared experts", ep=2, model=SHARED),
@@ -65,11 +86,32 @@ TWO_RANKS = [
         model=BF16,
         how=(("overlap_moe_expert_parallel_comm", True),),
     ),
+    Case("CP2, q/k norm, core recompute", cp=2, model=NORMS, how=CORE_RECOMPUTE),
+    Case("CP2, q/k norm, full recompute", cp=2, model=NORMS, how=FULL_RECOMPUTE),
+    Case("CP2, overlapped reduction and gather", cp=2, distributed=SHARDED + OVERLAP),
+    Case("CP2, latent", cp=2, model=LATENT, distributed=SHARDED),
+    Case("CP2, latent, main_grad", cp=2, model=LATENT, distributed=OVERLAP, fused=True),
+    Case("CP2, gradients added to main_grad", cp=2, distributed=OVERLAP, fused=True),
 ]
+# 4 heads and 2 key/value heads: on 4 ranks two share each key/value head.
 FOUR_RANKS = [
     Case("TP2 CP2 EP4", tp=2, cp=2, ep=4),
-    Case("PP2 EP2, distributed optimizer", pp=2, ep=2, distributed=("distributed_optimizer",)),
+    Case("PP2 EP2, distributed optimizer", pp=2, ep=2, distributed=SHARDED),
+    Case("CP4 EP4", cp=4, ep=4),
+    Case("CP4, q/k norm", cp=4, model=NORMS),
+    Case("CP2 TP2, no sequence parallelism", cp=2, tp=2, model=KINDS, how=WHOLE_ROWS),
+    Case("CP2 TP2, gate, offset, window", cp=2, tp=2, model=KINDS),
+    Case("CP2 PP2 EP2", cp=2, pp=2, ep=2, distributed=SHARDED),
+    Case("CP2 EP4, overlapped MoE", cp=2, ep=4, backend="rounds"),
 ]
+LAYERS = 2
+
+
+def _overlapped_calls(case: Case, world: int) -> int:
+    """How often a rank's self-attentions run beside their projections under context
+    parallelism."""
+    microbatches = SEQUENCES // (world // (case.tp * case.pp * case.cp))
+    return STEPS * microbatches * LAYERS // case.pp * (2 if case.how == FULL_RECOMPUTE else 1)
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +135,9 @@ def test_a_split_model_trains_as_on_one_rank(case: Case, runs: dict[str, list[Ru
         assert run.gradient_norms == pytest.approx(reference.gradient_norms, rel=tolerance)
         if not math.isnan(run.losses[0]):
             assert run.losses == pytest.approx(reference.losses, rel=tolerance)
+        if case.cp > 1:
+            assert run.attention == ["rounds"] * (LAYERS // case.pp)
+            assert run.attention_calls == _overlapped_calls(case, len(runs[case.name]))
     assert any(not math.isnan(run.losses[0]) for run in runs[case.name])
 
 

@@ -246,21 +246,6 @@ def test_one_rank_with_a_tokenizer_folder_that_stops_early(folder: Path) -> None
     assert "validation loss" not in done.output
 
 
-def test_a_missing_path_ends_every_rank_by_name(folder: Path) -> None:
-    done = forked(folder, 2, [*TINY, "--text-path", "no/such/text", "--train-iters", "2"])
-    assert done.code != 0
-    assert "error: --text-path no/such/text: no such file or folder" in done.output
-
-
-def test_help_shows_all_flags_once_for_all_ranks(folder: Path) -> None:
-    shown = succeed(folder, 2, ["--help"]).output
-    for flag in ("--num-layers", "--data-path", "--mock-data", "--spec"):
-        assert flag in shown  # Megatron's
-    for flag in ("--fluid-timeout", "--text-path", "--text-cache", "--no-defaults"):
-        assert flag in shown  # this package's and the example's
-    assert shown.count("--moe-router-topk ") == shown.count("--fluid-moe-backend ") == 1
-
-
 def errors(done: Run) -> list[str]:
     """The lines of a run that speak of an error; there must be no traceback."""
     assert "Traceback" not in done.output, done.output[-3000:]
@@ -275,13 +260,6 @@ def test_a_run_is_never_overwritten(trained: Run, folder: Path) -> None:
     (line,) = errors(done)
     assert line.startswith("error: c holds a run (its last checkpoint: 10)") and "--resume" in line
     assert sorted(path.name for path in (folder / "c").iterdir()) == before
-
-
-def test_a_wrong_flag_is_one_line(folder: Path) -> None:
-    done = forked_short(folder, 1, [*TINY, "--moe-router-topkk", "2"])
-    assert done.code == 2
-    (line,) = errors(done)
-    assert line.startswith("error: unrecognized arguments: --moe-router-topkk")
 
 
 def test_a_folder_that_takes_no_files_is_found_before_anything_long(folder: Path) -> None:

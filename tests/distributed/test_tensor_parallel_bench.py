@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked_program import run_program
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -61,19 +59,3 @@ def test_one_problem_is_verified_and_traced(
     trace = json.loads((tmp_path / f"{case}.json").read_text())
     assert {"gemm_only", "torch", "fluid"} <= {event.get("name") for event in trace["traceEvents"]}
     assert (tmp_path / f"{case}.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(("sweep", "measured"), [(["goals"], 0), (["tiny", "goals"], 2)])
-def test_cases_that_the_ranks_do_not_divide_are_left_out_by_name(
-    sweep: list[str], measured: int
-) -> None:
-    script = ROOT / "benchmarks" / "suites" / "tp_overlap.py"
-    flags = ["--iters=1", "--warmup=1", "--sweep", *sweep, "--backends", "torch"]
-    variables = {"MEGATRON_FLUID": "off", "MEGATRON_FLUID_TIMEOUT_S": "60"}  # without Megatron
-    code, output = run_program(script, 3, flags, ROOT, variables)
-    assert (code == 0) == (measured > 0), output[-6000:]
-    found = "found ag-8192-28672-8192, rs-8192-8192-28672"
-    allowed = "allowed: M and N (ag), M and K (rs) that are multiples of the 3 ranks"
-    said = [line for line in output.splitlines() if line.startswith("cases left out")]
-    assert said == [f"cases left out: {found}, {allowed}"]
-    assert output.count("(whole problem") == measured

@@ -249,38 +249,6 @@ def test_three_ranks_and_many_layers() -> None:
     )
 
 
-def _both_forms(
-    rank: int, world: int, case: Case
-) -> list[tuple[dict[str, Tensor], Tensor, dict[str, Tensor | None]]]:
-    results = []
-    for overlap in (True, False):
-        layer = _layer(dataclasses.replace(case, overlap=overlap), 0)
-        rows = SequenceLayout(case.length, world, case.layout).positions(rank)
-        x, g = (t[rows] for t in _data(case, 0))
-        y = layer(x)
-        y.backward(g)
-        grads = {name: p.grad for name, p in layer.named_parameters()}
-        results.append(({k: v.clone() for k, v in layer.state_dict().items()}, y.detach(), grads))
-    return results
-
-
-def test_both_forms_have_the_same_parameters_and_auxiliary_loss() -> None:
-    with_loss = run_ranks(_both_forms, 2, Case(aux=1.0))
-    without = run_ranks(_both_forms, 2, Case(aux=0.0))
-    for rank in range(2):
-        (state, y, grads), (plain_state, plain_y, plain_grads) = with_loss[rank]
-        assert state.keys() == plain_state.keys()
-        assert all(torch.equal(state[name], plain_state[name]) for name in state)
-        assert torch.allclose(y, plain_y, rtol=1e-12, atol=1e-12)
-        for name, grad in grads.items():
-            assert grad is not None and torch.allclose(
-                grad, plain_grads[name], rtol=1e-10, atol=1e-12
-            ), name
-        assert not torch.allclose(
-            grads["mlp.router.weight"], without[rank][0][2]["mlp.router.weight"]
-        )
-
-
 def _copies(rank: int, world: int, case: Case) -> None:
     layer = _layer(case, 0)
     rows = SequenceLayout(case.length, world, case.layout).positions(rank)

@@ -4,7 +4,7 @@ CASES.
 The interpreter tells whether a kernel's arithmetic is right, not whether it compiles, nor what it
 compiles to. These cases do. They run in a process without TRITON_INTERPRET:
 
-    python -m tests.support.kernel_cases tests.support.kernel_cases.router
+    python -m tests.support.kernel_cases tests.support.kernel_cases.local_moe
 """
 
 from __future__ import annotations

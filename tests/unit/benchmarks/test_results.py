@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.cases.tensor_parallel import SWEEPS, divided, select
+from benchmarks.cases.tensor_parallel import SWEEPS, divided
 from benchmarks.harness import timing
 from benchmarks.harness.results import (
     RESULTS,
@@ -53,12 +53,6 @@ def test_each_variant_runs_in_each_place_and_behind_each_other_one_equally_often
     behind = Counter(pair for r in rounds for pair in itertools.pairwise(r))
     assert places == dict.fromkeys(itertools.product(range(count), names), iters // count)
     assert behind == dict.fromkeys(itertools.permutations(names, 2), iters // count)
-
-
-def test_nothing_to_measure_gives_nothing() -> None:
-    assert measure({}, "cpu") == {} and timing.measure_by_rank({}, "cpu") == {}
-    with pytest.raises(ValueError, match="iters 0"):
-        measure({}, "cpu", iters=0)
 
 
 def test_the_host_s_time_stands_beside_a_gpu_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,21 +143,6 @@ def test_a_sample_is_that_of_the_slowest_rank() -> None:
         3.0,
         pytest.approx(4.6),
     )
-
-
-def test_tensor_parallel_sweeps_are_selected_by_name_rows_and_operation() -> None:
-    assert select(["goals", "seeds", "goals"]) == SWEEPS["goals"] + SWEEPS["seeds"]
-    assert select(["llama-3-8b"], [1024, 2048], "rs") == [
-        ("rs", 1024, 4096, 4096),
-        ("rs", 2048, 4096, 4096),
-        ("rs", 1024, 4096, 14336),
-        ("rs", 2048, 4096, 14336),
-    ]
-    with pytest.raises(
-        ValueError,
-        match="--rows: found 17, allowed with --sweep goals seeds: some of 1024, 2048, 4096, 8192",
-    ):
-        select(["goals", "seeds"], [8192, 17])
 
 
 def test_exposed_and_hidden_are_relative_to_the_gemm_and_to_nccl() -> None:

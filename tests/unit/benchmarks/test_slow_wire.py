@@ -10,17 +10,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.cases import slow_wire as cases
-from benchmarks.cases import slow_wire_rank
 from benchmarks.harness import emulated_hosts
 from benchmarks.harness.emulated_hosts import EmulatedHosts, missing
 from benchmarks.harness.results import Row
-from benchmarks.harness.timing import Timing
-from benchmarks.report.slow_wire_picture import compute_ms
 from benchmarks.suites import slow_wire
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,46 +38,12 @@ def test_the_share_hidden_is_that_of_the_link_s_cost() -> None:
     assert "hidden_share" not in unlimited
 
 
-def test_rows_of_other_code_are_measured_again(tmp_path: Path) -> None:
-    output = tmp_path / "slow_wire.json"
-    rows = [
-        Row(cases.label("moe-2x1", ratio), "train", "fluid", 1, 1, 1, 3) for ratio in (0.0, 0.5)
-    ]
-    slow_wire.write_results("slow_wire", rows, 2, output)
-    options = slow_wire.argparse.Namespace(
-        resume=True, output=output, modes=["train"], ratios="0.5"
-    )
-    kept = slow_wire._kept(options)
-    assert slow_wire._is_done("moe-2x1", options, kept)
-    assert not slow_wire._is_done("moe-4x1", options, kept)
-    output.write_text(json.dumps(json.loads(output.read_text()) | {"code": "other"}))
-    assert slow_wire._kept(options) == []
-
-
 def test_a_machine_that_cannot_play_hosts_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(emulated_hosts.shutil, "which", lambda name: None)
     assert slow_wire.main(["--cases", "moe-2x1-tiny"]) == 2
     assert "apt-get install iproute2" in capsys.readouterr().err
-
-
-def test_the_picture_divides_by_the_computation_of_the_same_minute() -> None:
-    def row(variant: str, ratio: float, ms: float, **more: float) -> dict[str, Any]:
-        config = {"wire_over_compute": ratio, **more}
-        return {"variant": variant, "median_ms": ms, "config": config}
-
-    rows = [
-        row("plain", 0.0, 100.0, unlimited_ms=100.0),
-        row("plain", 1.0, 300.0, unlimited_ms=120.0),
-        row("fluid", 1.0, 130.0, unlimited_ms=125.0),
-        row("megatron_alltoall", 1.0, 310.0),
-    ]
-    assert compute_ms(rows) == {0.0: 100.0, 1.0: 120.0}
-    # the main job says it once, at its beginning
-    main = [row("megatron_alltoall", ratio, ms) for ratio, ms in ((0.0, 90.0), (2.0, 270.0))]
-    assert compute_ms(main) == {0.0: 90.0, 2.0: 90.0}
-    assert compute_ms(rows[2:3]) == {}
 
 
 @pytest.fixture
@@ -188,42 +150,3 @@ def test_a_tiny_case_is_measured_over_two_hosts(tmp_path: Path, hosts: EmulatedH
     sent = {row["variant"]: row["config"]["wire_bytes"] for row in rows}
     assert all(bytes_sent > least for bytes_sent in sent.values()), sent
     assert all(row["config"]["hosts"] == 2 for row in rows)
-
-
-class _Parent:
-    """What a rank tells its parent."""
-
-    def __init__(self) -> None:
-        self.rate: float | None = None
-        self.found: list[list[Row]] = []
-
-    def set_rate(self, rate: float | None) -> None:
-        self.rate = rate
-
-    def rows(self, rows: list[Row]) -> None:
-        self.found.append(rows)
-
-
-def test_the_reference_of_a_rate_is_of_before_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that becomes slower with each measurement of the link without a limit."""
-    parent, slower = _Parent(), iter([100.0, 110.0, 130.0, 150.0])
-
-    def measure(calls: dict[str, Any], *_: Any, **__: Any) -> dict[str, Timing]:
-        ms = next(slower) if parent.rate is None else 400.0
-        return {name: Timing(ms, ms, ms, 6) for name in calls}
-
-    monkeypatch.setattr(slow_wire_rank, "measure", measure)
-    monkeypatch.setattr(slow_wire_rank, "_bytes_of", lambda call: 1_000_000)
-    monkeypatch.setattr(slow_wire_rank.dist, "get_rank", lambda: 1)
-    calls = {name: (lambda: None) for name in ("fluid", "fluid_no_overlap", "plain")}
-    given: Any = "moe-2x1", "train", [0.5, 1.0], calls, parent, 1.0
-    slow_wire_rank._sweep(*given)
-    assert len(parent.found) == 3, "without a limit, and at two rates"
-    unlimited = [{row.variant: row.config.get("unlimited_ms") for row in at} for at in parent.found]
-    both = [(at["fluid"], at["plain"]) for at in unlimited]
-    assert both == [(100.0, 100.0), (120.0, 120.0), (140.0, 140.0)]
-    assert all(at["fluid_no_overlap"] is None for at in unlimited)
-    rates = [at[0].config["rate_bits_per_s"] for at in parent.found]
-    expected = [cases.rate_for(0.5, 110.0, 1_000_000), cases.rate_for(1.0, 130.0, 1_000_000)]
-    assert rates == [None, *expected], "by the computation of the minute before"
-    assert next(slower, None) is None
