@@ -139,7 +139,12 @@ CASES: dict[str, dict[str, Training]] = {
             ours=WEIGHT, grouped=True, exchange="local",
         ),
     },
-    "tp2 ep2": {"plain": Training({}, TWO)},
+    "tp2 ep2": {
+        "plain": Training({}, TWO),
+        "linears overlapped": Training(
+            SHARED, REDUCED | {"distributed_optimizer": True}, {"tp_overlap": "on"}, linears=True
+        ),
+    },
     "etp2": {
         "recomputed, shared beside": Training(
             SPLIT | RECOMPUTED | SHARED_BESIDE, TWO, {"moe_backend": "auto"}, **BEHIND
@@ -234,6 +239,7 @@ def test_losses_and_gradient_norms_are_megatrons(
         if case.way == "fused" and not case.grouped:  # as Megatron's buffers lay parameters out
             sharded = case.options.get("distributed_optimizer", False)
             assert found["descending"] is sharded
+        assert found["linears"] == (case.linears,) * 2 and not any(found["stock linears"])
         if case.model.get("gradient_accumulation_fusion"):
             assert found["reported"] == 2 * counts["fused"], "autograd visited experts' parameters"
 

@@ -1,7 +1,7 @@
 """Megatron's SelfAttention with its projections beside the exchanges: against the same module with
 projections around exchanged core attention, and against Megatron's own on the whole sequence.
 Transformer Engine's classes are stand-ins (te_attention.py); the real ones:
-tests/gpu/test_megatron_attention.py.
+tests/gpu/test_attention_kinds.py.
 """
 
 from __future__ import annotations

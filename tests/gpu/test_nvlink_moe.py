@@ -143,35 +143,6 @@ def test_rows_that_are_sent_are_awaited_and_overwrite_nothing_that_is_still_to_b
                 assert gap < 1e-2, f"{kind}: {name} differs by {gap}"
 
 
-@pytest.mark.parametrize("kind", ["balanced", "dropped", "uneven"])
-@pytest.mark.parametrize("local", [1, 2, 3])
-def test_few_experts_on_a_rank(space: SymmetricWorkspace, local: int, kind: str) -> None:
-    shape = (160, 256, 128, local * space.world_size, 2)
-    buffers = buffers_of(space, shape, Schedule(stream=True))
-    calls = [make_call(local, kind, r, space.world_size, *shape) for r in range(space.world_size)]
-    found, expected = fluid(buffers, calls[space.rank]), oracle(calls, space.rank)
-    for name, gap in gaps(found, expected).items():
-        assert gap < 2e-2, f"{name} differs by {gap}"
-    torch.cuda.synchronize()
-    space.check_errors()
-
-
-@pytest.mark.parametrize("activation", ["geglu", "relu2", "gelu"])
-def test_activations(space: SymmetricWorkspace, activation: str) -> None:
-    shape = SHAPES[0]
-    buffers = buffers_of(space, shape)
-    calls = [
-        make_call(5, "balanced", r, space.world_size, *shape, activation == "geglu")
-        for r in range(space.world_size)
-    ]
-    found, expected = (
-        fluid(buffers, calls[space.rank], activation),
-        oracle(calls, space.rank, activation),
-    )
-    for name, gap in gaps(found, expected).items():
-        assert gap < 2e-2, name
-
-
 def test_runs_repeat_bitwise(space: SymmetricWorkspace) -> None:
     shape = (512, 1024, 256, 32, 8)
     buffers = buffers_of(space, shape)

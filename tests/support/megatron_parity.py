@@ -118,6 +118,7 @@ class Training:
     Attributes:
         options: arguments of `tiny_gpt.train`.
         grouped: whether the experts are TEGroupedMLP.
+        linears: whether tensor-parallel linears must be overlapped, too.
         other attributes: as in `Layer`.
     """
 
@@ -126,6 +127,7 @@ class Training:
     fluid: Settings = dataclasses.field(default_factory=dict)
     ours: Settings = dataclasses.field(default_factory=dict)
     grouped: bool = False
+    linears: bool = False
     way: str = "fused"
     exchange: str = "rounds"
 
@@ -366,10 +368,12 @@ def train_both(case: Training) -> dict[str, Any]:
     """Losses and gradient norms of each model. "reported": how many parameters had their gradient
     written past autograd."""
     from megatron_fluid.patches import gradient_readiness
+    from megatron_fluid.patches.linears import overlap
     from megatron_fluid.patches.moe import layer as moe_layer
 
     result: dict[str, Any] = {}
     reported: list[Any] = []
+    gather, scatter = overlap.all_gather_matmul, overlap.matmul_reduce_scatter
     report = gradient_readiness._Gate.report
 
     def counted(self: Any, pending: Any) -> None:
@@ -382,6 +386,8 @@ def train_both(case: Training) -> dict[str, Any]:
             _stand_ins(settings),
             plug_in(on, case.way, **(case.fluid if on else {})) as counts,
             mock.patch.object(gradient_readiness._Gate, "report", counted),
+            mock.patch.object(overlap, "all_gather_matmul", wraps=gather) as gathers,
+            mock.patch.object(overlap, "matmul_reduce_scatter", wraps=scatter) as scatters,
         ):
             config = tiny_gpt.config_of(**settings)
             model = tiny_gpt.gpt(config, tiny_gpt.grouped_spec(config) if case.grouped else None)
@@ -393,6 +399,7 @@ def train_both(case: Training) -> dict[str, Any]:
             result["counts" if on else "stock counts"] = dict(counts)
             result["exchanges"] = {moe_layer.backend_of(layer)[0] for layer in layers}
             result["descending"] = tiny_gpt.descending(model)
+            result["linears" if on else "stock linears"] = gathers.called, scatters.called
     result["least calls"] = len(run.losses) * len(layers)
     result["reported"] = len(reported)
     assert all(grad is None for grads in reported for grad in grads)

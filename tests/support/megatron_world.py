@@ -9,7 +9,7 @@ is CPU mode.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Case:
     Attributes:
         name: for messages.
         tp, pp, cp, ep: parallel sizes; sequence parallelism goes with tp > 1.
+        vpp: model chunks of each pipeline stage, which the schedule interleaves.
         model: settings of the TransformerConfig that change the mathematics; runs that share them
             share a checkpoint.
         how: settings of the TransformerConfig that do not.
@@ -46,6 +47,7 @@ class Case:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    vpp: int = 1
     model: tuple[tuple[str, Any], ...] = ()
     how: tuple[tuple[str, Any], ...] = ()
     distributed: tuple[str, ...] = ()
@@ -69,7 +71,7 @@ class Run:
     attention_calls: int
 
 
-def run_cases(rank: int, world_size: int, cases: list[Case], folder: str) -> dict[str, Run]:
+def run_cases(rank: int, world_size: int, cases: Sequence[Case], folder: str) -> dict[str, Run]:
     """Train every case in turn. On one rank its initial parameters are saved first; on several they
     are loaded."""
     torch.set_num_threads(1)
@@ -107,6 +109,7 @@ def _config(case: Case) -> Any:
         "tensor_model_parallel_size": case.tp,
         "sequence_parallel": case.tp > 1,
         "pipeline_model_parallel_size": case.pp,
+        "virtual_pipeline_model_parallel_size": case.vpp if case.vpp > 1 else None,
         "context_parallel_size": case.cp,
         "cp_comm_type": "a2a",
         "expert_model_parallel_size": case.ep,
@@ -127,37 +130,44 @@ def _config(case: Case) -> Any:
     return (MLATransformerConfig if latent else TransformerConfig)(**settings)
 
 
-def _model(case: Case, config: Any) -> Any:
+def _model(case: Case, config: Any, stage: int | None) -> Any:
+    """The chunk `stage` of this rank's, None where it has one."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.module import Float16Module
 
+    ends: dict[str, Any] = {"ignore_virtual": stage is None, "vp_stage": stage}
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=False),
+        transformer_layer_spec=spec,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**ends),
+        post_process=parallel_state.is_pipeline_last_stage(**ends),
+        vp_stage=stage,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     ).cuda()
     return Float16Module(config, model) if config.bf16 else model
 
 
-def _initialise(case: Case, model: Any, folder: Path) -> None:
+def _initialise(case: Case, models: Sequence[Any], folder: Path) -> None:
     """Save the parameters on one rank, load them on several: Megatron's checkpoints are free of how
     they were split."""
     from megatron.core import dist_checkpointing
 
-    inner = getattr(model, "module", model)
+    inner = [getattr(model, "module", model) for model in models]
+    shards = {str(n): model.sharded_state_dict() for n, model in enumerate(inner)}
     path = folder / "-".join(["initial", *(f"{name}={value}" for name, value in case.model)])
     if torch.distributed.get_world_size() == 1:
         path.mkdir()
-        dist_checkpointing.save(inner.sharded_state_dict(), str(path))
+        dist_checkpointing.save(shards, str(path))
     else:
-        inner.load_state_dict(dist_checkpointing.load(inner.sharded_state_dict(), str(path)))
+        loaded = dist_checkpointing.load(shards, str(path))
+        for n, model in enumerate(inner):
+            model.load_state_dict(loaded[str(n)])
 
 
 def _batches(step: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -229,16 +239,17 @@ def _trained(case: Case, folder: Path) -> Run:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
         context_parallel_size=case.cp,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=1,
     )
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     config = _config(case)
-    model = _model(case, config)
-    _initialise(case, model, folder)
+    models = [_model(case, config, n if case.vpp > 1 else None) for n in range(case.vpp)]
+    _initialise(case, models, folder)
     kinds = SelfAttention, MLASelfAttention
-    attentions: list[Any] = [module for module in model.modules() if isinstance(module, kinds)]
+    attentions: list[Any] = [m for model in models for m in model.modules() if isinstance(m, kinds)]
     for attention in attentions if case.fused else ():
         if isinstance(attention, MLASelfAttention):
             for linear in (attention.linear_q_up_proj, attention.linear_kv_up_proj):
@@ -251,16 +262,13 @@ def _trained(case: Case, folder: Path) -> Run:
 
     sharded = "distributed_optimizer" in case.distributed
     overlap = "overlap" in case.distributed
-    wrapped = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
-            use_distributed_optimizer=sharded,
-            overlap_grad_reduce=overlap,
-            grad_reduce_in_fp32=True,
-            bucket_size=2000,
-        ),
-        model,
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=sharded,
+        overlap_grad_reduce=overlap,
+        grad_reduce_in_fp32=True,
+        bucket_size=2000,
     )
+    chunks = [DistributedDataParallel(config, settings, model) for model in models]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -272,21 +280,23 @@ def _trained(case: Case, folder: Path) -> Run:
             use_distributed_optimizer=sharded,
             overlap_param_gather=sharded and overlap,
         ),
-        [wrapped],
+        chunks,
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     if overlap:
-        config.no_sync_func = wrapped.no_sync
+        functions = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = functions if case.vpp > 1 else functions[0]
 
     losses, norms = [], []
     for step in range(STEPS):
-        wrapped.zero_grad_buffer()
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
         reports = get_forward_backward_func()(
             forward_step_func=_forward_step,
-            data_iterator=_batches(step),
-            model=[wrapped],
+            data_iterator=[_batches(step) for _ in chunks] if case.vpp > 1 else _batches(step),
+            model=chunks,
             num_microbatches=SEQUENCES // parallel_state.get_data_parallel_world_size(),
             seq_length=SEQUENCE,
             micro_batch_size=1,

@@ -119,17 +119,15 @@ class Result:
     dw2: Tensor
 
 
-def fluid(
-    buffers: NvlinkBuffers, call: Call, activation: str = "swiglu", capacity: int | None = None
-) -> Result:
+def fluid(buffers: NvlinkBuffers, call: Call, capacity: int | None = None) -> Result:
     leaves = [t.detach().clone().requires_grad_() for t in (call.x, call.probs, call.w1, call.w2)]
     x, probs, w1, w2 = leaves
-    y = nvlink_moe(buffers, x, call.ids, probs, w1, w2, activation, capacity)
+    y = nvlink_moe(buffers, x, call.ids, probs, w1, w2, "swiglu", capacity)
     dx, dprobs, dw1, dw2 = torch.autograd.grad(y, leaves, call.grad)
     return Result(y.detach(), dx, dprobs, dw1, dw2)
 
 
-def oracle(calls: list[Call], rank: int, activation: str = "swiglu") -> Result:
+def oracle(calls: list[Call], rank: int) -> Result:
     """The same in fp32 from every rank's arguments."""
     x, probs, w1, w2 = (
         torch.cat([getattr(c, n) for c in calls]).float().requires_grad_()
@@ -139,7 +137,7 @@ def oracle(calls: list[Call], rank: int, activation: str = "swiglu") -> Result:
     y = torch.zeros_like(x)
     for expert in range(w1.shape[0]):
         token, k = (ids == expert).nonzero(as_tuple=True)
-        h = activation_reference(x[token] @ w1[expert].t(), probs[token, k], activation)
+        h = activation_reference(x[token] @ w1[expert].t(), probs[token, k], "swiglu")
         y = y.index_add(0, token, h @ w2[expert].t())
     total = (y * torch.cat([c.grad for c in calls]).float()).sum()
     grads = torch.autograd.grad(total, (x, probs, w1, w2))

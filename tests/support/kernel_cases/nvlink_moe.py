@@ -145,11 +145,10 @@ def _buffers(
     return buffers
 
 
-def _whole(name: str, *, streamed: bool) -> None:
-    """The un-cut path, forward and backward; with `streamed`, also
-    a streamed dispatch."""
+def _whole(name: str) -> None:
+    """The un-cut path, forward and backward, and a streamed dispatch."""
     shape = SHAPES[name]
-    handle = _moves(_buffers(shape), streamed=streamed)
+    handle = _moves(_buffers(shape))
     rows, row_grad = torch.empty(TOKENS, shape.hidden, dtype=torch.bfloat16), torch.empty(TOKENS)
     h, a = rows.new_empty(TOKENS, 2 * shape.ffn), rows.new_empty(TOKENS, shape.ffn)
     launches = (fused_activation._forward_launches, fused_activation._backward_launches)
@@ -166,7 +165,7 @@ def _whole(name: str, *, streamed: bool) -> None:
         found.clear()
 
 
-def _moves(buffers: NvlinkBuffers, *, streamed: bool) -> RoutingHandle:
+def _moves(buffers: NvlinkBuffers) -> RoutingHandle:
     """Every step but the GEMMs and the activation."""
     tokens, top_k = buffers.max_tokens, buffers.top_k
     ids, probs, grads = (
@@ -184,10 +183,9 @@ def _moves(buffers: NvlinkBuffers, *, streamed: bool) -> RoutingHandle:
     nvlink_path.reduce_push(buffers, handle, rows, row_grad)
     nvlink_path.reduce(buffers, handle)
     nvlink_path.reduce(buffers, handle, grads=grads)
-    if streamed:
-        nvlink_path.stream_push(buffers, handle, x)
-        nvlink_path.stream_scatter(buffers, handle, x, rows)
-        nvlink_path.barrier(buffers)
+    nvlink_path.stream_push(buffers, handle, x)
+    nvlink_path.stream_scatter(buffers, handle, x, rows)
+    nvlink_path.barrier(buffers)
     result = x.new_empty(x.shape)
     for ends in (None, [0]):
         handle.ends = ends
@@ -228,39 +226,18 @@ def _packed(name: str) -> None:
         scatter(buffers, handle, x, x.new_empty(x.shape))
 
 
-def _planned(experts: int, top_k: int, ranks: int) -> None:
-    """The plan alone: its tables are as narrow as a rank has experts, and as a token has."""
-    buffers = _buffers(MoECase(1024, 512, experts, top_k), rank=ranks - 1, ranks=ranks)
-    buffers.plan_blocks = 2
-    ids = torch.zeros(TOKENS, top_k, dtype=torch.int32)
-    nvlink_path.make_plan(buffers, nvlink_path.publish(buffers, ids, _probs(top_k)))
-
-
 def _probs(top_k: int, tokens: int = TOKENS) -> Tensor:
     return torch.empty(tokens, top_k)
 
 
-_note("deepseek-v3", lambda: _whole("deepseek-v3", streamed=True))
-_note("mixtral-8x7b", lambda: _whole("mixtral-8x7b", streamed=True))
-_note("qwen3-235b-a22b", lambda: _whole("qwen3-235b-a22b", streamed=False))
-_note("qwen3-30b-a3b", lambda: _whole("qwen3-30b-a3b", streamed=True))
+_note("deepseek-v3", lambda: _whole("deepseek-v3"))
+_note("mixtral-8x7b", lambda: _whole("mixtral-8x7b"))
+_note("qwen3-30b-a3b", lambda: _whole("qwen3-30b-a3b"))
 # One token a rank, on rank 1: integers that are 1 become constants.
-_note(
-    "one token",
-    lambda: _moves(_buffers(MoECase(2048, 1024, 32, 2), tokens=1, rank=1), streamed=True),
-)
-_note(
-    "deepseek-v3 on 8 ranks",
-    lambda: _moves(_buffers(SHAPES["deepseek-v3"], ranks=8), streamed=True),
-)
-# One or two experts a rank, and tokens that have more of them: the narrowest tables.
-_note("2 of 8 on 8 ranks", lambda: _planned(8, 2, 8))
-_note("4 of 4 on 2 ranks", lambda: _planned(4, 4, 2))
-_note("12 of 16 on 8 ranks", lambda: _planned(16, 12, 8))
+_note("one token", lambda: _moves(_buffers(MoECase(2048, 1024, 32, 2), tokens=1, rank=1)))
 _note("16 of 256", lambda: _streamed(MoECase(7168, 2048, 256, 16)))
 _note("22 of 256", lambda: _streamed(MoECase(4096, 2048, 256, 22)))
 _note("deepseek-v3, packed", lambda: _packed("deepseek-v3"))
-_note("qwen3-30b-a3b, packed", lambda: _packed("qwen3-30b-a3b"))
 _note("deepseek-v3, fp32", lambda: _streamed(SHAPES["deepseek-v3"], torch.float32))
 
 CASES = list(_Noted.found.values())

@@ -82,18 +82,3 @@ def test_no_more_ranks_than_the_machine_has(
     title, words = _larger(nc.next_commands(_args(tmp_path), 0.3))
     assert words[words.index("--nproc_per_node") + 1] == str(ranks)
     assert (f"on {ranks} ranks" in title) == (ranks > 2)
-
-
-@pytest.mark.parametrize(("step_s", "hidden"), [(0.001, "1024"), (0.1, "512"), (60.0, "192")])
-def test_the_larger_model_fits_ones_patience(tmp_path: Path, step_s: float, hidden: str) -> None:
-    _, words = _larger(nc.next_commands(_args(tmp_path), step_s))
-    assert words[words.index("--hidden-size") + 1] == hidden
-
-
-def test_the_arithmetic_counts_what_a_token_meets() -> None:
-    dense = {"hidden_size": 8, "num_layers": 2, "ffn_hidden_size": 16, "seq_length": 4}
-    dense |= {"global_batch_size": 3, "vocab_size": 10}
-    layer = 4 * 64 + 2 * 8 * 16 + 2 * 4 * 8
-    assert nc.training_flops(dense) == 6 * (2 * layer + 80) * 12
-    moe = dense | {"num_experts": 4, "moe_router_topk": 2, "swiglu": True}
-    assert nc.training_flops(moe) == 6 * (2 * (4 * 64 + 2 * 3 * 8 * 16 + 64) + 80) * 12
