@@ -123,11 +123,11 @@ class StartedCall:
 
     def finish(self) -> Tensor:
         """Compute, combine, and give the result [T, H]."""
-        device, leave = self._x.device.type, self._state.transport.leave
+        device = self._x.device.type
         if not torch.is_autocast_enabled(device):
-            return leave(_finished(self._state, self._x, self._probs))
+            return _finished(self._state, self._x, self._probs)
         with torch.autocast(device, enabled=False):
-            return leave(_finished(self._state, self._x, self._probs))
+            return _finished(self._state, self._x, self._probs)
 
 
 def start_experts(prepared: PreparedCall, transport: TokenTransport) -> StartedCall:
@@ -158,7 +158,12 @@ def run_experts(prepared: PreparedCall, transport: TokenTransport) -> Tensor:
 
 
 def _finished(call: _State, x: Tensor, probs: Tensor | None) -> Tensor:
-    """Dispatch, experts and combine of one call; what x and probs are, its transport says."""
+    """Dispatch, experts and combine of one call, x and probs as its transport takes them."""
+    y = _computed(call, x, probs)
+    return call.transport.leave(y) if call.transport.permutes else y
+
+
+def _computed(call: _State, x: Tensor, probs: Tensor | None) -> Tensor:
     experts = call.experts
     params = () if call.bypasses_autograd else (*experts.fc1.params, *experts.fc2.params)
     params = (*params, *experts.bias_params)

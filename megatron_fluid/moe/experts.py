@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,6 @@ from megatron_fluid.kernels.grouped_gemm.launch import (
 from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack
 from megatron_fluid.moe.activations import Activation, RowBiases
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups, grouped_product
-from megatron_fluid.moe.permute import merge_rows
 from megatron_fluid.moe.transport import Exchange, Segment
 
 __all__ = [
@@ -46,6 +46,8 @@ __all__ = [
     "activation_forward",
     "add_to_main_grads",
     "have_triton",
+    "merge_rows",
+    "split_rows",
     "weight_grads",
 ]
 
@@ -106,6 +108,39 @@ def add_to_main_grads(fc: ExpertWeights, dy: Tensor, x: Tensor, groups: RowGroup
     for grad, span in zip(fc.main_grads(), spans, strict=True):
         rows = slice(*span)
         add_product_to_main_grad(grad, left[rows], right[rows], overwrite)
+
+
+def merge_rows(
+    pairs: Sequence[tuple[Any, Any]], groups: Sequence[RowGroups]
+) -> tuple[Tensor, Tensor, RowGroups]:
+    """Pairs of row tensors of several sources, each sorted by expert, as one pair sorted by expert
+    (sources in their order within).
+
+    Args:
+        pairs: S times ([N_s, ...], [N_s, ...])
+        groups: the division of each source's rows, known to the host where there are several.
+    """
+    if len(pairs) == 1:
+        return *pairs[0], groups[0]
+    counts = [g.counts() for g in groups]
+
+    def merged(tensors: Sequence[Tensor]) -> Tensor:
+        parts = [t.split(c) for t, c in zip(tensors, counts, strict=True)]
+        return torch.cat([part[e] for e in range(len(counts[0])) for part in parts])
+
+    offsets = torch.stack([g.offsets for g in groups]).sum(0, dtype=torch.int32)
+    ends = list(itertools.accumulate(map(sum, zip(*counts, strict=True))))
+    first, second = (merged(tensors) for tensors in zip(*pairs, strict=True))
+    return first, second, RowGroups(offsets, ends)
+
+
+def split_rows(rows: Tensor, groups: Sequence[RowGroups]) -> list[Tensor]:
+    """The inverse of merge_rows, of one tensor: rows [N, ...] -> S times [N_s, ...]"""
+    if len(groups) == 1:
+        return [rows]
+    counts = [group.counts() for group in groups]
+    blocks = rows.split([count for by_source in zip(*counts, strict=True) for count in by_source])
+    return [torch.cat(blocks[source :: len(groups)]) for source in range(len(groups))]
 
 
 @functools.cache

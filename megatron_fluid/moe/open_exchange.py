@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.moe.expert_weights import RowGroups
-from megatron_fluid.moe.permute import merge_rows, split_rows
+from megatron_fluid.moe.experts import merge_rows, split_rows
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
 __all__ = ["DispatchedRows", "OpenExchange"]
@@ -72,7 +72,8 @@ class OpenExchange:
     def combine(self, rows: Tensor) -> Tensor:
         """Send what the experts made of the rows [N, H] back and sum it: [T, H]; differentiable.
         Collective. `dispatch` has opened the exchange."""
-        return self._transport.leave(_Combine.apply(rows, self))
+        y = _Combine.apply(rows, self)
+        return self._transport.leave(y) if self._transport.permutes else y
 
     # ---- the moves, without autograd
 

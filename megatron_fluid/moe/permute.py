@@ -7,14 +7,12 @@ order, so rows are also sorted by destination rank::
     top-2 of 3 tokens over 4 experts on 2 ranks           rows (token):  1 | 0 2 || 0 | 1 2
     ids = [[1, 2], [0, 3], [3, 1]]                        expert:        0 | 1 1 || 2 | 3 3
 
-Legend: T tokens, K top-k, E experts, N rows, S sources, H hidden.
+Legend: T tokens, K top-k, E experts, N rows, H hidden.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,17 +22,8 @@ from torch.nn import functional
 
 from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.expert_weights import RowGroups
 
-__all__ = [
-    "Permutation",
-    "count_choices",
-    "local_experts",
-    "merge_rows",
-    "rows_of_tokens",
-    "split_rows",
-    "sum_of_rows",
-]
+__all__ = ["Permutation", "count_choices", "local_experts", "rows_of_tokens", "sum_of_rows"]
 
 
 def local_experts(num_experts: int, world_size: int) -> int:
@@ -159,36 +148,3 @@ def sum_of_rows(rows: Tensor, permutation: Permutation) -> Tensor:
     """Rows [N, H] -> tokens [T, H], each the sum of its rows (zero without any). Differentiable,
     fixed order of sums."""
     return _Move.apply(rows, permutation, False)
-
-
-def merge_rows(
-    pairs: Sequence[tuple[Any, Any]], groups: Sequence[RowGroups]
-) -> tuple[Tensor, Tensor, RowGroups]:
-    """Pairs of row tensors of several sources, each sorted by expert, as one pair sorted by expert
-    (sources in their order within).
-
-    Args:
-        pairs: S times ([N_s, ...], [N_s, ...])
-        groups: the division of each source's rows, known to the host where there are several.
-    """
-    if len(pairs) == 1:
-        return *pairs[0], groups[0]
-    counts = [g.counts() for g in groups]
-
-    def merged(tensors: Sequence[Tensor]) -> Tensor:
-        parts = [t.split(c) for t, c in zip(tensors, counts, strict=True)]
-        return torch.cat([part[e] for e in range(len(counts[0])) for part in parts])
-
-    offsets = torch.stack([g.offsets for g in groups]).sum(0, dtype=torch.int32)
-    ends = list(itertools.accumulate(map(sum, zip(*counts, strict=True))))
-    first, second = (merged(tensors) for tensors in zip(*pairs, strict=True))
-    return first, second, RowGroups(offsets, ends)
-
-
-def split_rows(rows: Tensor, groups: Sequence[RowGroups]) -> list[Tensor]:
-    """The inverse of merge_rows, of one tensor: rows [N, ...] -> S times [N_s, ...]"""
-    if len(groups) == 1:
-        return [rows]
-    counts = [group.counts() for group in groups]
-    blocks = rows.split([count for by_source in zip(*counts, strict=True) for count in by_source])
-    return [torch.cat(blocks[source :: len(groups)]) for source in range(len(groups))]

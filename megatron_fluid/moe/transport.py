@@ -107,12 +107,14 @@ class TokenTransport(Protocol):
             bit for bit. Results are [T, H] all the same.
         starts_ahead: whether `start` launches anything, and a backward may leave dX on its way
             (`finish(later=True)`) until `wait_returning`.
+        permutes: whether `accept` gives rows in an order of their own, which `leave` undoes.
     """
 
     recomputable: Collection[str] = ("hidden",)
     regathers: bool = False
     carries_packed_rows: bool = False
     starts_ahead: bool = False
+    permutes: bool = False
 
     def check_experts(self, activation: Activation, num_experts: int, biased: bool) -> None:
         """Raise ConfigError where the experts cannot be computed over this transport."""
@@ -125,7 +127,7 @@ class TokenTransport(Protocol):
         return x, probs
 
     def leave(self, y: Tensor) -> Tensor:
-        """The forward's result as tokens [T, H], differentiably."""
+        """The forward's result as tokens [T, H], differentiably, where `accept` permuted them."""
         return y
 
     def start(self, x: Tensor, probs: Tensor | None) -> None:

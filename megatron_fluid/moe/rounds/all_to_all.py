@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.expert_weights import RowGroups
-from megatron_fluid.moe.permute import merge_rows, split_rows
+from megatron_fluid.moe.experts import merge_rows, split_rows
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
@@ -63,6 +63,8 @@ def exchange_rows(
 
 class AllToAllTransport(TokenTransport):
     """Moves the tokens of one call by all-to-alls. All sources' rows are one segment."""
+
+    permutes = True
 
     def __init__(self, plan: ExactPlan, rounds: P2PRounds, name: str) -> None:
         self.plan, self.rounds, self.name = plan, rounds, name

@@ -81,6 +81,7 @@ class RoundsTransport(TokenTransport):
 
     recomputable = ("hidden",)  # rows that arrive are no fewer than rows that are sent
     starts_ahead = True
+    permutes = True
 
     def __init__(
         self, plan: ExactPlan, rounds: P2PRounds, name: str, dx_chunks: int = 1,

@@ -189,10 +189,10 @@ def test_where_weights_lie_is_kept_until_one_moves() -> None:
 def test_rows_of_several_sources_are_merged_by_expert() -> None:
     groups = [RowGroups.of_counts(counts) for counts in ([2, 0, 1], [1, 1, 0])]
     segments = [torch.tensor([10, 11, 12]), torch.tensor([20, 21])]
-    left, right, merged = permute.merge_rows([(s, -s) for s in segments], groups)
+    left, right, merged = experts.merge_rows([(s, -s) for s in segments], groups)
     assert left.tolist() == [10, 11, 20, 21, 12] == (-right).tolist()
     assert merged.offsets.tolist() == merged.ends == [3, 4, 5]
-    parts = permute.split_rows(left, groups)
+    parts = experts.split_rows(left, groups)
     assert all(torch.equal(*pair) for pair in zip(parts, segments, strict=True))
 
 
