@@ -4,7 +4,16 @@ A user's mistake is a `ValueError` (`ConfigError`), so that code which knows not
 can catch it; what goes wrong while running is a `FluidError`.
 """
 
-__all__ = ["ConfigError", "FluidError", "PatchError", "PeerTimeoutError"]
+from collections.abc import Iterable
+
+__all__ = [
+    "ConfigError",
+    "FluidError",
+    "PatchError",
+    "PeerTimeoutError",
+    "first_line",
+    "ranks_text",
+]
 
 
 class FluidError(RuntimeError):
@@ -60,3 +69,20 @@ class PeerTimeoutError(FluidError):
         detail = f"{self.detail}; {text}" if self.detail else text
         where = self.rank, self.peer, self.operation, self.round_index, self.timeout_s
         return PeerTimeoutError(*where, detail)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks in words, runs of them as ranges: "rank 3", "ranks 0, 4-7"."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"

@@ -27,10 +27,9 @@ import torch.distributed as dist
 
 from megatron_fluid import patches
 from megatron_fluid.comm.agreement import agreement
-from megatron_fluid.comm.rank_reports import ranks_text
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.config import FluidConfig, current_config
-from megatron_fluid.errors import ConfigError
+from megatron_fluid.errors import ConfigError, ranks_text
 from megatron_fluid.patches.rank_findings import Finding, exchange, left_out_word
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_fluid.comm.agreement import agreement
-from megatron_fluid.comm.rank_reports import settings_difference
+from megatron_fluid.comm.same_settings import settings_difference
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError

@@ -91,8 +91,8 @@ def _report() -> None:
     reports, missing = {0: mine}, ""
     if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
         from megatron_fluid.comm.agreement import agreement
-        from megatron_fluid.comm.rank_reports import ranks_text
         from megatron_fluid.comm.timeouts import wait_timeout_s
+        from megatron_fluid.errors import ranks_text
 
         # Less than peers wait for rank 0 in their first exchange.
         world, bound = dist.get_world_size(), min(_GATHER_S, wait_timeout_s(None) / 4)
@@ -118,7 +118,7 @@ def _report() -> None:
 def merged_features(reports: Mapping[int, Sequence[tuple[str, bool, str, int]]]) -> list[Feature]:
     """The features of all ranks in one list: what is not true of every rank names its ranks, and
     objects are counted by rank."""
-    from megatron_fluid.comm.rank_reports import ranks_text
+    from megatron_fluid.errors import ranks_text
 
     counts: dict[tuple[str, bool, str], dict[int, int]] = {}
     for rank, found in reports.items():

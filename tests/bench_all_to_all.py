@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from benchmarks.cases.all_to_all import SHAPES, TOKENS
+from benchmarks.harness.launchers import NodeLaunch, RankLaunch, detect_launch
 from benchmarks.harness.results import read_results
 from benchmarks.suites import all_to_all as suite
-from megatron_fluid.comm.launch_environment import NodeLaunch, RankLaunch, detect_launch
 
 __all__ = ["main", "table"]
 

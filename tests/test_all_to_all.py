@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm.launch_environment import NodeLaunch, RankLaunch, detect_launch
+from benchmarks.harness.launchers import NodeLaunch, RankLaunch, detect_launch
 from megatron_fluid.errors import FluidError
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.reference import (

@@ -39,9 +39,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cases.all_to_all import SHAPES, TOKENS, Call, Case, Clock, row_of
+from benchmarks.harness.launchers import RankLaunch, detect_launch
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import quantile
-from megatron_fluid.comm.launch_environment import RankLaunch, detect_launch
 
 __all__ = ["TARGETS_US", "main"]
 

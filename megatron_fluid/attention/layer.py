@@ -29,9 +29,8 @@ from megatron_fluid.attention.overlap import AttentionCall, AttentionWeights, ov
 from megatron_fluid.attention.packed import Rotary, RotaryTable
 from megatron_fluid.attention.tables import cached_tables, capturing
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
-from megatron_fluid.comm.copies import copy_sharing
 from megatron_fluid.comm.failed_waits import tells_peers
-from megatron_fluid.comm.layer_inputs import Form, check_input
+from megatron_fluid.comm.layers import Form, check_input, copy_sharing
 from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.comm.same_settings import compare_settings
 from megatron_fluid.comm.waits import group_waits

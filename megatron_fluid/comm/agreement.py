@@ -31,9 +31,8 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.group_resources import group_resource, held_everywhere
 from megatron_fluid.comm.lone_rank import is_lone
-from megatron_fluid.comm.rank_reports import ranks_text
 from megatron_fluid.comm.timeouts import wait_timeout_s
-from megatron_fluid.errors import FluidError, PeerTimeoutError
+from megatron_fluid.errors import FluidError, PeerTimeoutError, ranks_text
 
 __all__ = ["STORE_S", "Agreement", "agreement", "bounded", "live_agreements"]
 

@@ -7,16 +7,23 @@ know it, so a later init_process_group is not disturbed.
 from __future__ import annotations
 
 import functools
+import os
 
 import torch.distributed as dist
 
-from megatron_fluid.comm.launch_environment import detect_launch
 from megatron_fluid.errors import ConfigError
 
 __all__ = ["group_or_lone_rank", "is_lone"]
 
 _FIRST = (
     "call torch.distributed.init_process_group() first, then give torch.distributed.group.WORLD"
+)
+# What torchrun, Open MPI, MPICH and one launch a node set: this rank or node, and all ranks.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("NODE_RANK", "WORLD_SIZE"),
 )
 
 
@@ -45,8 +52,7 @@ def group_or_lone_rank(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         ranks = dist.get_world_size()
         allowed = f"an initialised process group, because torch.distributed has {ranks} ranks"
         raise ConfigError.of("group", None, allowed)
-    launch = detect_launch()
-    if launch is not None and launch.world_size > 1:
-        ranks = launch.world_size
-        raise ConfigError(f"group: found None in a job of {ranks} ranks, allowed: {_FIRST}")
+    for rank, size in _LAUNCHERS:
+        if rank in os.environ and (ranks := os.environ.get(size, "1")) != "1":
+            raise ConfigError(f"group: found None in a job of {ranks} ranks, allowed: {_FIRST}")
     return _lone_group()

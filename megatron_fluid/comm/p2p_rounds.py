@@ -26,8 +26,8 @@ from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.hosts import detect_hosts
 from megatron_fluid.comm.lone_rank import group_or_lone_rank
 from megatron_fluid.comm.timeouts import wait_timeout_s
-from megatron_fluid.comm.waits import GroupWaits, WaitName, first_line, record_event, required
-from megatron_fluid.errors import ConfigError, PeerTimeoutError
+from megatron_fluid.comm.waits import GroupWaits, WaitName, record_event, required
+from megatron_fluid.errors import ConfigError, PeerTimeoutError, first_line
 from megatron_fluid.topology import check_group, partners
 
 __all__ = ["P2PRounds", "PendingRound", "SeveralRounds", "bounded_collective", "shared_rounds"]

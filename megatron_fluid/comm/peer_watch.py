@@ -33,11 +33,10 @@ from types import FrameType
 import torch.distributed as dist
 
 from megatron_fluid.comm.agreement import STORE_S, Agreement, agreement
-from megatron_fluid.comm.rank_reports import ranks_text
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.comm.waits import end_process, say
 from megatron_fluid.config import current_config
-from megatron_fluid.errors import ConfigError, PeerTimeoutError
+from megatron_fluid.errors import ConfigError, PeerTimeoutError, first_line, ranks_text
 
 __all__ = ["Beat", "PeerWatch", "place_of", "watched_peers"]
 
@@ -243,10 +242,8 @@ class PeerWatch:
             return None
         if isinstance(error, PeerTimeoutError):
             return error.with_detail(lost)
-        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return PeerTimeoutError(
-            self._rank, peer, place_of(where)[0], detail=f"{lost}; found as: {first_line}"
-        )
+        detail = f"{lost}; found as: {first_line(error)}"
+        return PeerTimeoutError(self._rank, peer, place_of(where)[0], detail=detail)
 
     def end(self, how: str) -> None:
         """Write the last beat: how this rank ended. One that holds the store lets the others read

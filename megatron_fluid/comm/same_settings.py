@@ -8,18 +8,17 @@ in time; a peer that builds none, and is in another operation or has ended, is n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_fluid.comm.agreement import agreement
 from megatron_fluid.comm.group_resources import group_resource
-from megatron_fluid.comm.rank_reports import settings_difference
 from megatron_fluid.config import current_config
-from megatron_fluid.errors import ConfigError
+from megatron_fluid.errors import ConfigError, ranks_text
 
-__all__ = ["compare_settings"]
+__all__ = ["compare_settings", "settings_difference"]
 
 type _Settings = tuple[tuple[str, str], ...]
 
@@ -63,3 +62,17 @@ def _text(value: object) -> str:
     if isinstance(value, set | frozenset):
         return repr(sorted(value))
     return value if isinstance(value, str) else repr(value)
+
+
+def settings_difference(settings: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
+    """Name every setting whose values are not alike: its values, and the ranks of each; "" where
+    all are alike. `timeout_s` may differ."""
+    texts = []
+    for name in dict.fromkeys(name for mine in settings for name in mine):
+        owners: dict[Any, list[int]] = {}
+        for rank, mine in zip(ranks, settings, strict=True):
+            owners.setdefault(mine.get(name), []).append(rank)
+        if len(owners) > 1 and name != "timeout_s":
+            values = (f"{value!r} on {ranks_text(owner)}" for value, owner in owners.items())
+            texts.append(f"{name}: found {', '.join(values)}")
+    return "; ".join(texts)

@@ -29,11 +29,10 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.agreement import Agreement, agreement, live_agreements
 from megatron_fluid.comm.group_resources import group_resource
-from megatron_fluid.comm.rank_reports import ranks_text
 from megatron_fluid.comm.timeouts import group_timeout_s
 from megatron_fluid.config import current_config
 from megatron_fluid.cuda import driver_api
-from megatron_fluid.errors import PeerTimeoutError
+from megatron_fluid.errors import PeerTimeoutError, first_line, ranks_text
 
 __all__ = [
     "EXIT_CODE",
@@ -44,7 +43,6 @@ __all__ = [
     "allow_queries_during_capture",
     "end_process",
     "explain",
-    "first_line",
     "get_monitor",
     "group_waits",
     "record_event",
@@ -80,11 +78,6 @@ def end_process(error: Exception) -> None:
     sys.stdout.flush()
     # Neither destructors nor NCCL's own shutdown may run: both wait for the stream that never ends.
     os._exit(EXIT_CODE)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 # ---- the monitor

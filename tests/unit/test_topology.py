@@ -4,11 +4,13 @@ near pairs first."""
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_fluid import topology
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.topology import partners, round_robin
 
@@ -79,3 +81,20 @@ def test_errors_name_the_setting() -> None:
         round_robin(3, [0, 1])
     with pytest.raises(ConfigError, match="rank: found 4"):
         partners(4, 4)
+
+
+def test_hosts_of_one_name_differ_by_their_boot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "container")
+    monkeypatch.delenv("MEGATRON_FLUID_NVLINK_DOMAIN", raising=False)
+    found, domains = set(), set()
+    for boot in ("one", "two"):
+        (tmp_path / "boot_id").write_text(f"{boot}\n")
+        monkeypatch.setattr(topology, "BOOT_ID", str(tmp_path / "boot_id"))
+        found.add(topology.host_identity())
+        domains.add(topology.domain_name())
+    assert found == {"container (boot one)", "container (boot two)"}
+    assert len(domains) == 2, "containers of one name are no NVLink domain"
+    monkeypatch.setattr(topology, "BOOT_ID", str(tmp_path / "absent"))
+    assert topology.host_identity() == "container"

@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_fluid.attention.exchange import buffers as attention_buffers
 from megatron_fluid.comm import group_resources
 from megatron_fluid.comm.group_resources import (
     close_group,
@@ -15,9 +14,6 @@ from megatron_fluid.comm.group_resources import (
     held_resource,
     is_destroyed,
 )
-from megatron_fluid.moe.nvlink import buffers as moe_buffers
-from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP
-from megatron_fluid.tensor_parallel import choice
 
 
 @pytest.fixture(autouse=True)
@@ -62,26 +58,6 @@ def test_what_destroyed_groups_kept_goes_when_the_next_group_asks() -> None:
     gone.destroyed = True
     group_resource(new, "x", object)
     assert list(group_resources._resources) == [kept, new]
-
-
-def test_every_wing_keeps_its_memory_in_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    group, closed = _group(), []
-    for module in (attention_buffers, moe_buffers):
-        workspace = type("Workspace", (), {"close": lambda self: closed.append(type(self))})
-        monkeypatch.setattr(module, "SymmetricWorkspace", mock.Mock(return_value=workspace()))
-        monkeypatch.setattr(module.SymmetricWorkspace, "close", lambda space: space.close())
-        monkeypatch.setattr(module, "wait_timeout_s", lambda group: 1.0)
-    domain = mock.Mock(side_effect=lambda workspace: mock.Mock(workspace=workspace))
-    monkeypatch.setattr(attention_buffers, "HeadBuffers", domain)
-    monkeypatch.setattr(moe_buffers, "NvlinkBuffers", mock.Mock())
-    backends = mock.Mock()
-    backends.close = lambda made: closed.append("tensor parallel")
-    monkeypatch.setattr(choice, "_GroupBackends", backends)
-    attention_buffers.shared_head_buffers(group)
-    moe_buffers.shared_buffers(group, 4, 64, 32, 2, 8, schedule=NO_OVERLAP)
-    choice.backends_of(group)
-    close_group(group)
-    assert len(closed) == 3
 
 
 def test_a_group_is_known_to_be_destroyed() -> None:

@@ -1,15 +1,27 @@
-"""What every layer asks of its input's dtype and device."""
+"""What layers that communicate share: deep copies, and the check of an input's dtype and device."""
 
 from __future__ import annotations
+
+import copy
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["Form", "check_input"]
+__all__ = ["Form", "check_input", "copy_sharing"]
 
 type Form = tuple[torch.dtype, torch.device]
+
+
+def copy_sharing[Layer](layer: Layer, memo: dict[int, Any], *shared: object) -> Layer:
+    """Return the copy for a layer's __deepcopy__: new parameters; the `shared` objects (process
+    groups, transports) are not copied."""
+    memo.update({id(each): each for each in shared})
+    copied = memo[id(layer)] = layer.__new__(type(layer))
+    copied.__dict__.update(copy.deepcopy(layer.__dict__, memo))
+    return copied
 
 
 def check_input(name: str, x: Tensor, parameter: Tensor) -> Form | None:
