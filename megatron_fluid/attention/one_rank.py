@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from megatron_fluid.attention.call import AttentionCall, AttentionWeights
+from megatron_fluid.attention.call import AttentionCall, AttentionWeights, run_kernel
 from megatron_fluid.attention.exchange.protocol import Prepare
-from megatron_fluid.attention.head_group import run_kernel
 from megatron_fluid.attention.packed import Norm, Triple, pack_backward, split
 from megatron_fluid.backward.functions import apply, once_differentiable
 

@@ -33,7 +33,11 @@ from torch import Tensor
 
 from megatron_fluid.attention.call import (
     AttentionCall,
+    AttentionState,
     AttentionWeights,
+    GroupState,
+    attend,
+    attend_backward,
     core_name,
     flat,
     names_of,
@@ -47,7 +51,6 @@ from megatron_fluid.attention.exchange.protocol import (
     wide_dtype,
 )
 from megatron_fluid.attention.gate import gate_backward, gated, join_gate, split_gate
-from megatron_fluid.attention.head_group import AttentionState, GroupState, attend, attend_backward
 from megatron_fluid.backward.functions import apply, goes_on_to, once_differentiable
 from megatron_fluid.backward.readiness import Readiness, readiness_of
 from megatron_fluid.backward.weight_grads import WeightGradScheduler

@@ -53,6 +53,7 @@ def group_or_lone_rank(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         allowed = f"an initialised process group, because torch.distributed has {ranks} ranks"
         raise ConfigError.of("group", None, allowed)
     for rank, size in _LAUNCHERS:
-        if rank in os.environ and (ranks := os.environ.get(size, "1")) != "1":
-            raise ConfigError(f"group: found None in a job of {ranks} ranks, allowed: {_FIRST}")
+        count = os.environ.get(size, "1") if rank in os.environ else "1"
+        if count != "1":
+            raise ConfigError(f"group: found None in a job of {count} ranks, allowed: {_FIRST}")
     return _lone_group()

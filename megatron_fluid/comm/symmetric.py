@@ -15,7 +15,7 @@ from megatron_fluid.comm.workspace import Buffer, Workspace
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.topology import host_identity
 
-__all__ = ["SymmetricWorkspace", "symmetric_unsupported_reason"]
+__all__ = ["SymmetricWorkspace", "symmetric_unsupported_reason", "watched_mapping"]
 
 
 def symmetric_unsupported_reason(
@@ -71,7 +71,7 @@ def _ask_every_rank(group: dist.ProcessGroup, domain_size: int | None) -> str | 
 
 
 @contextlib.contextmanager
-def _mapping(group: dist.ProcessGroup) -> Iterator[None]:
+def watched_mapping(group: dist.ProcessGroup) -> Iterator[None]:
     """Watch the host while torch maps the ranks' memory, which waits for all of them without a
     bound of this package."""
     waits = group_waits(group)
@@ -97,7 +97,7 @@ def _rendezvous_reason(group: dist.ProcessGroup) -> str | None:
     try:
         device = torch.device("cuda", torch.cuda.current_device())
         memory = symmetric_memory.empty(256, dtype=torch.uint8, device=device)
-        with _mapping(group):
+        with watched_mapping(group):
             held.append((memory, symmetric_memory.rendezvous(memory, group)))
     except RuntimeError as error:
         told = str(error).strip().splitlines()[0]
@@ -108,7 +108,7 @@ def _rendezvous_reason(group: dist.ProcessGroup) -> str | None:
 
 
 class SymmetricWorkspace(Workspace):
-    """Symmetric memory of a CUDA process group inside one NVLink domain.
+    """Symmetric memory of a CUDA process group, by default inside one NVLink domain.
 
     Construction is collective.
 
@@ -120,10 +120,7 @@ class SymmetricWorkspace(Workspace):
     def __init__(
         self, group: dist.ProcessGroup, timeout_s: float = 300.0, flag_words: int = 0
     ) -> None:
-        reason = symmetric_unsupported_reason(group)
-        if reason is not None:
-            allowed = "one host whose GPUs can access each other"
-            raise ConfigError.of("symmetric memory", reason, allowed)
+        self._require(group)
         device = torch.device("cuda", torch.cuda.current_device())
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         super().__init__(rank, size, device, timeout_s, flag_words=flag_words)
@@ -133,11 +130,18 @@ class SymmetricWorkspace(Workspace):
         self._open_arenas()
         self._after_growth()
 
+    def _require(self, group: dist.ProcessGroup) -> None:
+        """Raise ConfigError where the group cannot have this memory."""
+        reason = symmetric_unsupported_reason(group)
+        if reason is not None:
+            allowed = "one host whose GPUs can access each other"
+            raise ConfigError.of("symmetric memory", reason, allowed)
+
     def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         local = symmetric_memory.empty(numel, dtype=dtype, device=self.device)
-        with _mapping(self.group):
+        with watched_mapping(self.group):
             handle = symmetric_memory.rendezvous(local, self.group)
         peers = [
             local if r == self.rank else handle.get_buffer(r, (numel,), dtype)

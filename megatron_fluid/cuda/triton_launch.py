@@ -1,27 +1,50 @@
 """Starting a Triton kernel with little work on the host.
 
 Triton binds, types and hashes the arguments of every launch, which takes longer than many of the
-kernels here run. A `Launch` does that once and then calls the driver directly
-(megatron_fluid.cuda.driver_launch); a `Launcher` keeps one `Launch` for each way in which its
-kernel is called.
+kernels here run. A `Launch` does that once and then calls the driver directly, with a parameter
+block that one struct call packs; a `Launcher` keeps one `Launch` for each way in which its kernel
+is called.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
-from collections.abc import Mapping, Sequence
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from megatron_fluid.cuda.driver_launch import DriverLaunch, direct_launch
+from megatron_fluid.cuda import driver_api
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["Argument", "Launch", "Launcher", "aligned", "power_of_two"]
+__all__ = [
+    "Argument",
+    "Launch",
+    "Launcher",
+    "aligned",
+    "direct_launch",
+    "parameter_bytes",
+    "power_of_two",
+]
 
 type Argument = Tensor | int
+
+# Triton appends this many pointers to every kernel's parameters; null, as no kernel uses them.
+_SCRATCH = 2
+
+# How struct packs a parameter into its 8 bytes; an integer that does not fit raises struct.error.
+_FORMAT = {"i32": "i4x", "u32": "I4x", "i64": "q", "u64": "Q"}
+_POINTER = "Q"
+
+# (columns, rows, values, stream): starts columns * rows programs on a raw stream, None for the
+# current one. values: the leading parameters, then the trailing ones.
+type DriverLaunch = Callable[[int, int, Sequence[int], int | None], None]
 _MAX_INT32 = (1 << 31) - 1
 
 
@@ -129,29 +152,22 @@ class Launch:
         integers: Sequence[int],
         stream: torch.cuda.Stream | None,
     ) -> None:
-        compiled = self._compiled
-        if compiled is None:
-            self._first(grid, arguments, integers, stream)
+        """Start the kernel for the first time, which compiles it, or where it needs more than a
+        DriverLaunch gives."""
+        if (compiled := self._compiled) is not None:
+            device = torch._C._cuda_getDevice
+            raw = (
+                torch._C._cuda_getCurrentRawStream(device())
+                if stream is None
+                else stream.cuda_stream
+            )
+            compiled.run(
+                *(*grid, 1, raw, compiled.function, compiled.packed_metadata, None, None, None),
+                *map(_address, (*arguments, *self._fixed)),
+                *integers,
+                *self._constants.values(),
+            )
             return
-        # The compiled kernel needs more than a DriverLaunch gives: Triton's launcher starts it.
-        if stream is None:
-            raw = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        else:
-            raw = stream.cuda_stream
-        compiled.run(
-            *(*grid, 1, raw, compiled.function, compiled.packed_metadata, None, None, None),
-            *map(_address, (*arguments, *self._fixed)),
-            *integers,
-            *self._constants.values(),
-        )
-
-    def _first(
-        self,
-        grid: tuple[int, int],
-        arguments: Sequence[Argument | None],
-        integers: Sequence[int],
-        stream: torch.cuda.Stream | None,
-    ) -> None:
         if self._words:
             arguments = [
                 a.view(torch.int32) if isinstance(a, Tensor) and name in self._words else a
@@ -170,13 +186,10 @@ class Launch:
         fixed = [a for a, kind in pairs if kind != "constexpr"]
         present = [a for a in arguments if a is not None]
         tensors = itertools.takewhile(lambda a: isinstance(a, Tensor), (*present, *fixed))
+        addresses: list[Any] = [_address(a) for a in fixed]
+        pointers = len(list(tensors))
         self._direct = direct_launch(
-            compiled,
-            self._num_warps,
-            len(present),
-            [_address(a) for a in fixed],  # type: ignore[misc]
-            trailing=len(integers),
-            pointers=len(list(tensors)),
+            compiled, self._num_warps, len(present), addresses, len(integers), pointers
         )
 
     def _refuse_unaligned(self, tensors: Sequence[Tensor | None]) -> None:
@@ -230,3 +243,102 @@ class Launcher:
 
 def _address(argument: Argument | None) -> int | None:
     return argument.data_ptr() if isinstance(argument, Tensor) else argument
+
+
+def direct_launch(
+    compiled: Any,
+    num_warps: int,
+    leading: int,
+    fixed: Sequence[int],
+    trailing: int = 0,
+    pointers: int = 0,
+) -> DriverLaunch | None:
+    """Return the launch of a kernel that Triton compiled.
+
+    The kernel's parameters are `leading` ones of each call, then the fixed ones, then the
+    `trailing` ones of each call. None where the kernel does not take exactly these, the first
+    `pointers` as pointers, the others as pointers or integers (another Triton release), or wants
+    more than a plain launch.
+    """
+    metadata = compiled.metadata
+    types = [t for t in compiled.src.signature.values() if t != "constexpr"]
+    expected = (
+        len(types) == leading + len(fixed) + trailing
+        and all(t[0] in "*iu" for t in types)
+        and all(t[0] == "*" for t in types[:pointers])
+    )
+    special = (
+        metadata.num_ctas != 1
+        or metadata.launch_cooperative_grid
+        or metadata.launch_pdl
+        or metadata.shared > 48 << 10
+        or getattr(metadata, "global_scratch_size", 0)
+        or getattr(metadata, "profile_scratch_size", 0)
+    )
+    if special or not expected or _parameter_widths(compiled.function) != parameter_bytes(types):
+        return None
+    return _launch(compiled.function, 32 * num_warps, metadata.shared, types, leading, fixed)
+
+
+def _launch(
+    function: int,
+    threads: int,
+    shared: int,
+    types: Sequence[str],
+    leading: int,
+    fixed: Sequence[int],
+) -> DriverLaunch:
+    """The launch as a closure, whose variables take less time to read than attributes."""
+    device = torch.cuda.current_device()
+    varying, count = len(types) - len(fixed), len(types) + _SCRATCH
+    called = (*types[:leading], *types[leading + len(fixed) :])
+    packer = struct.Struct("=" + "".join(_FORMAT.get(t, _POINTER) for t in called))
+    # The parameters, what varies first, so that one call packs it; behind them their addresses, in
+    # the kernel's order.
+    block = (ctypes.c_int64 * (2 * count))()
+    order = [*range(leading), *range(varying, len(types)), *range(leading, varying)]
+    order += range(len(types), count)
+    first = ctypes.addressof(block)
+    block[varying : len(types)] = list(fixed)
+    block[count:] = [first + 8 * index for index in order]
+    addresses = first + 8 * count
+    pack, streams = packer.pack_into, driver_api.streams
+    raw_stream = torch._C._cuda_getCurrentRawStream
+    cu_launch = driver_api.driver().cuLaunchKernel
+    handle = driver_api.driver().CUfunction(function)
+    # The main thread and autograd's may start the same kernel: the block belongs to one.
+    lock = threading.Lock()
+
+    def launch(columns: int, rows: int, values: Sequence[int], stream: int | None = None) -> None:
+        if stream is None:
+            stream = raw_stream(device)
+        with lock:
+            pack(block, 0, *values)
+            on = streams[stream]
+            status = cu_launch(handle, columns, rows, 1, threads, 1, 1, shared, on, addresses, 0)[0]
+            if status:
+                shape = (columns, rows, 1, threads, 1, 1, shared)
+                driver_api.retry_with_context(
+                    status, device, "cuLaunchKernel", handle, *shape, on, addresses, 0
+                )
+
+    return launch
+
+
+def parameter_bytes(types: Sequence[str]) -> list[int]:
+    """Bytes of each parameter of a kernel that Triton compiled for parameters of these types."""
+    return [8 if t.startswith("*") or t.endswith("64") else 4 for t in types] + [8] * _SCRATCH
+
+
+def _parameter_widths(function: int) -> list[int]:
+    """Bytes of each parameter of a kernel, as the driver sees them; none where it cannot say
+    (before CUDA 12.4)."""
+    driver, widths = driver_api.driver(), list[int]()
+    handle = driver.CUfunction(function)
+    with contextlib.suppress(RuntimeError):  # the driver lacks the function
+        while len(widths) < 256:
+            status, _, width = driver.cuFuncGetParamInfo(handle, len(widths))
+            if status:
+                break
+            widths.append(width)
+    return widths

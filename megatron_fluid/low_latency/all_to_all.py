@@ -34,8 +34,8 @@ from megatron_fluid.comm.same_settings import compare_settings
 from megatron_fluid.config import shows_fields_of
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.low_latency.checks import Checks, form
-from megatron_fluid.low_latency.config import AllToAllConfig
-from megatron_fluid.low_latency.layout import Layout
+from megatron_fluid.low_latency.layout import AllToAllConfig, Layout
+from megatron_fluid.low_latency.open_transport import choose_transport, open_transport
 from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest, Transport
 
 __all__ = ["AllToAll"]
@@ -94,8 +94,6 @@ class AllToAll:
     @classmethod
     def from_config(cls, config: AllToAllConfig) -> AllToAll:
         """An all-to-all of these settings. Collective."""
-        from megatron_fluid.low_latency.open_transport import choose_transport, open_transport
-
         layout, group, size = config.layout, config.process_group, config.domain_size
         asked = {"transport": config.transport, "domain_size": size, "internode": config.internode}
         asked["multiprocessors"] = _multiprocessors()  # receivers count the senders' flags by them

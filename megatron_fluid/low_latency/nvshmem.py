@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm.agreement import agreement
+from megatron_fluid.comm.symmetric import SymmetricWorkspace, watched_mapping
 from megatron_fluid.comm.workspace import Buffer, FlagRegion, Workspace
 from megatron_fluid.cuda.triton_launch import power_of_two
 from megatron_fluid.errors import ConfigError
@@ -51,7 +51,7 @@ def nvshmem_unsupported_reason(group: dist.ProcessGroup) -> str | None:
     return None
 
 
-class NvshmemWorkspace(Workspace):
+class NvshmemWorkspace(SymmetricWorkspace):
     """Named buffers on NVSHMEM's symmetric heap. NVSHMEM names a peer's memory by the local address
     and the peer's rank, so every entry of `peer_pointers` is the local address.
 
@@ -59,8 +59,7 @@ class NvshmemWorkspace(Workspace):
     because torch has one backend a process.
     """
 
-    @torch.inference_mode(False)
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, flag_words: int = 0) -> None:
+    def _require(self, group: dist.ProcessGroup) -> None:
         reason = nvshmem_unsupported_reason(group)
         if reason is not None:
             raise ConfigError(f"transport: found 'nvshmem', which cannot be met: {reason}")
@@ -74,34 +73,17 @@ class NvshmemWorkspace(Workspace):
                 "transport: found 'nvshmem', but this process already uses another "
                 f"symmetric-memory backend ({error})"
             ) from error
-        device = torch.device("cuda", torch.cuda.current_device())
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        super().__init__(rank, size, device, timeout_s, flag_words=flag_words)
-        self.group = group
-        self._words = agreement(group)
-        self._number = self._words.ticket()
-        self._open_arenas()
-        self._barrier()
-
-    def _after_growth(self) -> None:
-        self._barrier()
-
-    def _barrier(self) -> None:
-        torch.cuda.synchronize(self.device)
-        agreement(self.group).barrier("NVSHMEM memory is zeroed", self.timeout_s)
 
     def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         local = symmetric_memory.empty(numel, dtype=dtype, device=self.device)
-        handle = symmetric_memory.rendezvous(local, self.group)
+        with watched_mapping(self.group):
+            handle = symmetric_memory.rendezvous(local, self.group)
         local.zero_()
         shape, address = (self.world_size,), local.data_ptr()
         pointers = torch.full(shape, address, dtype=torch.int64, device=self.device)
         return Buffer(local, [local] * self.world_size, pointers, handle)
-
-    def _before_growth(self, name: str, nbytes: int) -> None:
-        self._barrier()
 
 
 class Nvshmem(PeerMemory):

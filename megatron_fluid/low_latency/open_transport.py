@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.comm.agreement import agreement
+from megatron_fluid.comm.symmetric import SymmetricWorkspace, symmetric_unsupported_reason
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.transport import Transport
+from megatron_fluid.low_latency.two_level import TwoLevel, TwoLevelLayout
 from megatron_fluid.topology import host_identity
 
 __all__ = ["choose_transport", "domain_ranks", "host_domains", "open_transport"]
@@ -53,8 +55,6 @@ def choose_transport(
 ) -> tuple[str, str]:
     """(transport, why not a faster one). Raises ConfigError where `wanted` is a name that cannot be
     met."""
-    from megatron_fluid.low_latency.two_level import TwoLevelLayout
-
     backend = collective_backend(group)
     inside, _, between = wanted.partition("+")
     for name in (inside, between):
@@ -63,8 +63,6 @@ def choose_transport(
             raise ConfigError.of("transport", wanted, allowed)
     if "nvshmem" in (inside, between):
         _require_nvshmem(group, wanted)
-    from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
-
     if between and inside == "nvlink":
         # Asked of all ranks: a domain that can map its memory would wait for one that cannot.
         size, why_not = host_domains(group) if domain_size is None else (domain_size, "")
@@ -72,7 +70,7 @@ def choose_transport(
             TwoLevelLayout(layout, size)
             why_not = symmetric_unsupported_reason(group, size) or ""
         if why_not:
-            raise ConfigError(f"transport: found {wanted!r}, which cannot be met: {why_not}")
+            raise _unmet(wanted, why_not)
     if between or wanted in ("nccl", "gloo", "nvshmem"):
         return wanted, ""
 
@@ -80,7 +78,7 @@ def choose_transport(
     if reason is None:
         return "nvlink", ""
     if wanted == "nvlink":
-        raise ConfigError(f"transport: found 'nvlink', which cannot be met: {reason}")
+        raise _unmet(wanted, reason)
     if internode and backend == "nccl":
         no_levels = two_level_unsupported_reason(group, layout, domain_size)
         if no_levels is None:
@@ -92,13 +90,14 @@ def choose_transport(
 def _require_nvshmem(group: dist.ProcessGroup, wanted: str) -> None:
     from megatron_fluid.low_latency.nvshmem import nvshmem_unsupported_reason
 
-    words = agreement(group)
-    reasons = words.gather("reasons against nvshmem", nvshmem_unsupported_reason(group))
-    for rank, reason in enumerate(reasons):
+    mine = nvshmem_unsupported_reason(group)
+    for rank, reason in enumerate(agreement(group).gather("reasons against nvshmem", mine)):
         if reason is not None:
-            raise ConfigError(
-                f"transport: found {wanted!r}, which cannot be met: rank {rank}: {reason}"
-            )
+            raise _unmet(wanted, f"rank {rank}: {reason}")
+
+
+def _unmet(wanted: str, reason: str) -> ConfigError:
+    return ConfigError(f"transport: found {wanted!r}, which cannot be met: {reason}")
 
 
 def two_level_unsupported_reason(
@@ -106,9 +105,6 @@ def two_level_unsupported_reason(
 ) -> str | None:
     """Why NVLink inside domains of this size (None: the hosts) does not serve the group, or
     None."""
-    from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
-    from megatron_fluid.low_latency.two_level import TwoLevelLayout
-
     size, reason = host_domains(group) if domain_size is None else (domain_size, "")
     if size is None:
         return reason
@@ -136,7 +132,6 @@ def open_transport(
     if "+" in transport:
         return _open_two_level(transport, layout, group, timeout_s, domain_size)
     if transport == "nvlink":
-        from megatron_fluid.comm.symmetric import SymmetricWorkspace
         from megatron_fluid.low_latency.peer_memory import PeerMemory, flag_words
 
         words = flag_words(layout, PeerMemory.flag_stride)
@@ -185,12 +180,10 @@ def _open_two_level(
     timeout_s: float,
     domain_size: int | None,
 ) -> tuple[Transport, torch.device]:
-    from megatron_fluid.low_latency.two_level import TwoLevel, TwoLevelLayout
-
     if domain_size is None:
         domain_size, reason = host_domains(group)
         if domain_size is None:
-            raise ConfigError(f"transport: found {transport!r}, which cannot be met: {reason}")
+            raise _unmet(transport, reason)
     sizes = TwoLevelLayout(layout, domain_size)
     rank, world = dist.get_rank(group), dist.get_process_group_ranks(group)
     members = domain_ranks(layout.world_size, domain_size, rank)

@@ -283,13 +283,8 @@ class PeerMemory:
     def close(self) -> None:
         self.workspace.close()
         # Views keep memory alive, and the caller may keep this object.
-        for name in _BUFFERS:
-            vars(self).pop(name, None)
+        for name, value in [*vars(self).items()]:
+            if isinstance(value, Tensor | FlagRegion):
+                delattr(self, name)
         self._fixed.clear()
         self._launches.clear()
-
-
-_BUFFERS = (
-    *("entry_row", "counters", "_region", "_sums", "_weights"),
-    *("_dispatch_flags", "_combine_flags", "_weight_flags"),
-)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.cuda.copy_engine import Driver
-from megatron_fluid.errors import ConfigError
-from megatron_fluid.tensor_parallel.double_buffer import DoubleBuffer, refuse_capture
+from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.tensor_parallel.gemm import Gemm
 
-__all__ = ["Backend", "OverlappedBackend"]
+__all__ = ["Backend", "DoubleBuffer", "OverlappedBackend", "refuse_capture"]
+
+_UNIT = torch.bfloat16  # dtype of the allocation, which calls of any dtype share
+_ALIGN = 512  # bytes; allows the widest accesses in both halves
 
 
 class Backend(Protocol):
@@ -44,6 +48,67 @@ class Backend(Protocol):
     ) -> Tensor:
         """This rank's rows of the sum over ranks of A B. ``overlapped`` enqueues work that runs
         while the sum is in flight."""
+
+
+def refuse_capture(name: str, capturing: bool) -> None:
+    """Raise FluidError if `capturing`, for the backend of this name."""
+    if capturing:
+        reason = "counts its calls on the host and cannot be captured into a CUDA graph"
+        raise FluidError(f"the {name} backend {reason}")
+
+
+class DoubleBuffer:
+    """The symmetric buffer ``name`` of every rank, in two halves that calls use in turn. All ranks
+    ask for the same sizes in the same order.
+
+    Every rank signals in each call. The signal of one call proves that the rank has finished the
+    call before, so no call waits for the readers of the half that it writes. The host knows whose
+    turn it is, so a CUDA graph cannot capture a call.
+    """
+
+    def __init__(self, workspace: Workspace, name: str) -> None:
+        self.workspace = workspace
+        self.name = name
+        self._turn = 1
+        self._flat = torch.empty(0, dtype=_UNIT)
+        self._addresses: list[list[int]] = [[], []]
+        self._views: dict[tuple[int, torch.dtype, tuple[int, ...]], Tensor] = {}
+        self._errors = workspace.errors.on_host
+
+    def next(self, nbytes: int) -> list[int]:
+        """Switch to the other buffer, of at least `nbytes`: its address in the memory of each rank.
+        Collective where the buffer must grow.
+
+        Raises:
+            PeerTimeoutError: an earlier wait of this rank for a peer timed out.
+        """
+        if any(self._errors):
+            self.workspace.check_errors()
+        self._turn ^= 1
+        held = self._flat.nbytes
+        if 2 * nbytes > held or not held:  # a first call may have no rows
+            self._grow(nbytes)
+        return self._addresses[self._turn]
+
+    def _grow(self, nbytes: int) -> None:
+        self._views.clear()  # they would keep the old memory alive
+        self._flat = torch.empty(0, dtype=_UNIT)
+        each = max(1, -(-nbytes // _ALIGN)) * _ALIGN
+        self._flat = flat = self.workspace.reserve(self.name, 2 * each // _UNIT.itemsize, _UNIT)
+        bases = self.workspace.peer_addresses(self.name, _UNIT)
+        self._addresses = [bases, [base + flat.nbytes // 2 for base in bases]]
+
+    def local(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """This rank's memory of the buffer that `next` switched to, as a tensor of `shape`."""
+        key = (self._turn, dtype, tuple(shape))
+        view = self._views.get(key)
+        if view is None:
+            start = self._turn * (self._flat.numel() // 2)
+            units = math.prod(shape) * dtype.itemsize // _UNIT.itemsize
+            with torch.inference_mode(False):  # training could not write an inference tensor
+                part = self._flat[start : start + units]
+                view = self._views[key] = part.view(dtype).view(tuple(shape))
+        return view
 
 
 class OverlappedBackend:

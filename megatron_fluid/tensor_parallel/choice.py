@@ -22,9 +22,8 @@ from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fused_gemm.launch import MOST_RANKS
-from megatron_fluid.tensor_parallel.backend import Backend
+from megatron_fluid.tensor_parallel.backend import Backend, refuse_capture
 from megatron_fluid.tensor_parallel.collective import CollectiveBackend
-from megatron_fluid.tensor_parallel.double_buffer import refuse_capture
 from megatron_fluid.tensor_parallel.gemm import Gemm
 from megatron_fluid.tensor_parallel.measured import measured_backend
 

@@ -39,8 +39,7 @@ from megatron_fluid.cuda.copy_engine import Driver
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.kernels.flags import barrier_kernel
 from megatron_fluid.kernels.move_tokens.reduce_slots import reduce_slots
-from megatron_fluid.tensor_parallel.backend import OverlappedBackend
-from megatron_fluid.tensor_parallel.double_buffer import refuse_capture
+from megatron_fluid.tensor_parallel.backend import OverlappedBackend, refuse_capture
 from megatron_fluid.tensor_parallel.gemm import Gemm
 
 __all__ = ["CopyEngineBackend"]

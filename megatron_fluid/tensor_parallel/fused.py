@@ -21,9 +21,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.workspace import Workspace
+from megatron_fluid.comm.workspace import FlagRegion, Workspace
 from megatron_fluid.cuda.copy_engine import Driver
+from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.flags import wait_for_peers_kernel
 from megatron_fluid.kernels.fused_gemm.launch import (
     DEPTH,
     MOST_CHUNKS,
@@ -36,8 +38,7 @@ from megatron_fluid.kernels.fused_gemm.launch import (
     strips_of_block,
 )
 from megatron_fluid.kernels.move_tokens.reduce_slots import reduce_slots
-from megatron_fluid.tensor_parallel.backend import OverlappedBackend
-from megatron_fluid.tensor_parallel.double_buffer import PeerWait, refuse_capture
+from megatron_fluid.tensor_parallel.backend import OverlappedBackend, refuse_capture
 from megatron_fluid.tensor_parallel.gemm import Gemm
 
 __all__ = ["FusedBackend"]
@@ -45,6 +46,23 @@ __all__ = ["FusedBackend"]
 # A chunk: small enough that the last one takes little time, large enough that the start of a copy
 # does not count.
 _GATHER_BYTES, _SCATTER_BYTES, _CHUNKS = 8 << 20, 16 << 20, 8
+
+
+def _peer_wait(workspace: Workspace, region: FlagRegion) -> Callable[[int, Tensor | None], None]:
+    """Return a bounded wait on the current stream until every other rank's word in `region` has
+    reached a value. The second argument is what the peers write; it is filled with NaN if one does
+    not come."""
+    errors = workspace.errors
+    words = (region.flags, errors.words, errors.abort)
+    rest = (workspace.rank, region.operation, workspace.timeout_ns)
+    launch = Launch(wait_for_peers_kernel, 1, {"W": workspace.world_size})
+    nothing = (errors.abort.data_ptr(), 0)
+
+    def wait(value: int, awaited: Tensor | None) -> None:
+        marked = nothing if awaited is None else (awaited.data_ptr(), awaited.nbytes // 4)
+        launch((1, 1), (*words, value, *marked, *rest))
+
+    return wait
 
 
 class FusedBackend(OverlappedBackend):
@@ -70,8 +88,8 @@ class FusedBackend(OverlappedBackend):
         self._scatter_flags_of = self._scatter_flags.addresses.tolist()
         self._scatter_calls = 0
         self._pushed = driver.event()
-        self._wait = PeerWait(workspace, self._gather_flags)
-        self._scatter_wait = PeerWait(workspace, self._scatter_flags)
+        self._wait = _peer_wait(workspace, self._gather_flags)
+        self._scatter_wait = _peer_wait(workspace, self._scatter_flags)
         self._counters = self._scatter_flags.counter.view(self.ranks, MOST_CHUNKS)
         # What the counters of each owner reach when all kernels so far are done.
         self._counted = [0] * MOST_CHUNKS
@@ -125,7 +143,7 @@ class FusedBackend(OverlappedBackend):
         if self._awaited is not None:
             # Nobody waited for that gather, but its signals prove that peers have read what they
             # were lent.
-            self._wait(self._awaited)
+            self._wait(self._awaited, None)
             self._awaited = None
         parts = max(1, min(_CHUNKS, shard.nbytes // _GATHER_BYTES)) if any(early) else 1
         part = -(-depth // parts // DEPTH) * DEPTH

@@ -80,7 +80,7 @@ torch.cuda.current_device = lambda: 0
 torch._C._cuda_getDevice = lambda: 0
 torch._C._cuda_getCurrentRawStream = lambda device: 0x33
 torch.cuda.is_current_stream_capturing = lambda: False
-from megatron_fluid.cuda import driver_launch, kernel_build, streams
+from megatron_fluid.cuda import kernel_build, streams, triton_launch
 from megatron_fluid.cuda.copy_engine import CudaDriver
 from megatron_fluid.kernels.fused_gemm.launch import FUSED
 from megatron_fluid.kernels.sm90.launch import HopperKernels
@@ -89,9 +89,9 @@ at = ctypes.addressof(words)
 kernel_build.machine_code = lambda unit: b"CUBIN"
 HopperKernels(FUSED, torch.bfloat16).start("gather_forward", 131, (at, at))
 metadata = SimpleNamespace(num_ctas=1, launch_cooperative_grid=False, launch_pdl=False, shared=64)
-launch = driver_launch._launch(0x77, 128, 64, ["*fp32"], 1, [])
+launch = triton_launch._launch(0x77, 128, 64, ["*fp32"], 1, [])
 launch(3, 2, [0x7F0000001000], None)
-print("widths", driver_launch._parameter_widths(0x77), flush=True)
+print("widths", triton_launch._parameter_widths(0x77), flush=True)
 device = CudaDriver(torch.device("cuda", 0))
 event = device.event()
 device.record(event, 0x34)

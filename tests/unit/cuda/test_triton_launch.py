@@ -13,8 +13,7 @@ import torch
 import triton
 
 from megatron_fluid.cuda import driver_api
-from megatron_fluid.cuda.driver_launch import direct_launch
-from megatron_fluid.cuda.triton_launch import Launch, Launcher, power_of_two
+from megatron_fluid.cuda.triton_launch import Launch, Launcher, direct_launch, power_of_two
 from megatron_fluid.errors import ConfigError, FluidError
 from tests.support.cuda_driver import FakeDriver, driver_in_place, word
 

@@ -10,7 +10,7 @@ import pkgutil
 import pytest
 
 import tests.support.kernel_cases
-from megatron_fluid.cuda.driver_launch import parameter_bytes
+from megatron_fluid.cuda.triton_launch import parameter_bytes
 from tests.support.fresh_program import run_code
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]

@@ -123,8 +123,7 @@ def test_two_objects_of_one_group_share_neither_buffers_nor_flags(
 ) -> None:
     """Two microbatches in flight: each half of the one runs between the halves of the other. The
     experts return what they get, so that a token comes back as it was."""
-    from megatron_fluid.comm import symmetric
-    from megatron_fluid.low_latency.open_transport import open_transport
+    from megatron_fluid.low_latency import open_transport
 
     worlds, opened = [SimulatedWorkspace(2), SimulatedWorkspace(2)], [0, 0]
 
@@ -132,10 +131,10 @@ def test_two_objects_of_one_group_share_neither_buffers_nor_flags(
         opened[group.rank] += 1
         return worlds[opened[group.rank] - 1].rank(group.rank)
 
-    monkeypatch.setattr(symmetric, "SymmetricWorkspace", workspace)
+    monkeypatch.setattr(open_transport, "SymmetricWorkspace", workspace)
     layouts = [Layout(4, 4, 2, 2, 1, hidden, 2 * hidden, 0) for hidden in (16, 48)]
     objects = [
-        AllToAll(layout, *open_transport("nvlink", layout, _Group(r), 5.0))  # type: ignore[arg-type]
+        AllToAll(layout, *open_transport.open_transport("nvlink", layout, _Group(r), 5.0))  # type: ignore[arg-type]
         for layout in layouts
         for r in range(2)
     ]
