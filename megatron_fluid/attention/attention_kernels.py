@@ -1,4 +1,4 @@
-"""The attention kernels to choose from: torch's SDPA, flash-attn and Transformer Engine.
+"""The attention kernels to choose from: torch's SDPA, and Transformer Engine's.
 
 A kernel takes q [S, B, h, D], k and v [S, B, g, D] with g dividing h (any strides with a unit last
 one), attends every position under the case's mask and returns [S, B, h, D] of any strides,
@@ -110,58 +110,31 @@ def _run_sdpa(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
 
 
 @functools.cache
-def _import_problem(module: str) -> str | None:
-    """Return why a module cannot be imported, or None. An installed one may clash with others."""
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        return f"{module} is not installed"
+def _te_import_problem() -> str | None:
+    """Return why Transformer Engine cannot be imported, or None. An installed one may clash with
+    other packages."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed"
     try:
-        importlib.import_module(module)
+        importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError) as error:
-        return f"{module} is installed but cannot be imported: {error}"
+        return f"Transformer Engine is installed but cannot be imported: {error}"
     return None
 
 
-def _low_precision_only(
-    package: str, module: str, most_head_dim: int | None = None
-) -> Callable[[CoreCase], str | None]:
-    """The ``unsupported_reason`` of a package for 16-bit heads up to ``most_head_dim`` (None: of
-    any size)."""
-
-    def reason(case: CoreCase) -> str | None:
-        if case.device_type != "cuda":
-            return f"{package} runs on CUDA devices, not on {case.device_type}"
-        if case.dtype not in (torch.bfloat16, torch.float16):
-            return f"{package} takes bfloat16 and float16, not {case.dtype}"
-        if most_head_dim is not None and case.head_dim > most_head_dim:
-            return f"{package} takes head_dim up to {most_head_dim}, not {case.head_dim}"
-        return _import_problem(module)
-
-    return reason
-
-
-def _window(case: CoreCase) -> tuple[int, int] | None:
-    """Keys seen before and after a query, as flash-attn and Transformer Engine count them."""
-    before = None if case.window is None else case.window - 1
-    return None if before is None else (before, 0 if case.causal else before)
-
-
-def _run_flash_attn(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
-    from flash_attn import flash_attn_func
-
-    out: Tensor = flash_attn_func(
-        *(t.transpose(0, 1) for t in (q, k, v)),
-        dropout_p=case.dropout,
-        softmax_scale=case.softmax_scale,
-        causal=case.causal,
-        window_size=_window(case) or (-1, -1),
-    )
-    return out.transpose(0, 1)
+def _te_reason(case: CoreCase) -> str | None:
+    if case.device_type != "cuda":
+        return f"Transformer Engine runs on CUDA devices, not on {case.device_type}"
+    if case.dtype not in (torch.bfloat16, torch.float16):
+        return f"Transformer Engine takes bfloat16 and float16, not {case.dtype}"
+    return _te_import_problem()
 
 
 @functools.lru_cache(maxsize=64)
 def _te_module(heads: int, groups: int, case: CoreCase) -> torch.nn.Module:
     from transformer_engine.pytorch import DotProductAttention
 
+    before = None if case.window is None else case.window - 1
     module: torch.nn.Module = DotProductAttention(
         heads,
         case.head_dim,
@@ -169,7 +142,8 @@ def _te_module(heads: int, groups: int, case: CoreCase) -> torch.nn.Module:
         attention_dropout=case.dropout,
         qkv_format="sbhd",
         attn_mask_type="causal" if case.causal else "no_mask",
-        window_size=_window(case),
+        # Keys seen before and after a query.
+        window_size=None if before is None else (before, 0 if case.causal else before),
         softmax_scale=case.softmax_scale,
     )
     return module
@@ -182,31 +156,22 @@ def _run_te(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
 
 CORE_KERNELS: dict[str, CoreKernel] = {
     "sdpa": CoreKernel("sdpa", lambda case: None, _run_sdpa),
-    # flash-attn pads heads that are no multiple of 8. SDPA and Transformer Engine have kernels for
-    # heads of any size, which they take where their flash and cuDNN ones do not fit.
-    "flash_attn": CoreKernel(
-        "flash_attn", _low_precision_only("flash_attn", "flash_attn", 256), _run_flash_attn
-    ),
-    "te": CoreKernel(
-        "te", _low_precision_only("transformer_engine", "transformer_engine.pytorch"), _run_te
-    ),
+    "te": CoreKernel("te", _te_reason, _run_te),
 }
 
 
 def choose_kernel(name: str, case: CoreCase) -> CoreKernel:
-    """Return the kernel called ``name``, or for ``auto`` the first that serves the case.
+    """Return the kernel called ``name``, or for ``auto`` the faster one that serves the case.
 
-    ``auto`` takes SDPA, whose cuDNN and flash backends are the others' equals, except for sliding
-    windows: SDPA takes those as a full mask, so kernels that skip what lies outside come first.
+    ``auto`` takes SDPA, except for sliding windows: SDPA takes those as a full mask, Transformer
+    Engine skips what lies outside.
 
     Raises:
         ConfigError: an unknown name, or a kernel asked for by name that cannot serve the case.
     """
     if name == "auto":
-        order = ["flash_attn", "te", "sdpa"] if case.window is not None else ["sdpa"]
-        return next(
-            CORE_KERNELS[n] for n in order if CORE_KERNELS[n].unsupported_reason(case) is None
-        )
+        windowed = case.window is not None and _te_reason(case) is None
+        return CORE_KERNELS["te" if windowed else "sdpa"]
     if name not in CORE_KERNELS:
         raise ConfigError.of("attention_kernel", name, ", ".join(["auto", *CORE_KERNELS]))
     reason = CORE_KERNELS[name].unsupported_reason(case)

@@ -33,7 +33,7 @@ class AttentionConfig(FieldsConfig):
             masks from its own generator.
         scale: of the scores; 1 / sqrt(D) by default.
         sequence_layout: "contiguous" or "zigzag", see layouts.SequenceLayout.
-        kernel: "auto", "sdpa", "flash_attn" or "te", see attention_kernels.choose_kernel.
+        kernel: "auto", "sdpa" or "te", see attention_kernels.choose_kernel.
         exchange: "symmetric" (symmetric memory inside one NVLink domain), "rounds" (P2P rounds over
             any transport), or "auto", the first that can.
         head_groups: groups into which a rank's key/value heads are cut, so that one moves while

@@ -34,7 +34,7 @@ from megatron_fluid.comm.lone_rank import is_lone
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.errors import FluidError, PeerTimeoutError, ranks_text
 
-__all__ = ["STORE_S", "Agreement", "agreement", "bounded", "live_agreements"]
+__all__ = ["STORE_S", "Agreement", "agreement", "live_agreements"]
 
 STORE_S = 5.0  # a store that is alive has answered by then
 _PREFIX = "megatron_fluid"
@@ -43,24 +43,6 @@ _RESOURCE = "agreement"
 _FAILED = "failed"
 _HANDSHAKE_S = 1.0  # for a refusal before the first agreement
 _FAILED_EVERY_S = 1.0  # between looks for a failure of another rank
-
-
-def bounded[T](work: Callable[[], T], seconds: float) -> T | None:
-    """Return work(), or None if it takes longer than `seconds` or raises RuntimeError.
-
-    For calls on a store: neither their own timeout nor a signal ends one whose host is frozen. The
-    thread that is still in it ends with the process.
-    """
-    result: list[T] = []
-
-    def run() -> None:
-        with contextlib.suppress(RuntimeError):
-            result.append(work())
-
-    thread = threading.Thread(target=run, name="megatron_fluid store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return result[0] if result else None
 
 
 class Agreement:
@@ -95,7 +77,7 @@ class Agreement:
         self._greeted: dict[int, str] = {}  # on the first rank: the nonce that was answered last
         self._joined = {0}  # on the first rank: who knows the token
         self._said_hello = False
-        self._stuck: list[threading.Event] = []  # calls on the store that have not come back
+        self._stuck: list[threading.Thread] = []  # calls on the store that have not come back
 
     # ---- what all ranks do together
 
@@ -255,22 +237,27 @@ class Agreement:
     # ---- inside
 
     def _ask[T](self, work: Callable[[], T], seconds: float) -> T | None:
-        """Return bounded(work, seconds); None at once while an earlier call is still stuck."""
-        self._stuck = [call for call in self._stuck if not call.is_set()]
+        """Return work(), or None if it takes longer than `seconds` or raises RuntimeError; None at
+        once while an earlier call is still stuck.
+
+        Neither a store's own timeout nor a signal ends a call whose host is frozen. The thread that
+        is still in it ends with the process.
+        """
+        self._stuck = [call for call in self._stuck if call.is_alive()]
         if self._stuck:
             return None
-        ended = threading.Event()
+        result: list[T] = []
 
-        def run() -> T:
-            try:
-                return work()
-            finally:
-                ended.set()
+        def run() -> None:
+            with contextlib.suppress(RuntimeError):
+                result.append(work())
 
-        found = bounded(run, seconds)
-        if not ended.is_set():
-            self._stuck.append(ended)
-        return found
+        call = threading.Thread(target=run, name="megatron_fluid store", daemon=True)
+        call.start()
+        call.join(seconds)
+        if call.is_alive():
+            self._stuck.append(call)
+        return result[0] if result else None
 
     def _lead(
         self, number: int, operation: str, value: Any, limit_s: float

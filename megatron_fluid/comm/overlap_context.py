@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.topology import partners
 
 __all__ = ["MultiCardOverlapContext"]
 
@@ -66,20 +65,3 @@ class MultiCardOverlapContext:
                 raise ConfigError.of("ep_size", self.ep_size, allowed)
             self._rounds = shared_rounds(group, self.timeout_s)
         return self._rounds
-
-    @property
-    def num_rounds(self) -> int:
-        """Rounds of one exchange: W - 1 for an even number of ranks in one domain."""
-        return len(self._partners(0))
-
-    def get_partner(self, rank: int, round_index: int) -> int:
-        """Return the partner of `rank` in a round, or -1 if it has a bye."""
-        peer = self._partners(rank)[round_index]
-        return -1 if peer is None else peer
-
-    def _partners(self, rank: int) -> list[int | None]:
-        return partners(rank, self.ep_size, None if self._rounds is None else self._rounds.domains)
-
-    def get_stream(self) -> torch.cuda.Stream | None:
-        """Return the communication stream, None on a CPU or while the context has no group."""
-        return self._rounds.stream if self._rounds is not None else None

@@ -27,7 +27,7 @@ from megatron_fluid.comm.hosts import detect_hosts
 from megatron_fluid.comm.lone_rank import group_or_lone_rank
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.comm.waits import GroupWaits, WaitName, record_event, required
-from megatron_fluid.errors import ConfigError, PeerTimeoutError, first_line
+from megatron_fluid.errors import ConfigError, first_line
 from megatron_fluid.topology import check_group, partners
 
 __all__ = ["P2PRounds", "PendingRound", "SeveralRounds", "bounded_collective", "shared_rounds"]
@@ -169,10 +169,6 @@ class P2PRounds:
                 self.first_timeout_s,
             )
 
-    def failure(self, name: WaitName, waited_s: float, reason: str = "") -> PeerTimeoutError:
-        """GroupWaits.failure, with the hosts that the wait is between."""
-        return self.waits.failure(name, waited_s, reason)
-
     def _between_hosts(self, peer: int | None) -> str:
         """For errors: the hosts that a wait is between, "" where it is inside one."""
         others = range(self.world_size) if peer is None else [peer]
@@ -201,13 +197,12 @@ class P2PRounds:
         if not 0 <= round_index < len(self.partners):
             raise ConfigError.of("round_index", round_index, f"0 to {len(self.partners) - 1}")
         peer = self.partners[round_index]
-        outgoing, incoming = _filled(send), _filled(recv)
-        where = f"{operation}, round {round_index}"
-        if peer is None and (outgoing or incoming):
+        if peer is not None:
+            return self.exchange(operation, round_index, [(peer, send, recv)])
+        if any(tensor.numel() for tensor in (*send, *recv)):
+            where = f"{operation}, round {round_index}"
             raise ConfigError(f"{where}: rank {self.rank} has a bye, but tensors to exchange")
-        if peer is None or not (outgoing or incoming):
-            return PendingRound()
-        return self._exchange(WaitName(operation, round_index, peer), [(peer, outgoing, incoming)])
+        return PendingRound()
 
     def exchange(self, operation: str, index: int, transfers: Sequence[Transfer]) -> PendingRound:
         """Start sending to and receiving from any ranks at once. Does not block.
@@ -225,23 +220,19 @@ class P2PRounds:
         found = [transfer for transfer in found if transfer[1] or transfer[2]]
         if not found:
             return PendingRound()
-        peer = found[0][0] if len(found) == 1 else None
-        return self._exchange(WaitName(operation, index, peer), found)
-
-    def _exchange(self, name: WaitName, transfers: Sequence[Transfer]) -> PendingRound:
-        """Each transfer has something to move."""
-        for peer, outgoing, incoming in transfers:
+        name = WaitName(operation, index, found[0][0] if len(found) == 1 else None)
+        for peer, outgoing, incoming in found:
             for tensor in (*outgoing, *incoming):
                 if not tensor.is_contiguous():
-                    where = f"{name.operation}, round {name.round_index}"
+                    where = f"{operation}, round {index}"
                     raise ConfigError(f"{where}: tensors must be contiguous, found {tensor.shape}")
             self.sent_bytes[peer] += sum(t.numel() * t.element_size() for t in outgoing)
-        _, outgoing, incoming = transfers[0]
+        _, outgoing, incoming = found[0]
         if (*outgoing, *incoming)[0].is_cuda:
-            return self._start_cuda(name, transfers)
+            return self._start_cuda(name, found)
         # gloo sends what has been asked for: no question may queue behind another peer's data.
-        asked = [(peer, dist.irecv, incoming) for peer, _, incoming in transfers if incoming]
-        given = [(peer, dist.isend, outgoing) for peer, outgoing, _ in transfers if outgoing]
+        asked = [(peer, dist.irecv, incoming) for peer, _, incoming in found if incoming]
+        given = [(peer, dist.isend, outgoing) for peer, outgoing, _ in found if outgoing]
         works = [
             self._start_gloo(name._replace(peer=p), move, t) for p, move, t in (*asked, *given)
         ]
@@ -256,7 +247,7 @@ class P2PRounds:
             for i, tensor in enumerate(tensors):
                 works.append(required(move(tensor, None, self.group, _tag(name, i), name.peer)))
         except RuntimeError as error:  # the connection is known to be broken
-            raise self.failure(name, 0.0, first_line(error)) from error
+            raise self.waits.failure(name, 0.0, first_line(error)) from error
         return _GlooRound(name, self, works, list(tensors))
 
     def _start_cuda(self, name: WaitName, transfers: Sequence[Transfer]) -> PendingRound:

@@ -3,24 +3,20 @@ torch's host time.
 
 Streams are raw handles and memory is addresses, both plain integers. The caller keeps the tensors
 alive until a stream that their allocator knows has waited for the copies.
-
-`SimulatedDriver` stands in on a CPU: it does everything at once and in program order, for all ranks
-in one process.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megatron_fluid.cuda import driver_api
 from megatron_fluid.cuda.driver_api import streams
-from megatron_fluid.errors import FluidError
 
-__all__ = ["CudaDriver", "Driver", "SimulatedDriver", "SimulatedStream"]
+__all__ = ["CudaDriver"]
 
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32) (found - wanted) >= 0
@@ -28,11 +24,6 @@ _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: an address says whose memory it is
 # CUDA_MEMCPY2D: of the source and of the destination x, y, type, host address, device address,
 # array and pitch; then bytes of a row and rows.
 _BLOCK_COPY = struct.Struct("=QQi4xQQQQQQi4xQQQQQQ")
-
-
-class _Stream(Protocol):
-    @property
-    def cuda_stream(self) -> int: ...
 
 
 class CudaDriver:
@@ -58,11 +49,11 @@ class CudaDriver:
         """Return the raw handle of torch's current stream."""
         return torch._C._cuda_getCurrentRawStream(self._index)
 
-    def use(self, stream: _Stream | None) -> None:
+    def use(self, stream: torch.cuda.Stream | None) -> None:
         """Make `stream` torch's current one; None restores the one before the first `use`."""
         if self._before is None:
             self._before = torch.cuda.current_stream(self._device)
-        torch.cuda.set_stream(self._before if stream is None else stream)  # type: ignore[arg-type]
+        torch.cuda.set_stream(self._before if stream is None else stream)
         if stream is None:
             self._before = None
 
@@ -129,54 +120,3 @@ class CudaDriver:
     def capturing(self) -> bool:
         """Return whether the current stream is being captured into a graph."""
         return torch.cuda.is_current_stream_capturing()
-
-
-class SimulatedStream:
-    """A stream in name only."""
-
-    cuda_stream = 0
-
-
-class SimulatedDriver:
-    """A CPU in the place of a device: every call is done when it returns."""
-
-    def stream(self, high_priority: bool) -> SimulatedStream:
-        return SimulatedStream()
-
-    def current(self) -> int:
-        return 0
-
-    def use(self, stream: _Stream | None) -> None:
-        pass
-
-    def event(self) -> Any:
-        return 0
-
-    def record(self, event: Any, stream: int) -> None:
-        pass
-
-    def wait(self, event: Any, stream: int) -> None:
-        pass
-
-    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        ctypes.memmove(destination, source, nbytes)
-
-    def copy_block(
-        self, destination: int, source: int, pitch: int, width: int, rows: int, stream: int
-    ) -> None:
-        for row in range(rows):
-            ctypes.memmove(destination + row * pitch, source + row * pitch, width)
-
-    def write(self, address: int, value: int, stream: int) -> None:
-        ctypes.c_uint32.from_address(address).value = value & 0xFFFFFFFF
-
-    def wait_value(self, address: int, value: int, stream: int) -> None:
-        found = ctypes.c_int32.from_address(address).value
-        if ctypes.c_int32((found - value) & 0xFFFFFFFF).value < 0:
-            raise FluidError(f"flag at {address:#x}: found {found}, would wait for {value} forever")
-
-    def capturing(self) -> bool:
-        return False
-
-
-type Driver = CudaDriver | SimulatedDriver

@@ -3,18 +3,6 @@ inference layer on it."""
 
 from megatron_fluid.low_latency.all_to_all import AllToAll
 from megatron_fluid.low_latency.inference_layer import InferenceMoELayer
-from megatron_fluid.low_latency.layout import (
-    TRANSPORTS,
-    TWO_LEVEL_TRANSPORTS,
-    AllToAllConfig,
-    estimate_bytes,
-)
+from megatron_fluid.low_latency.layout import TRANSPORTS, TWO_LEVEL_TRANSPORTS, AllToAllConfig
 
-__all__ = [
-    "TRANSPORTS",
-    "TWO_LEVEL_TRANSPORTS",
-    "AllToAll",
-    "AllToAllConfig",
-    "InferenceMoELayer",
-    "estimate_bytes",
-]
+__all__ = ["TRANSPORTS", "TWO_LEVEL_TRANSPORTS", "AllToAll", "AllToAllConfig", "InferenceMoELayer"]

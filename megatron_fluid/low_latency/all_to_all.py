@@ -144,7 +144,6 @@ class AllToAll:
         weights: Tensor | None = None,
         out_expert_offsets: Tensor | None = None,
         alignment: int = 1,
-        quantize: bool = False,
     ) -> None:
         """Send tokens to their experts' ranks and lay out by expert what arrives.
 
@@ -165,8 +164,6 @@ class AllToAll:
             out_expert_offsets: int32 [L], packed layout only: the row after each expert's last,
                 padding counted, as torch._grouped_mm's offs.
             alignment: rows, packed layout only.
-            quantize: dp_x is bf16 or fp16 [m, H]; it is sent as fp8 e4m3 with one fp32 scale per
-                128 elements.
 
         Raises:
             ConfigError: a tensor that does not fit.
@@ -177,16 +174,16 @@ class AllToAll:
             _outside_the_graph(
                 self.dispatch, out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x,
                 dp_x_scale, indices, bound_m, do_send, do_recv, weights=weights,
-                out_expert_offsets=out_expert_offsets, alignment=alignment, quantize=quantize,
+                out_expert_offsets=out_expert_offsets, alignment=alignment,
             )  # fmt: skip
             return
         self._ready("dispatch", do_send, do_recv)
         packed = out_expert_x is not None and out_expert_x.dim() == 2
         sent_type = self._sent_type
         if do_send and dp_x is not None:
-            sent_type = torch.float8_e4m3fn if quantize else dp_x.dtype
+            sent_type = dp_x.dtype
         key = (
-            "dispatch", do_send, do_recv, alignment, quantize, sent_type,
+            "dispatch", do_send, do_recv, alignment, sent_type,
             form(out_expert_num_tokens), form(out_expert_x), form(out_expert_x_scale),
             form(out_expert_offsets), form(dp_x), form(dp_x_scale), form(indices), form(bound_m),
             form(weights),
@@ -195,7 +192,7 @@ class AllToAll:
         # for what it gets.
         sent = DispatchRequest(
             x=dp_x, x_scale=dp_x_scale, indices=indices, weights=weights, bound_m=bound_m,
-            send=True, quantize=quantize,
+            send=True,
         ) if do_send else None  # fmt: skip
         received = DispatchRequest(
             out_expert_num_tokens, out_expert_x, out_expert_x_scale, out_expert_offsets,

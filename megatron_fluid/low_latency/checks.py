@@ -37,23 +37,15 @@ class Checks:
         """Check the send half of a dispatch."""
         layout, x, scale = self.layout, self._present("dp_x", q.x), q.x_scale
         tokens = x.shape[0] if x.dim() == 2 else -1
-        width = layout.hidden_dim_bytes // (1 if q.quantize else x.element_size())
+        width = layout.hidden_dim_bytes // x.element_size()
         if x.dim() != 2 or tokens > layout.max_num_tokens or x.shape[1] != width:
             raise ConfigError.of("dp_x", form(x), f"[m <= {layout.max_num_tokens}, {width}]")
         self._rows("dp_x", x, 16)
-        if q.quantize:
-            row, words = layout.hidden_dim_bytes, layout.scale_words
-            if row % 128 or words * 128 != row:
-                found, allowed = f"{row} bytes of fp8 with {words} scales", "one per 128 elements"
-                raise ConfigError.of("quantize", found, f"fp32 scales, {allowed}")
-            if x.dtype not in (torch.bfloat16, torch.float16):
-                raise ConfigError.of("dp_x with quantize", x.dtype, "torch.bfloat16, torch.float16")
-        elif layout.scale_words:
+        if layout.scale_words:
             scale = self._exact("dp_x_scale", scale, (tokens, layout.scale_words), _FP32)
             self._rows("dp_x_scale", scale, 4)
-        if scale is not None and (q.quantize or not layout.scale_words):
-            why = "quantize computes the scales" if q.quantize else "hidden_dim_scale_bytes is 0"
-            raise ConfigError.of("dp_x_scale", form(scale), f"None, for {why}")
+        elif scale is not None:
+            raise ConfigError.of("dp_x_scale", form(scale), "None, for hidden_dim_scale_bytes is 0")
         shape = (tokens, layout.experts_per_token)
         self._dense("indices", q.indices, shape, _INDEX_TYPES)
         if q.weights is not None:

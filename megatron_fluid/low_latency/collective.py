@@ -22,7 +22,6 @@ from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency.layout import Layout, round_up
-from megatron_fluid.low_latency.reference import quantize_rows
 from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
 
 __all__ = ["Collective"]
@@ -89,13 +88,10 @@ class Collective:
         count = len(range(*mine.indices(x.shape[0])))
         send = self._send
         send.zero_()
-        rows, scales = x[mine], None if request.x_scale is None else request.x_scale[mine]
-        if request.quantize:
-            rows, scales = quantize_rows(rows)
-        send[:count, : layout.hidden_dim_bytes] = rows.contiguous().view(torch.uint8)
-        if scales is not None:
+        send[:count, : layout.hidden_dim_bytes] = x[mine].contiguous().view(torch.uint8)
+        if request.x_scale is not None:
             to = send[:count, layout.hidden_dim_bytes : self._row_bytes]
-            to.view(torch.float32).copy_(scales)
+            to.view(torch.float32).copy_(request.x_scale[mine])
         meta = send[:, self._meta_at :].view(torch.int32)
         k = layout.experts_per_token
         ids = indices[mine]

@@ -5,23 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_fluid.comm.timeouts import wait_timeout_s
-from megatron_fluid.config import shows_fields_of
 from megatron_fluid.errors import ConfigError
 
-__all__ = [
-    "TRANSPORTS",
-    "TWO_LEVEL_TRANSPORTS",
-    "AllToAllConfig",
-    "Layout",
-    "estimate_bytes",
-    "round_up",
-]
+__all__ = ["TRANSPORTS", "TWO_LEVEL_TRANSPORTS", "AllToAllConfig", "Layout", "round_up"]
 
 TRANSPORTS = ("auto", "nvlink", "nvshmem", "nccl", "gloo")
 # The first moves inside a domain, the second between domains; internode only.
@@ -245,12 +236,3 @@ class AllToAllConfig:
     def wait_limit_s(self) -> float:
         """Seconds that any wait for a peer may take."""
         return wait_timeout_s(self.process_group, self.timeout_s)
-
-
-@shows_fields_of(Layout)
-def estimate_bytes(*sizes: int, **named_sizes: Any) -> dict[str, int]:
-    """Bytes that an AllToAll over NVLink takes on one rank: {"symmetric", "scratch", "total"}.
-    Allocates nothing. Takes the sizes of `Layout`, by position or by name."""
-    layout = Layout(*sizes, **named_sizes)  # type: ignore[arg-type]
-    symmetric, scratch = layout.symmetric_bytes(), layout.scratch_bytes()
-    return {"symmetric": symmetric, "scratch": scratch, "total": symmetric + scratch}

@@ -151,10 +151,8 @@ class Nvshmem(PeerMemory):
     def _put_dispatch(self, q: DispatchRequest) -> None:
         x = q.x
         assert x is not None and q.indices is not None
-        key = (
-            "put", q.quantize, x.dtype if q.quantize else None, q.x_scale is None,
-            q.weights is None, q.bound_m is None, q.indices.dtype,
-        )  # fmt: skip
+        absent = q.x_scale is None, q.weights is None, q.bound_m is None
+        key = ("put", *absent, q.indices.dtype)
         launch = self._launches.get(key)
         if launch is None:
             launch = self._prepare(key, self._kernel("dispatch_put_kernel"), 4, q)

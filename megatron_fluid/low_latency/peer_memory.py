@@ -171,7 +171,7 @@ class PeerMemory:
                 "F": tuning.dispatch_senders, "WORDS": self._dispatch_words,
                 "BLOCK": tuning.dispatch_block, "SPLIT": tuning.split, "ROWS": tuning.rows,
                 "SCAN": tuning.scan, "LP": power_of_two(layout.local_experts),
-                "PACKED": q.packed, "QUANTIZE": q.quantize, "HAS_WEIGHTS": q.weights is not None,
+                "PACKED": q.packed, "HAS_WEIGHTS": q.weights is not None,
             }  # fmt: skip
         entries = layout.max_num_tokens * k
         if q.exchange and power_of_two(entries) > _MOST_ELEMENTS:
@@ -194,9 +194,7 @@ class PeerMemory:
         known = self._constants(q)
         parameters = inspect.signature(getattr(kernel, "jit_func", kernel).fn).parameters
         constants = {name: known[name] for name in parameters if name in known}
-        words = ["x_scale", "out_x", "out_scale"]
-        if isinstance(q, DispatchRequest) and not q.quantize:
-            words.append("x")
+        words = ["x", "x_scale", "out_x", "out_scale"]
         fixed = self._fixed[str(key[0])]
         launch = Launch(kernel, warps, constants, fixed, words=words, unaligned=("bound_m",))
         self._launches[key] = launch
@@ -207,10 +205,8 @@ class PeerMemory:
         x, out_x, out_scale = q.x, q.out_x, q.out_scale
         programs = tuning.dispatch_senders if q.send else self.layout.local_experts * tuning.split
         key = (
-            "dispatch", q.send, q.receive, q.packed, q.quantize, q.x_scale is None,
-            out_scale is None, q.weights is None, q.bound_m is None,
-            None if q.indices is None else q.indices.dtype,
-            None if x is None or not q.quantize else x.dtype,
+            "dispatch", q.send, q.receive, q.packed, q.x_scale is None, out_scale is None,
+            q.weights is None, q.bound_m is None, None if q.indices is None else q.indices.dtype,
         )  # fmt: skip
         launch = self._launches.get(key)
         if launch is None:

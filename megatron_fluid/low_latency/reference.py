@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Expected", "combine_reference", "dispatch_reference", "quantize_rows"]
+__all__ = ["Expected", "combine_reference", "dispatch_reference"]
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,3 @@ def combine_reference(
                 weight = weights[source][token].float()[named].sum()
                 out[source][token] += weight * y[expert, slot].float()
     return out
-
-
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [m, H] as fp8 e4m3 with fp32 scales [m, H / 128]: value = fp8 * scale."""
-    groups = x.float().view(x.shape[0], x.shape[1] // 128, 128)
-    largest = groups.abs().amax(-1).clamp(min=1e-4)
-    scaled = groups * (448.0 / largest)[..., None]
-    return scaled.to(torch.float8_e4m3fn).view(x.shape), largest / 448.0

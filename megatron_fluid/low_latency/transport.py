@@ -23,7 +23,6 @@ class DispatchRequest:
         packed: out_x is [rows, H], one expert after another, each at a multiple of `alignment`
             rows. out_offsets, int32 [L], receives the row after each expert's last, padding
             counted.
-        quantize: x is bf16 or fp16 and is sent as fp8.
     """
 
     out_counts: Tensor | None = None
@@ -39,7 +38,6 @@ class DispatchRequest:
     receive: bool = False
     packed: bool = False
     alignment: int = 1
-    quantize: bool = False
 
 
 @dataclass(slots=True)

@@ -32,7 +32,6 @@ from torch import Tensor
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency.layout import Layout, round_up
-from megatron_fluid.low_latency.reference import quantize_rows
 from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest, Transport
 
 __all__ = ["TwoLevel", "TwoLevelLayout"]
@@ -130,11 +129,10 @@ class TwoLevel:
         sizes, layout = self.sizes, self.sizes.layout
         assert q.x is not None and q.indices is not None
         m, k = q.x.shape[0], layout.experts_per_token
-        x, scale = quantize_rows(q.x) if q.quantize else (q.x, q.x_scale)
         row = self._row[:m]
-        row[:, : layout.hidden_dim_bytes] = x.view(torch.uint8)
-        if scale is not None:
-            row[:, layout.hidden_dim_bytes : sizes.ids_at].view(torch.float32).copy_(scale)
+        row[:, : layout.hidden_dim_bytes] = q.x.view(torch.uint8)
+        if q.x_scale is not None:
+            row[:, layout.hidden_dim_bytes : sizes.ids_at].view(torch.float32).copy_(q.x_scale)
         words = row[:, sizes.ids_at : sizes.ids_at + 8 * k].view(torch.int32)
         ids = q.indices.view(torch.int32) if q.indices.dtype == torch.uint32 else q.indices
         valid = (ids >= 0) & (ids < layout.num_experts)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.comm.workspace import Workspace
-from megatron_fluid.cuda.copy_engine import Driver
+from megatron_fluid.cuda.copy_engine import CudaDriver
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.tensor_parallel.gemm import Gemm
 
@@ -124,7 +124,7 @@ class OverlappedBackend:
     name = ""
     _alternatives = "auto, copy_engine, collective"
 
-    def __init__(self, workspace: Workspace, driver: Driver, prefix: str) -> None:
+    def __init__(self, workspace: Workspace, driver: CudaDriver, prefix: str) -> None:
         self.workspace = workspace
         self.rank = workspace.rank
         self.ranks = workspace.world_size

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.config import current_config
-from megatron_fluid.tensor_parallel.gemm import FP8_DTYPES, Gemm
+from megatron_fluid.tensor_parallel.gemm import Gemm
 
 __all__ = ["CollectiveBackend"]
 
@@ -39,10 +39,9 @@ class CollectiveBackend:
     def start_gather(self, a_shard: Tensor) -> Callable[[], Tensor]:
         shard = a_shard.contiguous()
         full = shard.new_empty((self.ranks * shard.shape[0], shard.shape[1]))
-        source, target = _bytes(shard), _bytes(full)
         wait = self._waits.start(
             "all-gather of a linear's rows",
-            lambda: dist.all_gather_into_tensor(target, source, group=self.group, async_op=True),
+            lambda: dist.all_gather_into_tensor(full, shard, group=self.group, async_op=True),
         )
 
         def finish() -> Tensor:
@@ -91,8 +90,3 @@ def _fixed_order_sum(parts: Tensor) -> Tensor:
     for part in parts[1:]:
         total = total + part.float()
     return total
-
-
-def _bytes(t: Tensor) -> Tensor:
-    """fp8 has no collectives of its own: move it as bytes."""
-    return t.view(torch.uint8) if t.dtype in FP8_DTYPES else t

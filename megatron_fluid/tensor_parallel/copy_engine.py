@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.comm.workspace import Workspace
-from megatron_fluid.cuda.copy_engine import Driver
+from megatron_fluid.cuda.copy_engine import CudaDriver
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.kernels.flags import barrier_kernel
 from megatron_fluid.kernels.move_tokens.reduce_slots import reduce_slots
@@ -51,7 +51,7 @@ class CopyEngineBackend(OverlappedBackend):
     name = "copy_engine"
     _alternatives = "auto, collective"
 
-    def __init__(self, workspace: Workspace, driver: Driver) -> None:
+    def __init__(self, workspace: Workspace, driver: CudaDriver) -> None:
         super().__init__(workspace, driver, "tp")
         ranks, power = self.ranks, self.ranks & (self.ranks - 1) == 0
         self._order = [self.rank ^ i if power else (self.rank + i) % ranks for i in range(ranks)]
@@ -61,8 +61,7 @@ class CopyEngineBackend(OverlappedBackend):
         self._barriers = {name: self._barrier_of(name) for name in ("tp_gather", "tp_scatter")}
 
     def unsupported_reason(self, a: Tensor, gemm: Gemm, m: int) -> str | None:
-        wide = torch.float64 in (a.dtype, gemm.dtype_for(a))
-        return "it adds in fp32, not in torch.float64" if wide else None
+        return "it adds in fp32, not in torch.float64" if a.dtype == torch.float64 else None
 
     def _barrier_of(self, operation: str) -> Launch:
         ws, region = self.workspace, self.workspace.flags(operation)
@@ -136,14 +135,14 @@ class CopyEngineBackend(OverlappedBackend):
         driver, lane, current = self._driver, self._lane, self._driver.current()
         m, k = shard.shape
         gathered = shard.new_empty((self.ranks * m, k))
-        c = shard.new_empty((self.ranks * m, gemm.n), dtype=gemm.dtype_for(shard))
-        multiply = gemm.into(shard)
+        c = shard.new_empty((self.ranks * m, gemm.n))
+        multiply = gemm.into()
         driver.wait(self._entered, lane.cuda_stream)
         try:
             # This rank's rows need no peer: enqueued before the pulls, they give the GPU work while
             # the host continues.
             start = self.rank * m
-            multiply(shard, c[start : start + m], start)
+            multiply(shard, c[start : start + m])
             self._pull(staged, gathered.data_ptr(), shard.nbytes, keep)
             for step, source in enumerate(self._order[1:], 1):
                 aside = step % 2 == 1
@@ -151,7 +150,7 @@ class CopyEngineBackend(OverlappedBackend):
                 block = slice(source * m, (source + 1) * m)
                 if aside:
                     driver.use(lane)
-                multiply(gathered[block], c[block], source * m)
+                multiply(gathered[block], c[block])
                 if aside:
                     driver.use(None)
         finally:
@@ -174,24 +173,24 @@ class CopyEngineBackend(OverlappedBackend):
         """Multiply and send; returns the slots ``[W, M / W, N]`` of the receive buffer, where this
         rank's is filled in stream order, and the blocks that the copies still read."""
         driver, copies = self._driver, self._copies.cuda_stream
-        rows, n, dtype = a.shape[0] // self.ranks, gemm.n, gemm.dtype_for(a)
-        multiply = gemm.without_bias().into(a)
-        nbytes = rows * n * dtype.itemsize
+        rows, n = a.shape[0] // self.ranks, gemm.n
+        multiply = gemm.without_bias().into()
+        nbytes = rows * n * a.itemsize
         received = self._scatters.next(self.ranks * nbytes)
-        slots = self._scatters.local((self.ranks, rows, n), dtype)
+        slots = self._scatters.local((self.ranks, rows, n), a.dtype)
         current = driver.current()
-        c = a.new_empty((self.ranks, rows, n), dtype=dtype)  # by owner; this rank's is not used
+        c = a.new_empty((self.ranks, rows, n))  # by owner; this rank's is not used
         try:
             for step in range(self.ranks - 1, 0, -1):
                 owner = self._order[step]
                 start = owner * rows
-                multiply(a[start : start + rows], c[owner], start)
+                multiply(a[start : start + rows], c[owner])
                 driver.record(self._steps[step], current)
                 driver.wait(self._steps[step], copies)
                 target = received[owner] + self.rank * nbytes
                 driver.copy(target, c.data_ptr() + owner * nbytes, nbytes, copies)
             start = self.rank * rows
-            multiply(a[start : start + rows], slots[self.rank], start)
+            multiply(a[start : start + rows], slots[self.rank])
         except BaseException:
             self._join()
             raise

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.comm.workspace import FlagRegion, Workspace
-from megatron_fluid.cuda.copy_engine import Driver
+from megatron_fluid.cuda.copy_engine import CudaDriver
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.flags import wait_for_peers_kernel
@@ -76,7 +76,7 @@ class FusedBackend(OverlappedBackend):
 
     name = "fused"
 
-    def __init__(self, workspace: Workspace, driver: Driver) -> None:
+    def __init__(self, workspace: Workspace, driver: CudaDriver) -> None:
         if workspace.world_size > MOST_RANKS:
             ranks = workspace.world_size
             raise ConfigError.of("ranks of the fused form", ranks, f"at most {MOST_RANKS}")
@@ -102,10 +102,9 @@ class FusedBackend(OverlappedBackend):
     def unsupported_reason(self, a: Tensor, gemm: Gemm, m: int) -> str | None:
         if m > MOST_ROWS * self.ranks:
             return f"A has {m} rows in all, more than {MOST_ROWS} a rank"
-        dtype, strides = gemm.dtype_for(a), tuple(gemm.b.stride())
-        if a.dtype not in (torch.bfloat16, torch.float16) or dtype != a.dtype:
-            served = "bf16 and fp16 into their own dtype"
-            return f"the kernel multiplies {served}, not {a.dtype} into {dtype}"
+        strides = tuple(gemm.b.stride())
+        if a.dtype not in (torch.bfloat16, torch.float16):
+            return f"the kernel multiplies bf16 and fp16, not {a.dtype}"
         if min(strides) != 1 or max(strides) % 8:
             allowed = "one dimension contiguous, the other's a multiple of 8"
             return f"B has strides {strides}, allowed: {allowed}"

@@ -24,7 +24,7 @@ from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.tensor_parallel.choice import Backend, backend_for
-from megatron_fluid.tensor_parallel.gemm import FP8_DTYPES, Gemm
+from megatron_fluid.tensor_parallel.gemm import Gemm
 
 __all__ = ["WeightGrad", "all_gather_matmul", "matmul_reduce_scatter"]
 
@@ -55,27 +55,19 @@ def all_gather_matmul(
     *,
     transpose_b: bool = False,
     bias: Tensor | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    return_gathered: bool = False,
     backend: str = "auto",
     weight_grad: WeightGrad | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Gather the rows of A from all ranks and multiply them by B, the gather overlapped with the
     multiplication.
 
     Args:
-        a_shard: ``[m, K]`` bf16, fp16, fp32 or fp8, the same m on every rank. Multiplied in this
+        a_shard: ``[m, K]`` bf16, fp16, fp32 or fp64, the same m on every rank. Multiplied in this
             dtype also under autocast.
         b: ``[K, N]``, or ``[N, K]`` with ``transpose_b`` (as ``nn.Linear.weight``), this rank's
             columns; the same N on every rank.
         group: the tensor-parallel ranks; row block r of C is from rank r.
-        bias: ``[N]`` in the dtype of C, or where A is not fp8 in A's own.
-        scale_a, scale_b: fp8 only, fp32: one element each, or the gathered ``[W m, 1]`` and ``[1,
-            N]``.
-        out_dtype: of C; A's dtype, or bf16 for fp8.
-        return_gathered: also return the gathered A ``[W m, K]`` (no gradient flows through it).
+        bias: ``[N]`` in A's dtype.
         backend: "auto" (measurements or a rule decide, for forward and backward separately),
             "copy_engine", "fused", "collective".
         weight_grad: computes the gradient of B from (the whole A, dC) in place of autograd's, and
@@ -83,28 +75,24 @@ def all_gather_matmul(
             it returns: the whole of what was gathered is lent to it until the group's next gather.
 
     Returns:
-        C ``[W m, N]``, or (C, gathered A).
+        C ``[W m, N]`` in A's dtype.
 
     Raises:
-        ConfigError: shapes, dtypes, devices or scales that do not fit; no group; a backend that
+        ConfigError: shapes, dtypes or devices that do not fit; no group; a backend that
             this group cannot have; on every rank: A differs in shape or dtype between ranks.
     """
     ranks = _ranks_of(group)
     if a_shard.dim() != 2:
         raise ConfigError(f"a_shard: found {a_shard.dim()} dimensions, allowed: 2, [m, K]")
     rows = ranks * a_shard.shape[0]
-    gemm = _checked(Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype), a_shard, rows)
+    gemm = Gemm(b, transpose_b, bias)
+    gemm.check(a_shard)
     _compare("all_gather_matmul", group, "a_shard [m, K]", a_shard.shape, a_shard.dtype)
     chosen = backend_for(backend, group, "gather", gemm, rows, a_shard)
     if _differentiable(a_shard, b, bias):
-        call = _Call(gemm, backend, group, chosen, weight_grad, return_gathered)
-        c, gathered = _AllGatherMatmul.apply(a_shard, b, bias, call)
-    else:
-        c, gathered = chosen.gather_matmul(a_shard, gemm, keep=return_gathered)
-    if not return_gathered:
-        return c
-    assert gathered is not None
-    return c, gathered
+        call = _Call(gemm, backend, group, chosen, weight_grad)
+        return _AllGatherMatmul.apply(a_shard, b, bias, call)
+    return chosen.gather_matmul(a_shard, gemm, keep=False)[0]
 
 
 @tells_peers
@@ -116,9 +104,6 @@ def matmul_reduce_scatter(
     *,
     transpose_b: bool = False,
     bias: Tensor | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
     backend: str = "auto",
     weight_grad: WeightGrad | None = None,
 ) -> Tensor:
@@ -140,8 +125,9 @@ def matmul_reduce_scatter(
             rank: C differs in shape or dtype between ranks.
     """
     rows, ranks = a.shape[0], _ranks_of(group)
-    gemm = _checked(Gemm(b, transpose_b, bias, scale_a, scale_b, out_dtype), a, rows)
-    _compare("matmul_reduce_scatter", group, "C [M, N]", (rows, gemm.n), gemm.dtype_for(a))
+    gemm = Gemm(b, transpose_b, bias)
+    gemm.check(a)
+    _compare("matmul_reduce_scatter", group, "C [M, N]", (rows, gemm.n), a.dtype)
     if rows % ranks:
         allowed = f"multiples of the {ranks} ranks of the group"
         raise ConfigError(f"M (rows of a): found {rows}, allowed: {allowed}")
@@ -180,25 +166,9 @@ def _compare(
     seen.add(mine)
 
 
-def _checked(gemm: Gemm, a: Tensor, rows: int) -> Gemm:
-    """The product, once A [rows or this rank's, K] and its scales are known to fit."""
-    gemm.dtype_for(a)
-    if a.device != gemm.b.device:
-        raise ConfigError(f"a, b: found on {a.device} and {gemm.b.device}, allowed: one device")
-    scale = gemm.scale_a
-    if scale is not None and gemm.row_scaled and scale.shape != (rows, 1):
-        found = tuple(scale.shape)
-        raise ConfigError(f"scale_a: found {found}, allowed: one element or ({rows}, 1)")
-    return gemm
-
-
-def _differentiable(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
-    tensors = (t for t in (a, b, bias) if t is not None)
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if wanted and (a.dtype in FP8_DTYPES or b.dtype in FP8_DTYPES):
-        allowed = "False (quantise outside, and define the gradient there)"
-        raise ConfigError(f"requires_grad: found True for fp8 operands, allowed: {allowed}")
-    return wanted
+def _differentiable(*tensors: Tensor | None) -> bool:
+    wanted = any(t is not None and t.requires_grad for t in tensors)
+    return wanted and torch.is_grad_enabled()
 
 
 class _Call(NamedTuple):
@@ -209,7 +179,6 @@ class _Call(NamedTuple):
     group: dist.ProcessGroup
     forward: Backend
     weight_grad: WeightGrad | None
-    keep: bool = False  # the gathered A
 
     def choose(self, operation: str, gemm: Gemm, m: int, a: Tensor) -> Backend:
         if self.asked != "auto":
@@ -231,24 +200,19 @@ def _dense(gradient: Tensor) -> Tensor:
 
 class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, a_shard: Tensor, b: Tensor, bias: Tensor | None, call: _Call
-    ) -> tuple[Tensor, Tensor | None]:
-        c, gathered = call.forward.gather_matmul(a_shard, call.gemm, call.keep)
+    def forward(ctx: Any, a_shard: Tensor, b: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         ctx.save_for_backward(a_shard, b)
         ctx.call = call
-        if gathered is not None:
-            ctx.mark_non_differentiable(gathered)
-        return c, gathered
+        return call.forward.gather_matmul(a_shard, call.gemm, keep=False)[0]
 
     @staticmethod
     @once_differentiable
     @_without_autocast
-    def backward(ctx: Any, dc: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dc: Tensor) -> tuple[Tensor | None, ...]:
         (a_shard, b), call = ctx.saved_tensors, ctx.call
         need_a, need_b, need_bias = ctx.needs_input_grad[:3]
         dbias = dc.sum(0) if need_bias else None
-        dc = _dense(dc.to(b.dtype))  # C may have been asked for in another
+        dc = _dense(dc)
         db: list[Tensor | None] = []
         to_a = Gemm(b, transpose_b=not call.gemm.transpose_b)
         backend = call.choose("scatter", to_a, dc.shape[0], dc)
@@ -280,7 +244,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
         (a, b), call = ctx.saved_tensors, ctx.call
         need_a, need_b, need_bias = ctx.needs_input_grad[:3]
         dbias = dc_shard.sum(0) if need_bias else None
-        dc_shard = _dense(dc_shard.to(b.dtype))  # C may have been asked for in another
+        dc_shard = _dense(dc_shard)
         to_a = Gemm(b, transpose_b=not call.gemm.transpose_b)
         backend = call.choose("gather", to_a, a.shape[0], dc_shard)
         if need_a:

@@ -107,7 +107,6 @@ class OverlappedLatentAttention(OverlappedModule):
             transpose_b=True,
             weight_grad=rows_gradient_of(linear, own),
         )
-        assert isinstance(up, Tensor)
         whole: Tensor = Reorder.apply(up.view(-1, rows.shape[1], mine), *order)
         return whole
 

@@ -58,7 +58,6 @@ class LinearCall(NamedTuple):
         output = all_gather_matmul(
             rows.flatten(0, 1), self.weight, self.group, **self._rest(backend)
         )
-        assert isinstance(output, Tensor)
         return output.view(sequence, x.shape[1], output.shape[-1])
 
     def scatter(self, x: Tensor) -> Tensor | None:

@@ -298,7 +298,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [  # settings, and what the error na
     ({"norm": "batchnorm"}, "norm"),
     ({"sequence_layout": "striped"}, "sequence_layout"),
     ({"attention_kernel": "magic"}, "kernel"),
-    ({"attention_kernel": "flash_attn"}, "kernel"),
+    ({"attention_kernel": "te"}, "kernel"),
     ({"head_groups": 5}, "head_groups"),
     ({"dx_chunks": 0}, "dx_chunks"),
     ({"output_chunks": -1}, "output_chunks"),

@@ -38,16 +38,12 @@ def _back_to_back(rank: int, ranks: int, backend: str) -> None:
     for i in range(20):
         for _ in range((rank * 7 + i * 3) % 5):
             busy @ busy  # noqa: B018  this rank is late by a few GEMMs
-        found.append(
-            all_gather_matmul(
-                shards[i * ranks + rank], b, group, return_gathered=True, backend=backend
-            )
-        )
+        found.append(all_gather_matmul(shards[i * ranks + rank], b, group, backend=backend))
         scattered.append(matmul_reduce_scatter(wide * (i + 1 + rank), b, group, backend=backend))
     torch.cuda.synchronize()
-    for i, (c, gathered) in enumerate(found):
-        assert torch.equal(gathered, torch.cat(shards[i * ranks : (i + 1) * ranks])), f"call {i}"
-        assert torch.isfinite(c).all()
+    for i, c in enumerate(found):
+        wanted = torch.cat(shards[i * ranks : (i + 1) * ranks]).double() @ b.double()
+        assert (c.double() - wanted).norm() / wanted.norm() < 8e-3, f"call {i}"
     own = slice(rank * m, (rank + 1) * m)
     for i, c in enumerate(scattered):
         wanted = (wide[own].double() @ b.double()) * sum(i + 1 + r for r in range(ranks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.agreement import Agreement
 
-__all__ = ["agreements", "on_all"]
+__all__ = ["FrozenStore", "agreements", "on_all"]
 
 
 def agreements(
@@ -32,3 +33,17 @@ def on_all(words: Sequence[Agreement], call: Callable[[Agreement], Any]) -> list
 
     with ThreadPoolExecutor(len(words)) as pool:
         return list(pool.map(run, words))
+
+
+class FrozenStore:
+    """A store whose host is stopped."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def check(self, *_: object) -> bool:
+        self.calls += 1
+        threading.Event().wait(30.0)
+        return False
+
+    set = get = check

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda.copy_engine import SimulatedDriver
 from megatron_fluid.kernels.fused_gemm.launch import Signals, chunks_of_block, tiles_of_block
 from megatron_fluid.tensor_parallel import fused
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
 from megatron_fluid.tensor_parallel.fused import FusedBackend
+from tests.support.simulated_driver import SimulatedDriver
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 __all__ = ["copy_engine_forms", "fused_forms", "gather_all", "scatter_all"]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_fluid.attention.exchange.buffers import HeadBuffers
 from megatron_fluid.comm.workspace import Workspace
+from tests.support.simulated_driver import SimulatedDriver
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 
@@ -37,7 +38,7 @@ class ThreadBuffers(HeadBuffers):
     """Buffers whose barrier is one of threads."""
 
     def __init__(self, workspace: Workspace, transport: str, turns: _Turns) -> None:
-        super().__init__(workspace, transport)
+        super().__init__(workspace, transport, SimulatedDriver())
         self.turns = turns
 
     def _launch_barrier(

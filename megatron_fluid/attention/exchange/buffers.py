@@ -20,7 +20,7 @@ from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.comm.workspace import Workspace
-from megatron_fluid.cuda.copy_engine import CudaDriver, Driver, SimulatedDriver
+from megatron_fluid.cuda.copy_engine import CudaDriver
 from megatron_fluid.cuda.streams import current_stream
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import ConfigError, FluidError
@@ -37,16 +37,19 @@ class HeadBuffers:
     Args:
         workspace: symmetric memory of the group.
         transport: "sm_push", "copy_engine" or "auto", see ``exchange.symmetric``.
+        driver: of the workspace's device; made where it is None.
     """
 
-    def __init__(self, workspace: Workspace, transport: str = "auto") -> None:
+    def __init__(
+        self, workspace: Workspace, transport: str = "auto", driver: CudaDriver | None = None
+    ) -> None:
         if transport not in TRANSPORTS:
             raise ConfigError.of("transport", transport, ", ".join(TRANSPORTS))
         self.workspace, self.transport = workspace, transport
         self.rank, self.world = workspace.rank, workspace.world_size
         on_gpu = workspace.device.type == "cuda"
         self.side = torch.cuda.Stream(workspace.device, priority=-1) if on_gpu else None
-        self.driver: Driver = CudaDriver(workspace.device) if on_gpu else SimulatedDriver()
+        self.driver = CudaDriver(workspace.device) if driver is None else driver
         self._forked = self.driver.event()
         self._barriers: dict[str, Launch] = {}  # by receive buffer
         self._uses = 0

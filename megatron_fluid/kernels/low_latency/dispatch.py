@@ -42,7 +42,7 @@ from megatron_fluid.kernels.low_latency.signals import (
     wait_all,
 )
 
-__all__ = ["dispatch_kernel", "quantize_block"]
+__all__ = ["dispatch_kernel"]
 
 
 @triton.jit
@@ -75,19 +75,6 @@ def _packed_rows(
     return first, first + tl.sum(tl.where(expert == e, padded, 0), 0)
 
 
-@triton.jit
-def quantize_block(row, h, HW: tl.constexpr, BLOCK: tl.constexpr):
-    """Elements [4 h, 4 h + 4 BLOCK) of a row of 4 HW: (fp8 e4m3 [4 BLOCK], fp32 [BLOCK / 32]), one
-    scale per 128."""
-    q = h * 4 + tl.arange(0, BLOCK * 4)
-    value = tl.reshape(
-        tl.load(row + q, mask=q < HW * 4, other=0.0).to(tl.float32), (BLOCK // 32, 128)
-    )
-    largest = tl.maximum(tl.max(tl.abs(value), 1), 1e-4)
-    scaled = value * (448.0 / largest)[:, None]
-    return tl.reshape(scaled.to(tl.float8e4nv), (BLOCK * 4,)), largest / 448.0
-
-
 _INTEGERS = [
     *("m", "rank", "timeout_ns", "operation", "x_stride", "x_scale_stride", "out_expert_stride"),
     *("out_row_stride", "out_scale_expert_stride", "out_scale_row_stride", "alignment"),
@@ -96,7 +83,7 @@ _INTEGERS = [
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def dispatch_kernel(
-    x,  # int32 [m, HW] (QUANTIZE: bf16 or fp16 [m, 4 HW]), rows `x_stride` 16-byte units apart
+    x,  # int32 [m, HW], rows `x_stride` 16-byte units apart
     x_scale,  # int32 [m, SW], rows `x_scale_stride` words apart
     indices,  # [m, K] expert ids; outside [0, W * L) masks the entry
     weights,  # fp32 [m, K] (HAS_WEIGHTS)
@@ -117,7 +104,7 @@ def dispatch_kernel(
     SCALE_AT: tl.constexpr, PITCH: tl.constexpr, PARITY_WORDS: tl.constexpr, F: tl.constexpr,
     WORDS: tl.constexpr, FLAG_STRIDE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, SCAN: tl.constexpr, LP: tl.constexpr, PACKED: tl.constexpr,
-    QUANTIZE: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_BOUND: tl.constexpr, SEND: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, HAS_BOUND: tl.constexpr, SEND: tl.constexpr,
 ):  # fmt: skip
     """Send every token to the ranks of its experts (SEND), or lay received tokens out by expert.
 
@@ -152,16 +139,13 @@ def dispatch_kernel(
             ids = tl.where((ids >= 0) & (ids < W * L), ids.to(tl.int32), -1)
             there = tl.where(ids >= 0, ids // L, -1)
             row = source * C + i
-            if SW > 0 and not QUANTIZE:
+            if SW > 0:
                 scale = tl.load(x_scale + i.to(tl.int64) * x_scale_stride + sw, mask=sw < SW)
             if HAS_WEIGHTS:
                 weight = tl.load(weights + i * K + kk, mask=kk < K)
             for h in tl.static_range(0, HW, BLOCK):
                 o = h + tl.arange(0, BLOCK)
-                if QUANTIZE:
-                    value, scale = quantize_block(x + i.to(tl.int64) * x_stride * 8, h, HW, BLOCK)
-                else:
-                    value = tl.load(x + i.to(tl.int64) * x_stride * 4 + o, mask=o < HW)
+                value = tl.load(x + i.to(tl.int64) * x_stride * 4 + o, mask=o < HW)
                 for n in tl.static_range(W):
                     needed = tl.max((there == (rank + n) % W).to(tl.int32), 0) > 0
                     base = peer_address(regions, region_addresses, rank, n, W).to(
@@ -174,22 +158,11 @@ def dispatch_kernel(
                         if HAS_WEIGHTS:
                             to = (base + WEIGHTS_AT + row * K).to(tl.pointer_type(tl.float32))
                             tl.store(to + kk, weight, mask=kk < K)
-                        if SW > 0 and not QUANTIZE:
+                        if SW > 0:
                             to = base + row.to(tl.int64) * PITCH + SCALE_AT
                             tl.store(to + sw, scale, mask=(sw < SW) & needed)
                     to = base + row.to(tl.int64) * PITCH
-                    if QUANTIZE:
-                        q = h * 4 + tl.arange(0, BLOCK * 4)
-                        tl.store(
-                            to.to(tl.pointer_type(tl.float8e4nv)) + q,
-                            value,
-                            mask=(q < HW * 4) & needed,
-                        )
-                        g = h // 32 + tl.arange(0, BLOCK // 32)
-                        at_scale = (to + SCALE_AT).to(tl.pointer_type(tl.float32))
-                        tl.store(at_scale + g, scale, mask=(g < SW) & needed)
-                    else:
-                        tl.store(to + o, value, mask=(o < HW) & needed)
+                    tl.store(to + o, value, mask=(o < HW) & needed)
             i += F * P
         # How many tokens this rank has, then the flags: they publish all stores of this program.
         if (pid == 0) & sound:

@@ -18,7 +18,6 @@ import torch.distributed._symmetric_memory._nvshmem_triton as nvshmem
 import triton
 import triton.language as tl
 
-from megatron_fluid.kernels.low_latency.dispatch import quantize_block
 from megatron_fluid.kernels.low_latency.signals import wait_all
 
 __all__ = ["combine_put_kernel", "dispatch_put_kernel"]
@@ -59,7 +58,7 @@ def dispatch_put_kernel(
     C: tl.constexpr, D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     L: tl.constexpr, HW: tl.constexpr, SW: tl.constexpr, SWP: tl.constexpr, SCALE_AT: tl.constexpr,
     PITCH: tl.constexpr, PARITY_WORDS: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
-    QUANTIZE: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_BOUND: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, HAS_BOUND: tl.constexpr,
 ):  # fmt: skip
     """Put every token of this rank's share to the ranks of its experts. Grid (F,); program p the
     tokens p, p + F, ..."""
@@ -91,18 +90,9 @@ def dispatch_put_kernel(
             )
         for h in tl.static_range(0, HW, BLOCK):
             o = h + tl.arange(0, BLOCK)
-            if QUANTIZE:
-                value, scale = quantize_block(x + i.to(tl.int64) * x_stride * 8, h, HW, BLOCK)
-                q = h * 4 + tl.arange(0, BLOCK * 4)
-                tl.store(packed.to(tl.pointer_type(tl.float8e4nv)) + q, value, mask=q < HW * 4)
-                g = h // 32 + tl.arange(0, BLOCK // 32)
-                tl.store(
-                    (packed + SCALE_AT).to(tl.pointer_type(tl.float32)) + g, scale, mask=g < SW
-                )
-            else:
-                value = tl.load(x + i.to(tl.int64) * x_stride * 4 + o, mask=o < HW)
-                tl.store(packed + o, value, mask=o < HW)
-        if SW > 0 and not QUANTIZE:
+            value = tl.load(x + i.to(tl.int64) * x_stride * 4 + o, mask=o < HW)
+            tl.store(packed + o, value, mask=o < HW)
+        if SW > 0:
             scale = tl.load(x_scale + i.to(tl.int64) * x_scale_stride + sw, mask=sw < SW)
             tl.store(packed + SCALE_AT + sw, scale, mask=sw < SW)
         # Put the ids to every rank, the row to the ranks of its experts; before that, all threads

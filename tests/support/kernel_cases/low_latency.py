@@ -82,9 +82,7 @@ def recorded(*modules: Any) -> Iterator[type[Recorder]]:
         one.stop()
 
 
-def calls(
-    ata: AllToAll, dtype: torch.dtype, *, early: bool, bound: bool, packed: bool, quantize: bool
-) -> None:
+def calls(ata: AllToAll, dtype: torch.dtype, *, early: bool, bound: bool, packed: bool) -> None:
     """One dispatch and one combine by halves, on tensors of the layout's full size."""
     layout = ata.layout
     m, k, local, rows = (
@@ -93,14 +91,13 @@ def calls(
         layout.local_experts,
         layout.max_rows,
     )
-    sent = torch.float8_e4m3fn if quantize else dtype
     bound_m = torch.zeros(1, dtype=torch.int32) if bound else None
     x = torch.zeros(m, layout.hidden_dim, dtype=dtype)
-    x_scale = torch.zeros(m, layout.scale_words) if layout.scale_words and not quantize else None
+    x_scale = torch.zeros(m, layout.scale_words) if layout.scale_words else None
     ids = torch.zeros(m, k, dtype=torch.int64 if packed else torch.uint32)
     weights = torch.zeros(m, k)
     lead = (ata.packed_rows(128),) if packed else (local, rows)
-    out_x = torch.empty(*lead, layout.hidden_dim, dtype=sent)
+    out_x = torch.empty(*lead, layout.hidden_dim, dtype=dtype)
     out_scale = torch.empty(*lead, layout.scale_words) if layout.scale_words else None
     counts = torch.zeros(local, dtype=torch.int32)
     offsets = torch.zeros(local, dtype=torch.int32) if packed else None
@@ -114,7 +111,6 @@ def calls(
         bound_m,
         do_recv=False,
         weights=weights if early else None,
-        quantize=quantize,
     )
     ata.dispatch(
         counts, out_x, out_scale, None, None, None, do_send=False, out_expert_offsets=offsets,
@@ -127,11 +123,10 @@ def calls(
     ata.combine(out, ids, late, None, bound_m, do_send=False, accumulate=packed)
 
 
-def layout_of(shape: str, tokens: int, dtype: torch.dtype, quantize: bool) -> Layout:
+def layout_of(shape: str, tokens: int, dtype: torch.dtype) -> Layout:
     experts, k, hidden = SHAPES[shape]
-    scales = hidden // 32 if quantize or dtype == torch.float8_e4m3fn else 0
-    width = hidden if quantize else hidden * dtype.itemsize
-    return Layout(tokens, experts, k, 4, 1, hidden, width, scales)
+    scales = hidden // 32 if dtype == torch.float8_e4m3fn else 0
+    return Layout(tokens, experts, k, 4, 1, hidden, hidden * dtype.itemsize, scales)
 
 
 def _cases() -> Iterator[KernelCase]:
@@ -141,7 +136,6 @@ def _cases() -> Iterator[KernelCase]:
         ("r1", 128, fp8, ("early", "bound")),
         ("r1", 1, fp8, ()),
         ("r1", 128, bf16, ("packed",)),
-        ("r1", 128, bf16, ("early", "quantize")),
         ("v2-lite", 128, bf16, ("early",)),
         ("v2-lite", 128, fp8, ("early", "bound", "packed")),
         ("v2-lite", 1, fp8, ("early",)),
@@ -149,8 +143,8 @@ def _cases() -> Iterator[KernelCase]:
     halves = ("dispatch send", "dispatch receive", "combine send", "combine receive")
     for shape, tokens, dtype, chosen in uses:
         title = " ".join((f"{shape}-{tokens}", str(dtype).removeprefix("torch."), *chosen))
-        options = {name: name in chosen for name in ("early", "bound", "packed", "quantize")}
-        layout = layout_of(shape, tokens, dtype, options["quantize"])
+        options = {name: name in chosen for name in ("early", "bound", "packed")}
+        layout = layout_of(shape, tokens, dtype)
         with recorded(peer_memory) as recorder:
             calls(_open(layout, choose_tuning(layout, PROCESSORS)), dtype, **options)
             found = list(recorder.found)

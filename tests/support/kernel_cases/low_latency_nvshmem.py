@@ -32,12 +32,12 @@ def _cases() -> Iterator[KernelCase]:
     uses = (
         ("r1", 128, torch.float8_e4m3fn, ("early", "bound")),
         ("v2-lite", 8, torch.bfloat16, ()),
-        ("r1", 4, torch.bfloat16, ("early", "quantize", "packed")),
+        ("r1", 4, torch.bfloat16, ("early", "packed")),
     )
     for shape, tokens, dtype, chosen in uses:
         title = " ".join((f"{shape}-{tokens}", str(dtype).removeprefix("torch."), *chosen))
-        options = {name: name in chosen for name in ("early", "bound", "packed", "quantize")}
-        layout = layout_of(shape, tokens, dtype, options["quantize"])
+        options = {name: name in chosen for name in ("early", "bound", "packed")}
+        layout = layout_of(shape, tokens, dtype)
         workspace = SimulatedWorkspace(layout.world_size, timeout_s=5.0)
         with (
             recorded(peer_memory) as recorder,

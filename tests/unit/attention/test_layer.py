@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fluid.attention import layer as layer_module
 from megatron_fluid.attention import overlap
 from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreCase, CoreKernel
-from megatron_fluid.attention.exchange.buffers import HeadBuffers
 from megatron_fluid.attention.layer import SelfAttention
 from megatron_fluid.attention.layouts import HeadPart
 from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import ConfigError, FluidError
 from tests.support.attention_reference import reference_attention
+from tests.support.simulated_driver import head_buffers
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 
@@ -303,7 +303,7 @@ def test_head_groups_can_be_given_after_construction() -> None:
     layer.head_groups = 2
     assert layer.call(x).exchange.heads.groups == 2
     torch.testing.assert_close(layer(x), expected)
-    layer.exchange, layer.connection = "symmetric", HeadBuffers(SimulatedWorkspace(1).rank(0))
+    layer.exchange, layer.connection = "symmetric", head_buffers(SimulatedWorkspace(1).rank(0))
     assert layer.call(x).exchange.heads.groups == 2  # type: ignore[attr-defined]
     layer.head_groups = None
     assert layer.call(x).exchange.heads.groups == 1

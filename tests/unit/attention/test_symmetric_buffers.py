@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_fluid.attention.attention_kernels import CoreCase, choose_kernel
-from megatron_fluid.attention.exchange.buffers import HeadBuffers
+from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreCase
 from megatron_fluid.attention.exchange.protocol import Projection
 from megatron_fluid.attention.exchange.symmetric import (
     SymmetricExchange,
@@ -28,11 +27,13 @@ from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.errors import ConfigError, FluidError
 from tests.distributed.test_attention import Case, _layers
 from tests.support.machine import NEEDS_INTERPRETER
+from tests.support.simulated_driver import head_buffers
 from tests.support.simulated_workspace import SimulatedWorkspace
 from tests.support.thread_ranks import ThreadBuffers, run_threads
 
 pytestmark = NEEDS_INTERPRETER
 
+SDPA, CORE = CORE_KERNELS["sdpa"], CoreCase(8, torch.float64, "cpu")
 BASE = Case(head_dim=8, rotary=Rotary(8), heads=8, kv_heads=4, length=16)
 TRANSPORTS = pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 
@@ -81,7 +82,7 @@ def test_what_was_taken_is_the_callers_alone(transport: str) -> None:
 
 def test_copies_go_where_a_receive_buffer_is_after_it_has_grown() -> None:
     workspace = SimulatedWorkspace(2).rank(0)
-    buffers = HeadBuffers(workspace)
+    buffers = head_buffers(workspace)
     kept = []  # so that memory is not given out again
     for numel in (16, 1 << 16):
         kept.append(workspace.reserve("attention heads", numel, torch.float32))
@@ -100,21 +101,17 @@ def test_the_transport_is_a_matter_of_bytes() -> None:
     ]
     assert choose_transport("sm_push", 1 << 40) == "sm_push"
     with pytest.raises(ConfigError, match="transport"):
-        HeadBuffers(SimulatedWorkspace(1).rank(0), "pull")
+        head_buffers(SimulatedWorkspace(1).rank(0), "pull")
 
 
 def test_nothing_grows_in_a_backward() -> None:
-    heads, sequence, core = (
-        HeadLayout(8, 4, 8, 2, 2),
-        SequenceLayout(8, 2),
-        CoreCase(8, torch.float64, "cpu"),
-    )
+    heads, sequence = HeadLayout(8, 4, 8, 2, 2), SequenceLayout(8, 2)
 
     def body(buffers: ThreadBuffers) -> tuple[int, int]:
         [layer] = _layers(dataclasses.replace(BASE, groups=1), None, torch.device("cpu"))
         x = torch.randn(4, 2, BASE.hidden, dtype=torch.float64, requires_grad=True)
         exchange = SymmetricExchange(buffers, heads, sequence)
-        call = AttentionCall(exchange, choose_kernel("sdpa", core), core)
+        call = AttentionCall(exchange, SDPA, CORE)
         y = overlapped_attention(x, layer.weights(), call)
         before = buffers.workspace.growths
         y.sum().backward()
@@ -126,7 +123,7 @@ def test_nothing_grows_in_a_backward() -> None:
 def test_a_capture_that_would_wait_for_what_is_not_in_it_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    buffers = HeadBuffers(SimulatedWorkspace(1).rank(0))
+    buffers = head_buffers(SimulatedWorkspace(1).rank(0))
     buffers.transfer("heads", 4, torch.float32)  # begun, and never taken
     buffers.side = object()  # type: ignore[assignment]
     answers = iter(

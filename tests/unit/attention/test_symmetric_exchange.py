@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fluid.attention.attention_kernels import (
-    CORE_KERNELS,
-    CoreCase,
-    CoreKernel,
-    choose_kernel,
-)
+from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreCase, CoreKernel
 from megatron_fluid.attention.exchange import symmetric
 from megatron_fluid.attention.exchange.symmetric import SymmetricExchange, choose_transport
 from megatron_fluid.attention.exchanged import exchanged_attention
@@ -40,7 +35,7 @@ def _lying_apart(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
     assert all(t.is_contiguous() for t in (q, k, v))
     offsets = [t.storage_offset() for t in (q, k, v)]
     assert offsets in ([0, 0, 0], [0, q.numel(), q.numel() + k.numel()])
-    return CORE_KERNELS["sdpa"].run(q, k, v, case)
+    return SDPA.run(q, k, v, case)
 
 
 def _rank(case: Case, buffers: ThreadBuffers, apart: bool) -> dict[str, Any]:
@@ -51,11 +46,8 @@ def _rank(case: Case, buffers: ThreadBuffers, apart: bool) -> dict[str, Any]:
     heads = HeadLayout(case.heads, case.kv_heads, case.head_dim, world, case.groups)
     sequence = SequenceLayout(case.length, world, case.layout)
     core = CoreCase(case.head_dim, case.dtype, "cpu", case.causal, case.window)
-    table = (
-        None
-        if case.rotary is None
-        else case.rotary.table(case.length, torch.device("cpu"), case.dtype)
-    )
+    rotary, device = case.rotary, torch.device("cpu")
+    table = None if rotary is None else rotary.table(case.length, device, case.dtype)
     rows = sequence.positions(rank)
     ys, dxs = [], []
     for microbatch in range(case.microbatches):
@@ -63,11 +55,7 @@ def _rank(case: Case, buffers: ThreadBuffers, apart: bool) -> dict[str, Any]:
         h = local = x[rows].requires_grad_()
         for index, layer in enumerate(layers):
             exchange = SymmetricExchange(buffers, heads, sequence, apart)
-            kernel = (
-                CoreKernel("apart", lambda _: None, _lying_apart)
-                if apart
-                else choose_kernel("sdpa", core)
-            )
+            kernel = CoreKernel("apart", lambda _: None, _lying_apart) if apart else SDPA
             call = AttentionCall(exchange, kernel, core, table, name=f"attention {index}")
             call = dataclasses.replace(call, norm_eps=layer.config.norm_eps, dx_chunks=case.chunks)
             h = h + overlapped_attention(h, layer.weights(), call, scheduler)
@@ -92,6 +80,7 @@ def check(world: int, transport: str, case: Case, apart: bool = False) -> None:
     )
 
 
+SDPA, CORE = CORE_KERNELS["sdpa"], CoreCase(8, torch.float64, "cpu")
 BASE = Case(head_dim=8, rotary=Rotary(8), heads=8, kv_heads=4, length=16)
 TRANSPORTS = pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 
@@ -166,9 +155,7 @@ def test_a_backward_under_autocast_moves_what_the_forward_would_have(transport: 
 
     def body(buffers: ThreadBuffers) -> list[Tensor]:
         x, g = (t[sequence.positions(buffers.rank)] for t in _data(case, 0))
-        call = AttentionCall(
-            SymmetricExchange(buffers, heads, sequence), choose_kernel("sdpa", core), core
-        )
+        call = AttentionCall(SymmetricExchange(buffers, heads, sequence), SDPA, core)
         found = []
         for under in (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16)):
             local = x.detach().requires_grad_()
@@ -209,13 +196,12 @@ def test_attention_between_two_exchanges(
         for shape in ((heads, dim), (kv_heads, dim), (kv_heads, values))
     ]
     upstream = torch.randn(24, batch, heads * values, generator=generator, dtype=torch.float64)
-    kernel, core = CORE_KERNELS["sdpa"], CoreCase(dim, torch.float64, "cpu")
 
     def attend(part: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # What Transformer Engine's get_qkv_layout asks of contiguous tensors.
         offsets = [t.storage_offset() for t in (q, k, v)]
         assert offsets in ([0, 0, 0], [0, q.numel(), q.numel() + k.numel()])
-        return kernel.run(q, k, v, core).flatten(2)
+        return SDPA.run(q, k, v, CORE).flatten(2)
 
     def body(buffers: ThreadBuffers) -> list[Tensor]:
         rows = sequence.positions(buffers.rank)
@@ -243,20 +229,15 @@ def test_attention_between_two_exchanges(
 
 
 def test_gradients_of_gradients_are_refused() -> None:
-    heads, sequence, core = (
-        HeadLayout(4, 4, 8, 2),
-        SequenceLayout(12, 2),
-        CoreCase(8, torch.float64, "cpu"),
-    )
-    kernel = CORE_KERNELS["sdpa"]
+    heads, sequence = HeadLayout(4, 4, 8, 2), SequenceLayout(12, 2)
 
     def body(buffers: ThreadBuffers) -> None:
         exchange = SymmetricExchange(buffers, heads, sequence)
-        call = AttentionCall(exchange, kernel, core)
+        call = AttentionCall(exchange, SDPA, CORE)
         x = torch.randn(6, 1, 32, dtype=torch.float64, requires_grad=True)
         weights = AttentionWeights(torch.randn(96, 32).double(), torch.randn(32, 32).double())
         q, k, v = (x.view(6, 1, 4, 8) for _ in range(3))
-        alone = exchanged_attention(exchange, q, k, v, lambda part, *qkv: kernel.run(*qkv, core))
+        alone = exchanged_attention(exchange, q, k, v, lambda part, *qkv: SDPA.run(*qkv, CORE))
         for y in (alone, overlapped_attention(x, weights, call)):
             for loss in (y.square().sum(), y.sum()):
                 (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -284,19 +265,14 @@ def _same_when_recomputed(layer: Callable[[Tensor], Tensor], x: Tensor, reentran
     ("reentrant", "transport"), [(False, "sm_push"), (False, "copy_engine"), (True, "sm_push")]
 )
 def test_a_recomputation_that_stops_early_leaves_no_trace(reentrant: bool, transport: str) -> None:
-    heads, sequence, core = (
-        HeadLayout(4, 4, 8, 2, 2),
-        SequenceLayout(8, 2, "zigzag"),
-        CoreCase(8, torch.float64, "cpu"),
-    )
+    heads, sequence = HeadLayout(4, 4, 8, 2, 2), SequenceLayout(8, 2, "zigzag")
 
     def body(buffers: ThreadBuffers) -> None:
         def layer(x: Tensor) -> Tensor:
             q, k, v = (x.view(4, 1, 4, 8) * factor for factor in (1.0, 0.5, 2.0))
             exchange = SymmetricExchange(buffers, heads, sequence)
-            attend = CORE_KERNELS["sdpa"].run
             return x + exchanged_attention(
-                exchange, q, k, v, lambda part, *heads: attend(*heads, core)
+                exchange, q, k, v, lambda part, *heads: SDPA.run(*heads, CORE)
             )
 
         x = torch.randn(

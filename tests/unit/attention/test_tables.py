@@ -8,11 +8,11 @@ from torch import Tensor
 
 from megatron_fluid.attention import tables
 from megatron_fluid.attention.exchange import symmetric
-from megatron_fluid.attention.exchange.buffers import HeadBuffers
 from megatron_fluid.attention.exchange.symmetric import SymmetricExchange
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.tables import FUSED
 from megatron_fluid.errors import FluidError
+from tests.support.simulated_driver import head_buffers
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 
@@ -50,7 +50,7 @@ def test_a_capture_keeps_the_tables_of_an_exchange_that_was_used_before(
     kept: dict[int, object] = {}
     monkeypatch.setattr(tables, "_captured", kept)
     exchange = SymmetricExchange(
-        HeadBuffers(SimulatedWorkspace(1).rank(0)), HeadLayout(4, 4, 8, 1), SequenceLayout(6, 1)
+        head_buffers(SimulatedWorkspace(1).rank(0)), HeadLayout(4, 4, 8, 1), SequenceLayout(6, 1)
     )
     before = exchange.tables(FUSED)
     assert exchange.tables(FUSED) is before and not kept

@@ -16,7 +16,7 @@ from megatron_fluid.comm.agreement import Agreement, agreement
 from megatron_fluid.comm.group_resources import close_group
 from megatron_fluid.comm.hosts import detect_hosts
 from megatron_fluid.errors import FluidError, PeerTimeoutError
-from tests.support.agreements import agreements, on_all
+from tests.support.agreements import FrozenStore, agreements, on_all
 from tests.support.launch import run_ranks
 
 PACKAGE = Path(__file__).resolve().parents[3]
@@ -119,23 +119,9 @@ def test_a_group_of_one_process_asks_nobody() -> None:
     assert words.read("remark", range(4), 10.0) == {} and words.failed() == ""
 
 
-class Frozen:
-    """A store whose host is stopped."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def check(self, *_: object) -> bool:
-        self.calls += 1
-        threading.Event().wait(30.0)
-        return False
-
-    set = get = check
-
-
 def test_a_store_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_fluid.comm.agreement.STORE_S", 0.05)
-    store = Frozen()
+    store = FrozenStore()
     words = Agreement(store, "group", 0, range(2), lambda: 0.1)  # type: ignore[arg-type]
     begin = time.monotonic()
     for _ in range(20):

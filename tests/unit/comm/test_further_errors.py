@@ -52,13 +52,6 @@ def space() -> Iterator[Space]:
     failed_waits.forget(space.errors)
 
 
-def test_without_one_nothing_is_raised(space: Space) -> None:
-    raise_if_failed()
-    check_for_failed_waits()
-    space.errors.check()
-    assert not space.errors.failed() and space.errors.error() is None
-
-
 def test_it_is_raised_wherever_a_failed_wait_is(space: Space) -> None:
     space.found.append(LACK)
     for raises in (space.errors.check, raise_if_failed, check_for_failed_waits):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,7 @@ from megatron_fluid.comm import peer_watch
 from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.comm.peer_watch import PeerWatch, place_of, watched_peers
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
-from tests.support.agreements import agreements, on_all
+from tests.support.agreements import FrozenStore, agreements, on_all
 
 BOUND_S = 10.0  # beats are 1 s apart
 COLLECTIVE, OWN = ("all_reduce (megatron/a.py:1)", True), ("write (megatron/b.py:2)", False)
@@ -45,6 +47,9 @@ class World:
 
 def test_a_rank_that_is_lost_is_named_with_the_operation_and_the_process_ends() -> None:
     world = World()
+    world.beat(12, lost=2)
+    assert "rank 2 never came" in str(world.ended[0])
+    world = World()
     world.beat(9, lost=2, at=3)
     assert not world.ended, "within the bound"
     world.beat(12, lost=2)
@@ -60,12 +65,6 @@ def test_without_being_asked_to_end_it_only_tells(capsys: pytest.CaptureFixture[
     assert not world.ended
     assert len(told) == 2, "once a rank"
     assert "rank 0: no answer from peer 1 in all_reduce" in told[0]
-
-
-def test_a_rank_that_never_came_is_named() -> None:
-    world = World()
-    world.beat(12, lost=2)
-    assert "rank 2 never came" in str(world.ended[0])
 
 
 def test_ranks_that_all_wait_for_each_other_end_and_say_where(
@@ -101,25 +100,11 @@ def test_moving_on_starts_the_clock_again() -> None:
     assert not world.ended
 
 
-class Silent:
-    """A store whose host is frozen."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def _wait(self, *_: object) -> bool:
-        self.asked += 1
-        threading.Event().wait(5.0)
-        raise RuntimeError("late")
-
-    check = get = set = _wait
-
-
 def test_a_store_that_does_not_answer_is_bounded_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_fluid.comm.agreement.STORE_S", 0.05)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     ended: list[PeerTimeoutError] = []
-    store = Silent()
+    store = FrozenStore()
     words = Agreement(store, "job", 1, range(2), lambda: BOUND_S)  # type: ignore[arg-type]
     watch = PeerWatch(words, BOUND_S, True, on_timeout=ended.append, thread=-1)
     watch._place, watch._waits = COLLECTIVE
@@ -128,7 +113,7 @@ def test_a_store_that_does_not_answer_is_bounded_and_named(monkeypatch: pytest.M
     for second in range(13):
         watch.step(float(second))
     assert time.monotonic() - begin < 3.0
-    assert store.asked == 1, "one question at a time"
+    assert store.calls == 1, "one question at a time"
     assert ended[0].peer == 0
     assert "rank 0, which holds it, is lost" in str(ended[0])
 
@@ -150,41 +135,52 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-def test_an_error_of_a_connection_names_the_rank_that_stopped(fast: World) -> None:
-    alive = threading.Event()
+@contextlib.contextmanager
+def beating(*watches: PeerWatch) -> Iterator[None]:
+    stop = threading.Event()
 
-    def keep_beating() -> None:
-        while not alive.wait(0.002):
-            fast.watches[2].step(0.0)
+    def beat() -> None:
+        while not stop.wait(0.002):
+            for watch in watches:
+                watch.step(0.0)
 
-    thread = threading.Thread(target=keep_beating)
+    thread = threading.Thread(target=beat)
     thread.start()
     try:
-        error = fast.watches[0].explain(gloo_error())
+        yield
     finally:
-        alive.set()
+        stop.set()
         thread.join()
-    assert error is not None
-    assert error.peer == 1
+
+
+def test_an_error_of_a_connection_names_the_rank_that_stopped(fast: World) -> None:
+    with beating(fast.watches[2]):
+        error = fast.watches[0].explain(gloo_error())
+    assert error is not None and error.peer == 1
     assert "rank 1 stopped beating" in str(error)
     assert "Connection closed by peer" in str(error)
+    with beating(*fast.watches[1:]):
+        assert fast.watches[0].explain(gloo_error()) is None, "all are alive"
 
 
-def test_the_error_of_a_rank_that_failed_is_the_cause(fast: World) -> None:
-    fast.watches[1].end("ValueError: found NaN in the loss")
-    fast.watches[2].end("lost: rank 2: no answer from peer 1")
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        (
+            "ValueError: found NaN in the loss",
+            "lost: rank 2: no answer from peer 1",
+            "rank 1 ended: ValueError: found NaN in the loss",
+        ),
+        ("done", "lost: rank 2: no answer from peer 3", "no answer from peer 3"),
+    ],
+)
+def test_what_other_ranks_ended_with_is_the_cause(
+    fast: World, first: str, second: str, told: str
+) -> None:
+    fast.watches[1].end(first)
+    fast.watches[2].end(second)
     error = fast.watches[0].explain(gloo_error())
-    assert error is not None
-    assert error.peer == 1
-    assert "rank 1 ended: ValueError: found NaN in the loss" in str(error)
-
-
-def test_what_another_rank_found_is_passed_on(fast: World) -> None:
-    fast.watches[1].end("done")
-    fast.watches[2].end("lost: rank 2: no answer from peer 3 in moe dispatch")
-    error = fast.watches[0].explain(gloo_error())
-    assert error is not None
-    assert "no answer from peer 3 in moe dispatch" in str(error)
+    assert error is not None and told in str(error)
 
 
 def test_our_own_error_keeps_its_words_and_gains_the_lost_rank(fast: World) -> None:
@@ -227,23 +223,6 @@ def test_errors_that_no_peer_causes_are_left_alone(fast: World, error: Exception
     assert fast.watches[0].explain(error) is None
 
 
-def test_all_ranks_alive_explain_nothing(fast: World) -> None:
-    stop = threading.Event()
-
-    def keep_beating() -> None:
-        while not stop.wait(0.002):
-            fast.watches[1].step(0.0)
-            fast.watches[2].step(0.0)
-
-    thread = threading.Thread(target=keep_beating)
-    thread.start()
-    try:
-        assert fast.watches[0].explain(gloo_error()) is None
-    finally:
-        stop.set()
-        thread.join()
-
-
 def test_the_place_is_the_collective_and_who_called_it() -> None:
     torch = "/x/site-packages/torch/distributed/"
     stack = [
@@ -257,16 +236,6 @@ def test_the_place_is_the_collective_and_who_called_it() -> None:
     assert place_of(stack) == ("all_gather_object (core/optimizer/clip_grads.py:5)", True)
     assert place_of(stack[5:]) == ("norm (core/optimizer/clip_grads.py:5)", False)
     assert place_of([]) == ("unknown", False)
-
-
-def test_the_main_threads_stack_is_read_where_it_stands() -> None:
-    watch = PeerWatch(agreements(2)[0], BOUND_S, thread=None)
-    watch._sample(1.0)
-    first = watch._moved_at, watch._place
-    assert first[0] == 1.0
-    assert "_sample" in first[1] or "test_the_main" in first[1]
-    watch._sample(2.0)  # another line of this function
-    assert watch._moved_at == 2.0
 
 
 def test_outside_a_job_nothing_is_watched_and_errors_pass() -> None:

@@ -95,7 +95,7 @@ def test_help_shows_what_a_rooms_names_take(room: str) -> None:
         ("SelfAttention", ("hidden_size", "num_kv_heads", "window", "group", "dtype")),
         ("TransformerLayer", ("num_experts", "rope_theta", "ep_group", "layer_id")),
         ("AllToAll.internode", ("max_num_tokens", "hidden_dim_scale_bytes", "domain_size")),
-        ("AllToAll.dispatch_with_hook", ("dp_x", "indices", "weights", "quantize")),
+        ("AllToAll.dispatch_with_hook", ("dp_x", "indices", "weights", "alignment")),
     ],
 )
 def test_the_fields_of_a_config_are_shown_where_they_are_taken(

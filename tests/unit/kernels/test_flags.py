@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fluid.attention.exchange.buffers import HeadBuffers
 from megatron_fluid.comm.workspace import Buffer, Workspace
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from tests.support.machine import INTERPRETED
+from tests.support.simulated_driver import head_buffers
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -116,7 +116,7 @@ def test_buffers_keep_their_address_and_are_seen_by_peers() -> None:
 @pytest.mark.interpreter
 def test_attention_s_barrier_is_one_of_its_zone_and_of_an_open_workspace() -> None:
     simulated = SimulatedWorkspace(2, DEVICE)
-    domains = [HeadBuffers(simulated.rank(rank)) for rank in range(2)]
+    domains = [head_buffers(simulated.rank(rank)) for rank in range(2)]
     for generation in (1, 2, 3):
         for (
             domain

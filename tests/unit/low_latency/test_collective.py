@@ -57,14 +57,12 @@ def _odd(rank: int, world: int) -> None:
     _, _, out_scale = receive(ata)
     if rank == 0 and out_scale is not None:
         assert out_scale.flatten().tolist() == [1.0, 2.0, 3.0, 4.0] * 2
-    ata = _open(rank, world, 128, 4, 1)
     m = 3 * rank
-    x = torch.full((m, 128), 448.0).to(torch.bfloat16)
-    send(ata, x, ids[:m], ONES[:m], quantize=True)
-    counts, out, out_scale = receive(ata, torch.float8_e4m3fn)
+    send(ata, torch.ones(m, 16, dtype=torch.bfloat16), ids[:m], ONES[:m], scale=scale[:m])
+    counts, _, out_scale = receive(ata)
     assert int(counts) == (3 if rank == 0 else 0)
     if rank == 0 and out_scale is not None:
-        assert torch.equal(out.float()[0, :3] * out_scale[0, :3], torch.full((3, 128), 448.0))
+        assert out_scale.flatten().tolist()[:3] == [1.0, 2.0, 3.0]
 
 
 def test_one_scale_a_row_travels_from_a_column_and_from_no_tokens() -> None:

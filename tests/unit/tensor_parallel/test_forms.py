@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid.errors import ConfigError
 from megatron_fluid.tensor_parallel.gemm import Gemm
 from tests.support.machine import NEEDS_INTERPRETER
 from tests.support.tensor_parallel_forms import (
@@ -163,40 +162,3 @@ def test_the_copy_engine_form_takes_no_rows(warm: bool) -> None:
             scatter_all(backends, a, gemms), ((a[0] + a[1]) @ gemms[0].b).chunk(2), strict=False
         ):
             torch.testing.assert_close(found, wanted[: rows // 2])
-
-
-@pytest.mark.parametrize("b", [torch.ones(16, 8), torch.ones(16, 8).to(torch.float8_e4m3fn)])
-def test_a_bias_has_the_dtype_of_c_or_of_a(b: Tensor) -> None:
-    fp8 = b.dtype != torch.float32
-    a, scale = torch.ones(4, 16).to(b.dtype), torch.ones(1) if fp8 else None
-    half = torch.bfloat16
-    for dtype in (half,) if fp8 else (half, torch.float32):
-        found = Gemm(
-            b, bias=torch.ones(8, dtype=dtype), scale_a=scale, scale_b=scale, out_dtype=half
-        )(a)
-        assert found.dtype == half and (found == 17).all()
-    for dtype in (torch.float16, torch.float32) if fp8 else (torch.float16,):
-        with pytest.raises(ConfigError, match=f"bias: found {dtype}, allowed: .*{half}"):
-            Gemm(b, bias=torch.ones(8, dtype=dtype), scale_a=scale, scale_b=scale, out_dtype=half)(
-                a
-            )
-
-
-def test_fp8_with_scales_by_row_goes_block_by_block() -> None:
-    ranks, m, n, k = 3, 4, 16, 32
-    generator = torch.Generator().manual_seed(2)
-    backends = copy_engine_forms(ranks)
-    shards = [torch.randn(m, k, generator=generator).to(torch.float8_e4m3fn) for _ in range(ranks)]
-    weight = torch.randn(n, k, generator=generator).to(torch.float8_e4m3fn)
-    by_row = torch.rand(ranks * m, 1, generator=generator) + 0.5
-    by_column = torch.rand(1, n, generator=generator) + 0.5
-    bias = torch.randn(n, generator=generator)
-    gemm = Gemm(weight, True, bias, by_row, by_column, torch.float32)
-    product = (torch.cat(shards).float() * by_row) @ (weight.float().t() * by_column)
-    for c, gathered in gather_all(backends, shards, [gemm] * ranks, True):
-        torch.testing.assert_close(c, product + bias)
-        assert torch.equal(gathered.view(torch.uint8), torch.cat(shards).view(torch.uint8))
-    for rank, found in enumerate(
-        scatter_all(backends, [torch.cat(shards)] * ranks, [gemm] * ranks)
-    ):
-        torch.testing.assert_close(found, ranks * product[rank * m : (rank + 1) * m] + bias)
