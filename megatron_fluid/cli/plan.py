@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         models = wanted_models(args)
         for name, model in models.items():
             _check(name, model)
-        machine = machine_named(args.machine, "cuda")
+        machine = machine_named(args.machine)
         if args.write is not None:
             args.write.write_text(machine.dumps())
     except (ConfigError, OSError) as error:

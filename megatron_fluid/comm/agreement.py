@@ -217,9 +217,9 @@ class Agreement:
         if token is not None and not self.alone:
             self._ask(lambda: self._set(f"{token}/{_FAILED}", newest), STORE_S)
 
-    def failures(self, ranks: Iterable[int] | None = None) -> dict[int, tuple[int | None, str]]:
-        """Return the failures that ranks (None: all) have reported, by rank of the group."""
-        reports = self.read(_FAILED, range(self.size) if ranks is None else ranks)
+    def failures(self) -> dict[int, tuple[int | None, str]]:
+        """Return the failures that ranks have reported, by rank of the group."""
+        reports = self.read(_FAILED, range(self.size))
         return {rank: report for rank, report in reports.items() if report is not None}
 
     def failed(self) -> str:

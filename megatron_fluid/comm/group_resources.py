@@ -14,14 +14,7 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.lone_rank import is_lone
 
-__all__ = [
-    "close_group",
-    "drop_resource",
-    "group_resource",
-    "held_everywhere",
-    "held_resource",
-    "is_destroyed",
-]
+__all__ = ["close_group", "drop_resource", "group_resource", "held_everywhere", "is_destroyed"]
 
 
 @dataclass
@@ -56,12 +49,6 @@ def group_resource[T](
         found = kept[key] = _Resource(make(), close)
     value: T = found.value
     return value
-
-
-def held_resource(group: dist.ProcessGroup, key: Hashable) -> Any:
-    """Return what is kept for `group` under `key`, or None. Makes nothing and is not collective."""
-    found = _resources.get(group, {}).get(key)
-    return None if found is None else found.value
 
 
 def held_everywhere(key: Hashable) -> list[Any]:

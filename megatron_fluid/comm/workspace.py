@@ -147,21 +147,20 @@ class Workspace:
         """Barrier of all ranks: their new memory is filled, so that peers may write into it."""
 
     # ---- buffers; never inference tensors, since training may write into them later
-    def reserve(self, name: str, numel: int, dtype: torch.dtype, zeroed: bool = False) -> Tensor:
+    def reserve(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the flat buffer `name` of `dtype` with at least `numel` elements.
 
-        Collective where it must be allocated or grow. zeroed: new memory is zero on every rank
-        before any rank returns.
+        Collective where it must be allocated or grow.
         """
         self.check_open()
         found = self._buffers.get((name, dtype))
         if found is None or found.local.numel() < numel:
             del found  # the old memory goes before the new is taken
-            self._grow(name, numel, dtype, zeroed)
+            self._grow(name, numel, dtype)
         return self._buffers[name, dtype].local
 
     @torch.inference_mode(False)
-    def _grow(self, name: str, numel: int, dtype: torch.dtype, zeroed: bool) -> None:
+    def _grow(self, name: str, numel: int, dtype: torch.dtype) -> None:
         key = (name, dtype)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise FluidError(
@@ -172,8 +171,6 @@ class Workspace:
         self._before_growth(name, numel * dtype.itemsize)
         self._buffers.pop(key, None)
         self._buffers[key] = self._allocate(name, numel, dtype)
-        if zeroed:
-            self._buffers[key].local.zero_()
         self.growths += 1
         self._after_growth()
 
@@ -219,11 +216,8 @@ class Workspace:
 
     # ---- flags
     @torch.inference_mode(False)
-    def flags(
-        self, operation: str, slots: int | None = None, counters: int = 1, stream: int = 0
-    ) -> FlagRegion:
-        """Return the flag region of (operation, stream) with `slots` words (default W), zero at
-        first.
+    def flags(self, operation: str, slots: int | None = None, counters: int = 1) -> FlagRegion:
+        """Return the flag region of `operation` with `slots` words (default W), zero at first.
 
         Every rank makes its first calls in the same order. Enqueues nothing, so it may be called
         inside a CUDA graph capture.
@@ -234,8 +228,7 @@ class Workspace:
         """
         self.check_open()
         slots = self.world_size if slots is None else slots
-        name = f"{operation}@{stream}"
-        region = self._regions.get(name)
+        region = self._regions.get(operation)
         if region is None:
             arena = self._buffers[_ARENA].local
             start, first = self._flag_words, self._counter_words
@@ -245,21 +238,21 @@ class Workspace:
             ):
                 if taken + wanted > most:
                     used = f"{taken} of {most} words are taken"
-                    raise FluidError(f"no space for {wanted} {what} of {name!r}: {used}")
+                    raise FluidError(f"no space for {wanted} {what} of {operation!r}: {used}")
             self._flag_words += -(-slots // _LINE) * _LINE
             self._counter_words += -(-counters // _LINE) * _LINE
             region = FlagRegion(
-                name=name,
+                name=operation,
                 operation=len(self._operations),
                 flags=arena[start : start + slots],
                 addresses=self._flag_addresses[start // _LINE, : self.world_size],
                 counter=self._counters[first : first + counters],
             )
-            self._operations.append(name)
-            self._regions[name] = region
+            self._operations.append(operation)
+            self._regions[operation] = region
         elif region.flags.numel() < slots or region.counter.numel() < counters:
             request = f"{slots} slots, {counters} counters"
-            raise ConfigError.of(f"flags {name!r}", request, "at most the first request's")
+            raise ConfigError.of(f"flags {operation!r}", request, "at most the first request's")
         return region
 
     # ---- errors

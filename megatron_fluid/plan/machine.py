@@ -1,5 +1,5 @@
-"""Machine parameters shared by all ranks of a group: rates of the device and of the links between
-the ranks, in bytes and FLOP per second.
+"""Machine parameters: rates of the device and of the links between ranks, in bytes and FLOP per
+second.
 
 Nothing is measured: `auto` chooses by `REFERENCE`, or by the figures that the setting `machine`
 (`--fluid-machine`) names.
@@ -16,14 +16,10 @@ from pathlib import Path
 from typing import Self
 
 import torch
-import torch.distributed as dist
 
-from megatron_fluid.comm.agreement import agreement
-from megatron_fluid.comm.group_resources import group_resource
-from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["REFERENCE", "Machine", "agreed_machine", "machine_named"]
+__all__ = ["REFERENCE", "Machine", "machine_named"]
 
 
 @dataclass(frozen=True)
@@ -87,13 +83,11 @@ REFERENCE: Mapping[str, Machine] = {
 """Figures by name. A GPU that is not here has those of "h200"."""
 
 
-def machine_named(setting: str, device_type: str) -> Machine:
+def machine_named(setting: str) -> Machine:
     """Return the figures that a setting names.
 
     Args:
-        setting: "auto" or "reference": those of this process's device; a name in REFERENCE; or a
-            file.
-        device_type: "cuda" or "cpu", where the layers compute.
+        setting: "auto" or "reference": those of this process's GPU; a name in REFERENCE; or a file.
 
     Raises:
         ConfigError: the file has no figures.
@@ -102,44 +96,5 @@ def machine_named(setting: str, device_type: str) -> Machine:
         return REFERENCE[setting]
     if setting not in ("auto", "reference"):
         return Machine.read(setting)
-    if device_type == "cpu":
-        return REFERENCE["cpu"]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return REFERENCE["h100" if "H100" in gpu else "h200"]
-
-
-def agreed_machine(
-    group: dist.ProcessGroup, device_type: str, setting: str | None = None
-) -> Machine | None:
-    """Return the figures by which `auto` chooses for a group: those of its first rank. None where
-    it does not choose by figures: with "auto" on CPUs, every form that can overlap is taken.
-    Collective the first time.
-
-    Args:
-        device_type: "cuda" or "cpu", where the layers compute.
-        setting: in place of the configuration's `machine`.
-
-    Raises:
-        ConfigError: on every rank: the setting's file has no figures.
-        PeerTimeoutError: a rank has not come within the timeout.
-    """
-    asked = current_config().machine if setting is None else setting
-    if asked == "auto" and device_type == "cpu":
-        return None
-
-    def first() -> tuple[Machine | None, str]:
-        if group.rank():
-            return None, ""
-        try:
-            return machine_named(asked, device_type), ""
-        except ConfigError as error:
-            return None, str(error)
-
-    def agree() -> Machine:
-        machine, failure = agreement(group).first("figures of the machine", first())
-        if failure:
-            raise ConfigError(failure)
-        found: Machine = machine
-        return found
-
-    return group_resource(group, ("machine", device_type, asked), agree)

@@ -6,50 +6,48 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from megatron_fluid.plan.machine import REFERENCE, Machine
+from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.errors import ConfigError, PeerTimeoutError
+from megatron_fluid.moe.nvlink.buffers import _choose
+from megatron_fluid.moe.nvlink.schedule import Schedule
+from megatron_fluid.plan.machine import REFERENCE
 from tests.support.launch import run_ranks
 
-RANKS = 3
-FILE = dataclasses.replace(REFERENCE["cpu"], flops_per_s=7e9)
+SHAPE = (4096, 4096, 14336, 2, 8)
 
 
-def _from_file(rank: int, ranks: int, folder: str) -> Machine | str | None:
-    from megatron_fluid.errors import ConfigError
-    from megatron_fluid.plan.machine import agreed_machine
-
-    assert agreed_machine(dist.group.WORLD, "cpu", "auto") is None, "CPUs overlap what they can"
-    path = f"{folder}/rank-{rank}.json"  # not there but on the first rank
+def _from_file(rank: int, ranks: int, folder: str) -> Schedule | str:
+    # Not there but on the first rank.
+    set_config(FluidConfig(machine=f"{folder}/rank-{rank}.json"))
     try:
-        machine = agreed_machine(dist.group.WORLD, "cpu", path)
-        assert machine is agreed_machine(dist.group.WORLD, "cpu", path), "remembered"
-        return machine
+        return _choose(dist.group.WORLD, SHAPE, torch.bfloat16)  # type: ignore[arg-type]
     except ConfigError as error:
         return str(error)
 
 
 def test_all_ranks_take_the_file_of_the_first(tmp_path: Path) -> None:
-    path = tmp_path / "rank-0.json"
-    path.write_text(FILE.dumps())
-    results = run_ranks(_from_file, RANKS, str(tmp_path))
-    assert results == [dataclasses.replace(FILE, source=str(path))] * RANKS
+    path, streams = tmp_path / "rank-0.json", []
+    for wire in (1e8, 1e13):  # over a slow wire the dispatch is sent in chunks
+        path.write_text(dataclasses.replace(REFERENCE["h200"], wire_bytes_per_s=wire).dumps())
+        first, *others = run_ranks(_from_file, 3, str(tmp_path))
+        assert isinstance(first, Schedule) and others == [first] * 2
+        streams.append(first.stream)
+    assert streams[0] != streams[1]
     path.write_text("{}")
-    results = run_ranks(_from_file, RANKS, str(tmp_path))
-    assert all("allowed: a file that `megatron-fluid plan --write`" in text for text in results)
+    results = run_ranks(_from_file, 3, str(tmp_path))
+    assert all(
+        "allowed: a file that `megatron-fluid plan --write`" in str(text) for text in results
+    )
 
 
-def _late(rank: int, ranks: int) -> str:
-    from megatron_fluid.config import FluidConfig, set_config
-    from megatron_fluid.errors import PeerTimeoutError
-    from megatron_fluid.plan.machine import agreed_machine
-
-    set_config(FluidConfig(timeout_s=1.0))
-    if rank:
-        return ""
-    with pytest.raises(PeerTimeoutError, match="figures of the machine.*rank 1 did not come") as e:
-        agreed_machine(dist.group.WORLD, "cpu", "reference")
-    return str(e.value)
+def _late(rank: int, ranks: int) -> None:
+    set_config(FluidConfig(timeout_s=1.0, machine="h200"))
+    if rank == 0:
+        with pytest.raises(PeerTimeoutError, match="schedule of an MoE .*rank 1 did not come"):
+            _choose(dist.group.WORLD, SHAPE, torch.bfloat16)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

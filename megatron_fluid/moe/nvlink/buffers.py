@@ -25,12 +25,13 @@ from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.comm.workspace import FlagRegion, Workspace
+from megatron_fluid.config import current_config
 from megatron_fluid.cuda.streams import current_stream
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.grouped_gemm.launch import prepare, sends_rows
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule, choose_schedule
-from megatron_fluid.plan.machine import REFERENCE, agreed_machine
+from megatron_fluid.plan.machine import machine_named
 
 __all__ = ["NvlinkBuffers", "RoutingHandle", "SizedBuffers", "shared_buffers"]
 
@@ -329,17 +330,25 @@ def _choose(
 ) -> Schedule:
     """choose_schedule on the group's first rank, for all: ranks with other schedules would wait for
     each other in vain."""
-    found = NO_OVERLAP
-    machine = agreed_machine(group, "cuda" if torch.cuda.is_available() else "cpu")
-    if dist.get_rank(group) == 0:
+
+    def found() -> tuple[Schedule, str]:
+        if dist.get_rank(group):
+            return NO_OVERLAP, ""
         # Whether this GPU's grouped GEMMs can send the rows of their results.
         sends = torch.cuda.is_available() and sends_rows(
             torch.device("cuda", torch.cuda.current_device()), dtype
         )
-        figures = machine or REFERENCE["h200"]
-        found = choose_schedule(*shape, dist.get_world_size(group), sends, figures)
-    chosen: Schedule = agreement(group).first("schedule of an MoE layer", found)
-    return chosen
+        try:
+            figures = machine_named(current_config().machine)
+        except ConfigError as error:
+            return NO_OVERLAP, str(error)
+        return choose_schedule(*shape, dist.get_world_size(group), sends, figures), ""
+
+    chosen, failure = agreement(group).first("schedule of an MoE layer", found())
+    if failure:
+        raise ConfigError(failure)
+    schedule: Schedule = chosen
+    return schedule
 
 
 class SizedBuffers:

@@ -8,12 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_fluid.comm import group_resources
-from megatron_fluid.comm.group_resources import (
-    close_group,
-    group_resource,
-    held_resource,
-    is_destroyed,
-)
+from megatron_fluid.comm.group_resources import close_group, group_resource, is_destroyed
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +25,7 @@ def test_a_resource_is_made_once_for_a_group_and_key() -> None:
     first, second = _group(), _group()
     made = [group_resource(group, key, object) for group in (first, second) for key in "ab"]
     assert len(set(map(id, made))) == 4
-    assert group_resource(first, "a", object) is made[0] is held_resource(first, "a")
-    assert held_resource(first, "c") is None
+    assert group_resource(first, "a", object) is made[0]
 
 
 def test_none_is_remembered_like_any_other_value() -> None:
@@ -48,7 +42,7 @@ def test_closing_a_group_closes_latest_first_and_once() -> None:
     for _ in range(2):
         close_group(group)
     assert closed == ["c", "a"]
-    assert held_resource(group, "a") is None
+    assert group not in group_resources._resources
 
 
 def test_what_destroyed_groups_kept_goes_when_the_next_group_asks() -> None:

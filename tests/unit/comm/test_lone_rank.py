@@ -69,7 +69,7 @@ def test_what_is_kept_for_the_process_outlives_other_groups() -> None:
     value = group_resources.group_resource(group, "x", object)
     group_resources._drop_destroyed_groups()
     assert not is_destroyed(group)
-    assert group_resources.held_resource(group, "x") is value
+    assert group_resources.group_resource(group, "x", object) is value
     close_group(group)
 
 

@@ -21,6 +21,7 @@ from megatron_fluid.moe.choose import choose_transport, nvlink_layer_reason
 from megatron_fluid.moe.nvlink import buffers as nvlink_buffers
 from megatron_fluid.moe.nvlink.buffers import SizedBuffers
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP
+from megatron_fluid.plan.machine import REFERENCE
 from tests.support.launch import run_ranks
 
 GPU = torch.device("cuda")
@@ -229,7 +230,7 @@ def test_rows_are_sent_by_gemms_of_the_types_that_can(monkeypatch: pytest.Monkey
     monkeypatch.setattr(group_resources, "is_destroyed", lambda group: False)
     monkeypatch.setattr(nvlink_buffers, "SymmetricWorkspace", mock.Mock())
     monkeypatch.setattr(nvlink_buffers, "wait_timeout_s", lambda *_: 9.0)
-    monkeypatch.setattr(nvlink_buffers, "agreed_machine", lambda *_: None)
+    monkeypatch.setattr(nvlink_buffers, "machine_named", lambda _: REFERENCE["h200"])
     monkeypatch.setattr(nvlink_buffers, "NvlinkBuffers", lambda *_, schedule, **__: schedule)
     monkeypatch.setattr(nvlink_buffers, "sends_rows", lambda device, dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -25,13 +25,11 @@ def test_a_machine_survives_its_file(tmp_path: Path) -> None:
 
 def test_names_give_reference_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, machine in REFERENCE.items():
-        assert machine_named(name, "cuda") is machine
+        assert machine_named(name) is machine
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for gpu, name in (("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("A", "h200")):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu=gpu: gpu)
-        assert machine_named("auto", "cuda") is machine_named("reference", "cuda")
-        assert machine_named("auto", "cuda") is REFERENCE[name]
-    assert machine_named("reference", "cpu") is CPU
+        assert machine_named("auto") is machine_named("reference") is REFERENCE[name]
 
 
 @pytest.mark.parametrize(
