@@ -184,7 +184,9 @@ def _without_overlap(case: WireCase) -> nn.Module:
         layer.rounds = rounds  # type: ignore[assignment]
         return layer
     if case.kind == "attention":
-        return _attention(case, rounds=rounds)
+        attention = _attention(case)
+        attention.connection = rounds  # type: ignore[assignment]
+        return attention
     whole = _layer(case)
     whole.mlp.rounds = rounds
     whole.self_attention.connection = rounds

@@ -31,7 +31,6 @@ from megatron_fluid.attention.tables import cached_tables, capturing
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.comm.layers import Form, check_input, copy_sharing
-from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.comm.same_settings import compare_settings
 from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.config import current_config, shows_fields_of
@@ -63,7 +62,6 @@ class SelfAttention(nn.Module):
     Args:
         shape: an AttentionConfig, a dictionary of its fields, or hidden_size and num_heads.
         group: the context-parallel process group; None: the whole sequence is here.
-        rounds: the P2P rounds to use; by default those that all layers of ``group`` share.
         scheduler: where dW is queued while it is enabled; by default ``get_backward_scheduler()``.
         device, dtype: of the parameters.
         name: for errors and traces.
@@ -78,7 +76,6 @@ class SelfAttention(nn.Module):
         self,
         *shape: AttentionConfig | Mapping[str, Any] | int,
         group: dist.ProcessGroup | None = None,
-        rounds: P2PRounds | None = None,
         scheduler: WeightGradScheduler | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -93,10 +90,6 @@ class SelfAttention(nn.Module):
         world = 1 if group is None else group.size()
         self.heads = HeadLayout(heads, config.num_kv_heads, dim, world)
         self.head_groups = config.head_groups
-        if rounds is not None and config.exchange == "symmetric":
-            raise ConfigError.of("exchange", config.exchange, "auto or rounds with `rounds`")
-        if rounds is not None and not config.overlap:
-            raise ConfigError.of("rounds", "P2P rounds", "None with overlap=False")
         dx_chunks = config.dx_chunks
         self.dx_chunks = current_config().dx_chunks if dx_chunks is None else dx_chunks
         self.scheduler = get_backward_scheduler() if scheduler is None else scheduler
@@ -109,21 +102,17 @@ class SelfAttention(nn.Module):
         self._last_call: tuple[tuple[Any, ...], AttentionCall] | None = None  # with its key
         self._taken: Form | None = None  # the last input's dtype and device that were looked at
         like = self.linear_qkv.weight
-        where = {
-            "dtype": like.dtype,
-            "device": like.device.type,
-            "rounds given": rounds is not None,
-        }
+        where = {"dtype": like.dtype, "device": like.device.type}
         compare_settings(group, type(self).__name__, vars(config) | where)
-        self.exchange, self.connection = self._connect(rounds)
+        self.exchange, self.connection = self._connect()
 
-    def _connect(self, rounds: P2PRounds | None) -> tuple[str, Any]:
+    def _connect(self) -> tuple[str, Any]:
         """The exchange's name, and what it shares with other layers of the group."""
         asked, group, device = self.config.exchange, self.group, self.linear_qkv.weight.device.type
         if not self.config.overlap:
             return "collective", group
-        if rounds is not None or group is None or group.size() == 1:
-            return "rounds", rounds
+        if group is None or group.size() == 1:
+            return "rounds", None
         if asked == "auto":
             reasons = ((n, EXCHANGES[n].unsupported_reason) for n in ("symmetric", "rounds"))
             asked = next(n for n, of in reasons if of(group, self.heads.head_dim, device) is None)

@@ -286,15 +286,6 @@ def test_ways_that_were_asked_for_and_cannot_be_taken_are_refused() -> None:
         ConfigError, match="exchange: found 'symmetric', allowed: auto or rounds with overlap=False"
     ):
         _layer(exchange="symmetric", overlap=False)
-    rounds = mock.Mock()
-    with pytest.raises(
-        ConfigError, match="exchange: found 'symmetric', allowed: auto or rounds with `rounds`"
-    ):
-        _layer(exchange="symmetric", rounds=rounds)
-    with pytest.raises(
-        ConfigError, match="rounds: found 'P2P rounds', allowed: None with overlap=False"
-    ):
-        _layer(rounds=rounds, overlap=False)
 
 
 def test_head_groups_can_be_given_after_construction() -> None:
