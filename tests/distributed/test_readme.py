@@ -2,11 +2,9 @@
 the site is built strictly, and every command of the user's pages is run, here or where ELSEWHERE
 says."""
 
-import contextlib
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import textwrap
@@ -85,8 +83,10 @@ NOT_RUN = {
     "--rdzv_endpoint HOST:29500 examples/pretrain_gpt_moe.py": "needs a batch system",
     "mpirun -np 2 -npernode 1 torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d "
     "--rdzv_endpoint HOST:29500 examples/pretrain_gpt_moe.py": "needs two hosts",
-    f"{TWO_NODES} tests/test_transformer_speedup.py": "NODES starts two nodes, and "
-    "test_transformer_speedup.py this program",
+    f"{TWO_NODES} tests/test_transformer_speedup.py": "needs two hosts; "
+    "test_launchers.py starts two nodes, and test_transformer_speedup.py this program",
+    f"{TWO_NODES} examples/pretrain_gpt_moe.py": "needs two hosts; test_launchers.py starts two "
+    "nodes, and test_pretrain_example.py this program",
 }
 # Commands that are run here, each with what makes it short.
 QUICK = {
@@ -99,10 +99,6 @@ SMALL = (
     "--train-iters 2 --eval-iters 1 --hidden-size 32 --seq-length 32 --micro-batch-size 1 "
     "--global-batch-size 4"
 )
-NODES = {
-    f"{TWO_NODES} examples/pretrain_gpt_moe.py": f"{SMALL} --save {{tmp}}/run "
-    "--text-path Makefile --text-cache {tmp}/text"
-}
 MAKE = {
     "make pretrain": f"{SMALL} --save {{tmp}}/run --text-path Makefile --text-cache {{tmp}}/text",
     'make pretrain RANKS=2 ARGS="--help"': "--help",
@@ -140,7 +136,7 @@ def test_the_generated_parts_are_up_to_date() -> None:
 
 def test_every_command_is_run_somewhere() -> None:
     assert COMMANDS
-    assert set(COMMANDS) == {*ELSEWHERE, *NOT_RUN, *QUICK, *NODES, *MAKE}
+    assert set(COMMANDS) == {*ELSEWHERE, *NOT_RUN, *QUICK, *MAKE}
     for command, (file, words) in ELSEWHERE.items():
         assert words in (ROOT / file).read_text(), f"{command} is no longer run by {file}"
 
@@ -236,44 +232,3 @@ def test_make(command: str, tmp_path: Path) -> None:
         assert "--text-path" in out
     else:
         assert "run complete" in out
-
-
-@NEEDS_MEGATRON
-@pytest.mark.slow
-@pytest.mark.skipif(GPUS > 0, reason="two nodes on one host would share GPU 0")
-@pytest.mark.parametrize("command", NODES)
-def test_two_nodes(command: str, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    here = (
-        command.replace("HOST", "127.0.0.1")
-        .replace("29500", port)
-        .replace("--nproc_per_node 8", "--nproc_per_node 1")
-    )
-    arguments = [sys.executable, "-m", "torch.distributed.run", *shlex.split(here)[1:]]
-    arguments += NODES[command].format(tmp=tmp_path).split()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    logs = [tmp_path / f"node-{node}.log" for node in (0, 1)]
-    nodes = []
-    for node, log in enumerate(logs):
-        arguments[arguments.index("--node_rank") + 1] = str(node)
-        with log.open("w") as output:  # a file, for a pipe that nobody reads yet may fill up
-            nodes.append(
-                subprocess.Popen(
-                    arguments, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
-                )
-            )
-    ended: list[int | None] = []
-    try:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # what both have said then tells more
-            for node in nodes:
-                node.wait(timeout=600)
-        ended = [node.poll() for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-            node.wait()
-    assert ended == [0, 0], "\n".join(
-        f"node {i}: {log.read_text()[-3000:]}" for i, log in enumerate(logs)
-    )

@@ -160,32 +160,6 @@ def test_without_the_forwards_patch_nothing_is_said_to_be_overlapped_but_a_specs
         assert of_spec == "rounds"
 
 
-def _without_inits_patch(rank: int, ranks: int, left_out: list[str]) -> list[Any]:
-    from megatron_fluid import patches
-    from megatron_fluid.patches import overlap_decision
-    from megatron_fluid.patches import startup_report as startup
-
-    start(ranks)
-    patches.disable(*left_out)
-    overlap_decision._features.clear()
-    model = [build(Case(), ranks, "auto")]
-    startup.setup_model_and_optimizer(lambda: (model, None, None))()
-    return startup.features()
-
-
-def test_without_inits_patch_the_start_up_table_tells_of_the_modules_all_the_same() -> None:
-    on = ("overlapped attention", True, "heads move in peer rounds, beside the projections", 1)
-    assert run_ranks(_without_inits_patch, 2, ["self-attention-init"]) == [[on], [on]]
-    off = (
-        "overlapped attention",
-        False,
-        "the patch self-attention is left out: turned off by the user",
-        1,
-    )
-    for told in run_ranks(_without_inits_patch, 2, ["self-attention-init", "self-attention"]):
-        assert off in told and not any(on for feature, on, *_ in told if feature == off[0])
-
-
 class _Around(torch.nn.Module):
     """Runs a core attention, and could do more."""
 

@@ -19,8 +19,8 @@ from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import Schedule
 from tests.support.expert_calls import nvlink_moe
-from tests.support.kernel_references import activation_reference
 from tests.support.launch import take_gpu
+from tests.support.moe_reference import moe_reference
 
 Shape = tuple[int, int, int, int, int]
 """Tokens a rank, hidden, ffn, experts of all ranks, top-k."""
@@ -134,11 +134,7 @@ def oracle(calls: list[Call], rank: int) -> Result:
         for n in ("x", "probs", "w1", "w2")
     )
     ids = torch.cat([c.ids for c in calls])
-    y = torch.zeros_like(x)
-    for expert in range(w1.shape[0]):
-        token, k = (ids == expert).nonzero(as_tuple=True)
-        h = activation_reference(x[token] @ w1[expert].t(), probs[token, k], "swiglu")
-        y = y.index_add(0, token, h @ w2[expert].t())
+    y = moe_reference(x, ids, probs, w1, w2, "swiglu")
     total = (y * torch.cat([c.grad for c in calls]).float()).sum()
     grads = torch.autograd.grad(total, (x, probs, w1, w2))
     sizes = [c.x.shape[0] for c in calls]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
-from tests.support.kernel_references import activation_reference
+from tests.support.moe_reference import moe_reference
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -35,12 +35,7 @@ def make(
 
 def reference(ids: Tensor, leaves: list[Tensor], activation: str) -> Tensor:
     x, probs, w1, w2 = leaves
-    y = torch.zeros_like(x)
-    for expert in range(E):
-        token, k = (ids == expert).nonzero(as_tuple=True)
-        h = activation_reference(x[token] @ w1[expert].t(), probs[token, k], activation)
-        y = y.index_add(0, token, h @ w2[expert].t())
-    return y
+    return moe_reference(x, ids, probs, w1, w2, activation)
 
 
 def gradients(y: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:

@@ -139,22 +139,15 @@ def start(ranks: int) -> Any:
     return ProcessGroupCollection(tp=tensor, cp=tensor)
 
 
-def build(
-    case: Case,
-    ranks: int,
-    backend: str,
-    groups: Any = None,
-    module: Any = None,
-    machine: str = "auto",
-) -> Any:
+def build(case: Case, ranks: int, backend: str, groups: Any = None, module: Any = None) -> Any:
     """Megatron's SelfAttention with weights of a fixed seed; ``groups``: its process groups, by
-    default those of parallel state; ``machine``: as in FluidConfig."""
+    default those of parallel state."""
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.enums import AttnMaskType
 
     from megatron_fluid.config import FluidConfig, set_config
 
-    how = {"cp_backend": backend, "defer_weight_grads": case.deferred, "machine": machine}
+    how = {"cp_backend": backend, "defer_weight_grads": case.deferred}
     set_config(FluidConfig(dx_chunks=2, **how))  # type: ignore[arg-type]
     mask = AttnMaskType.causal if case.causal else AttnMaskType.no_mask
     config = _config(case, ranks)

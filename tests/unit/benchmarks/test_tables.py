@@ -13,7 +13,7 @@ import pytest
 from benchmarks.cases.moe_rivals import RIVALS
 from benchmarks.harness.results import NO_SUITES, RESULTS, Row, write_results
 from benchmarks.report.descriptions import FLOORS, SUITES
-from benchmarks.report.tables import headline, launched, summary
+from benchmarks.report.tables import launched, summary
 from benchmarks.suites.moe_layer import MEGATRON
 from benchmarks.suites.tp_backends import BACKENDS
 
@@ -146,35 +146,3 @@ def test_every_command_that_is_shown_starts_a_program_that_is_here(path: Path) -
             assert (ROOT / words[3]).is_file() and words[3].startswith("tests/")
         else:
             assert words[0] == "benchmarks/launch.sh" and words[1] in programs
-
-
-def test_the_headline_takes_the_most_gpus_and_of_these_megatron_with_the_patches(
-    tmp_path: Path,
-) -> None:
-    alone = {"fluid": 2.0, "fluid_no_overlap": 1.5, "megatron_te_alltoall": 8.0}
-    patched = alone | {"fluid_megatron": 4.0, "megatron_te_alltoall": 12.0}
-    for name, times, gpus in (
-        ("moe_layer-4gpu", alone, 4),
-        ("moe_layer", patched, 4),
-        ("moe_layer-2gpu", patched | {"fluid_megatron": 1.0}, 2),
-    ):
-        rows = of("qwen3-30b-a3b", "train", times)
-        on_gpus(tmp_path / f"{name}.json", "moe_layer", rows, gpus)
-    iteration = of("qwen3-30b-a3b", "train", {"fluid": 3.0, "fluid_graph": 2.0, "megatron": 6.0})
-    on_gpus(tmp_path / "pretrain.json", "pretrain", iteration, 4)
-    on_one = of("qwen3-30b-a3b", "train", {"fluid": 2.0, "megatron": 9.0})
-    on_gpus(tmp_path / "pretrain-1gpu.json", "pretrain", on_one, 1)
-    block = {"fluid": 1.0, "fluid_megatron": 1.0, "megatron_te_a2a": 2.0}
-    path = tmp_path / "block.json"
-    on_gpus(path, "block", of("mixtral-8x7b", "train", block), 4)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"code": "another"}))
-    text = headline(tmp_path)
-    layer = (
-        "| qwen3-30b-a3b, MoE layer, 4 H200 | 12.00 ms | 4.00 ms | **3.00** | 2.00 ms | 1.50 ms |"
-    )
-    assert layer in text
-    assert "end to end, 4 H200 | 6.00 ms | 2.00 ms | **3.00** |  |  |" in text
-    assert "end to end, 1 H200 | 9.00 ms | 2.00 ms | **4.50** |  |  |" in text
-    said = text.splitlines()[-1]
-    assert said.count("its code has changed since") == 1, "the block's"
-    assert "docs/results.md" in said

@@ -227,18 +227,6 @@ def test_a_damaged_cache_is_refused_by_path(tmp_path: Path, damage: Any) -> None
         td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache")
 
 
-def test_a_lock_file_that_is_a_link_is_refused_and_its_target_kept(tmp_path: Path) -> None:
-    target = tmp_path / "precious"
-    target.write_text("kept")
-    (tmp_path / "key.lock").symlink_to(target)
-    with (
-        pytest.raises(ValueError, match=r"key\.lock is a symbolic link"),
-        only_builder(tmp_path / "key.lock", 1.0),
-    ):
-        pass
-    assert target.read_text() == "kept"
-
-
 def test_too_little_text_is_refused_with_figures(tmp_path: Path) -> None:
     files = write(tmp_path / "in", a=b"tiny\n")
     with pytest.raises(
