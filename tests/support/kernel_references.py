@@ -6,7 +6,6 @@ rows of the rank in question. A landing row is s * C + t for token t of rank s.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,6 @@ from tests.support.machine import INTERPRETED
 
 __all__ = [
     "PlanReference",
-    "activation_reference",
     "dispatch_reference",
     "plan_reference",
     "publish_reference",
@@ -81,24 +79,6 @@ def reduce_reference(y: Tensor, plan: PlanReference) -> Tensor:
             (row >= 0)[:, None], y.float()[row.clamp(min=0)] if y.shape[0] else 0.0, 0.0
         )
     return total.to(y.dtype)
-
-
-def activation_reference(h: Tensor, prob: Tensor, name: str) -> Tensor:
-    """act(h) * prob for h [N, 2F] (gated: gate first, then up) or [N, F], prob [N]; differentiable,
-    in h's dtype."""
-    functions: dict[str, Callable[[Tensor], Tensor]] = {
-        "swiglu": torch.nn.functional.silu,
-        "silu": torch.nn.functional.silu,
-        "geglu": torch.nn.functional.gelu,
-        "gelu": torch.nn.functional.gelu,
-        "relu": torch.relu,
-        "relu2": lambda z: torch.relu(z) ** 2,
-    }
-    plain = functions[name]
-    if name in ("swiglu", "geglu"):
-        gate, up = h.chunk(2, -1)
-        return plain(gate) * up * prob[:, None]
-    return plain(h) * prob[:, None]
 
 
 def stored(x: Tensor, dtype: torch.dtype) -> Tensor:

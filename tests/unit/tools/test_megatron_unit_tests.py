@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +14,6 @@ from tools.run_megatron_unit_tests import (
     Found,
     compare,
     counts,
-    main,
     problems,
     read_outcomes,
     read_results,
@@ -88,58 +82,6 @@ def test_what_may_and_what_may_not_be_new(with_: Found, forced: Found, said: str
     assert bool(lines) == (said is not None), lines
     if said is not None:
         assert said in lines[0]
-
-
-@pytest.mark.parametrize("ways", [["forced"], ["without", "with", "forced"]])
-def test_each_way_that_is_asked_for_runs_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ways: list[str]
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # what the tests need
-    (tests := tmp_path / "tests" / "unit_tests").mkdir(parents=True)
-    (tests / "test_it.py").write_text("def test_it():\n    pass\n")
-    ran: list[str] = []
-
-    def run(self: Any, files: Any, way: str) -> tuple[Found, str]:
-        ran.append(way)
-        test = "tests/unit_tests/test_it.py::test_it"
-        return {test: {"outcome": "passed", "overlapped": 1, "moe_forwards": 1}}, "0"
-
-    monkeypatch.setattr(Sessions, "run", run)
-    monkeypatch.setattr(signal, "signal", lambda *given: None)
-    assert main(["--megatron-lm", str(tmp_path), "--files", "test_it.py", "--ways", *ways]) == 0
-    assert sorted(ran) == sorted(ways)
-
-
-@pytest.mark.process
-def test_a_request_to_end_ends_the_ranks(tmp_path: Path) -> None:
-    pytest.importorskip("einops")
-    pytest.importorskip("pytest_mock")
-    tests = tmp_path / "lm" / "tests" / "unit_tests"
-    tests.mkdir(parents=True)
-    pids = tmp_path / "pids"
-    body = f"import os, time\ndef test_it():\n    with open({str(pids)!r}, 'a') as file:\n"
-    body += "        file.write(f'{os.getpid()}\\n')\n    time.sleep(3600)\n"
-    (tests / "test_it.py").write_text(body)
-    command = [sys.executable, str(ROOT / "tools" / "run_megatron_unit_tests.py"), "--ranks", "2"]
-    command += ["--megatron-lm", str(tmp_path / "lm"), "--files", "test_it.py"]
-    process = subprocess.Popen(
-        [*command, "--ways", "with"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        while not pids.exists() or len(pids.read_text().split()) < 2:
-            assert process.poll() is None
-            time.sleep(0.2)
-        started = list(map(int, pids.read_text().split()))
-        process.send_signal(signal.SIGTERM)
-        assert process.wait() == 128 + signal.SIGTERM
-    finally:
-        process.kill()
-    for pid in started:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
 
 
 @pytest.mark.parametrize(
