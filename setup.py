@@ -1,12 +1,28 @@
 """Package layout. The metadata stands in pyproject.toml.
 
 `patches/`, the Megatron wing, lies beside the library in the source tree and is imported as
-`megatron_fluid.patches`.
+`megatron_fluid.patches`. A wheel also puts autoload.pth into site-packages, where each start of
+Python runs it; it imports the package only if MEGATRON_FLUID_AUTOLOAD asks for it.
 """
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+
+class BuildWithAutoload(build_py):
+    """build_py, and the .pth file beside the package."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib, "megatron_fluid.pth")
+            self.copy_file("megatron_fluid/autoload.pth", str(target), preserve_mode=False)
+
 
 setup(
+    cmdclass={"build_py": BuildWithAutoload},
     packages=[
         *find_packages(include=["megatron_fluid", "megatron_fluid.*"]),
         "megatron_fluid.patches",
@@ -14,7 +30,7 @@ setup(
     ],
     package_dir={"megatron_fluid": "megatron_fluid", "megatron_fluid.patches": "patches"},
     package_data={
-        "megatron_fluid": ["py.typed"],
+        "megatron_fluid": ["autoload.pth", "py.typed"],
         "megatron_fluid.kernels": ["*/*.cu", "*/*.cuh"],
         "megatron_fluid.tensor_parallel": ["measured.json"],
     },

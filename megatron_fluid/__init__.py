@@ -6,6 +6,7 @@ Importing this package is cheap. Under Megatron it is all that is needed: it arm
 """
 
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ _MODULES = {
     "megatron_fluid.low_latency.all_to_all": ("AllToAll",),
     "megatron_fluid.moe.config": ("MoEConfig",),
     "megatron_fluid.moe.layer": ("MoEBaseline", "MoELayer", "moe_multicard_p2p_overlap_forward"),
+    "megatron_fluid.patches.arguments": ("configure",),
     "megatron_fluid.patches.layer_specs": ("get_fluid_custom_layers",),
     "megatron_fluid.tensor_parallel.ops": ("all_gather_matmul", "matmul_reduce_scatter"),
     "megatron_fluid.transformer_layer": ("TransformerLayer",),
@@ -61,6 +63,7 @@ if TYPE_CHECKING:  # the same, for type checkers and editors
     from megatron_fluid.moe.layer import (
         moe_multicard_p2p_overlap_forward as moe_multicard_p2p_overlap_forward,
     )
+    from megatron_fluid.patches.arguments import configure as configure
     from megatron_fluid.patches.layer_specs import (
         get_fluid_custom_layers as get_fluid_custom_layers,
     )
@@ -81,6 +84,16 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PUBLIC})
 
 
+def _refuse_second_copy() -> None:
+    """Two copies in one process (a wheel and a source tree, say) would patch Megatron twice."""
+    first = getattr(sys, "_megatron_fluid", None)
+    if first is not None and first is not globals():
+        raise ImportError(
+            f"megatron_fluid is loaded already, from {first['__file__']}; this copy is {__file__}. "
+            "Keep one of them on sys.path"
+        )
+
+
 def _load_patches_of_source_tree() -> None:
     """In a source tree (used by PYTHONPATH, or installed with `pip install -e .`)
     `megatron_fluid.patches` lies beside this folder, where the import system does not look. In an
@@ -88,8 +101,8 @@ def _load_patches_of_source_tree() -> None:
     """
     here = Path(__file__).resolve().parent
     folder = here.parent / "patches"
-    if (here / "patches").is_dir():
-        return
+    if importlib.machinery.PathFinder.find_spec("megatron_fluid.patches", __path__) is not None:
+        return  # also in a wheel that is imported zipped
     spec = importlib.util.spec_from_file_location(
         "megatron_fluid.patches", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -101,5 +114,7 @@ def _load_patches_of_source_tree() -> None:
     globals()["patches"] = module
 
 
+_refuse_second_copy()
 _load_patches_of_source_tree()
 importlib.import_module("megatron_fluid.patches").arm()
+sys._megatron_fluid = globals()  # type: ignore[attr-defined]

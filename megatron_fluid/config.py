@@ -44,6 +44,7 @@ ENVIRONMENT_PREFIX = "MEGATRON_FLUID_"
 # Read elsewhere: patches/engine/switches.py, topology.py, pytest_plugin.py, tests.
 _OTHER_VARIABLES = (
     "ALLOW_UNSUPPORTED",
+    "AUTOLOAD",
     "CPU",
     "DISABLE_PATCH",
     "FUSED_OPTIMIZER",

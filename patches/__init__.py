@@ -30,6 +30,7 @@ import importlib.util
 import sys
 from typing import Any
 
+from megatron_fluid.patches.children import reach_children
 from megatron_fluid.patches.cpu.table import CPU_PATCHES
 from megatron_fluid.patches.engine import switches
 from megatron_fluid.patches.engine.engine import Engine
@@ -51,6 +52,7 @@ __all__ = [
     "megatron_version",
     "patched",
     "report",
+    "report_at_first_forward",
     "reset_layers",
     "revert",
     "version_problem",
@@ -401,6 +403,8 @@ def arm() -> None:
     if importlib.util.find_spec("wrapt") is None and not megatron_installed():
         return  # torch alone, without the package's other requirement: there is nothing to hook
     _ENGINE.arm()
+    if switches.switched_off() is None:
+        reach_children()
 
 
 def reset_layers() -> None:
@@ -409,6 +413,11 @@ def reset_layers() -> None:
     for name in ("moe.layer", "attention.self_attention", "attention.latent"):
         if (module := sys.modules.get(f"{__name__}.{name}")) is not None:
             module.DECISIONS.forget()
+
+
+def report_at_first_forward() -> None:
+    """Have rank 0 print the start-up report, unless Megatron's set-up of a model has done so."""
+    importlib.import_module(f"{__name__}.startup_report").report(own_loop=False)
 
 
 # What users call; engine.py describes each.

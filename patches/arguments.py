@@ -25,7 +25,7 @@ from megatron_fluid.patches.cpu.mode import hint_at_cpu_mode
 from megatron_fluid.patches.engine.switches import add_switches
 from megatron_fluid.patches.profile_steps import check_profile
 
-__all__ = ["add_fluid_arguments", "config_from_args", "microbatch_room", "parse_args"]
+__all__ = ["add_fluid_arguments", "config_from_args", "configure", "microbatch_room", "parse_args"]
 
 
 def _flag(field: str) -> str:
@@ -112,14 +112,10 @@ _READS: dict[str, dict[str, Any]] = {
 def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group `megatron_fluid` to a parser."""
     default = _defaults()
-    group = parser.add_argument_group(
-        "megatron_fluid",
-        "Communication hidden behind computation. Also from the environment: "
-        + ", ".join(ENVIRONMENT_PREFIX + name.upper() for name in default),
-    )
+    group = parser.add_argument_group("megatron_fluid", "Communication hidden behind computation.")
     for name, text in _HELP.items():
         reads = {"choices": CHOICES[name]} if name in CHOICES else _READS.get(name, _SWITCH)
-        text += " Default: %(default)s."
+        text += f" Default: %(default)s. Also {ENVIRONMENT_PREFIX}{name.upper()}=VALUE."
         group.add_argument(_flag(name), default=default[name], help=text, **reads)
     add_switches(group)
     return parser
@@ -147,6 +143,17 @@ def config_from_args(args: Any) -> FluidConfig:
             raise value
         check_setting(name, value, flag)
     return FluidConfig(**values)
+
+
+def configure(args: Any) -> None:
+    """Put the settings of parsed arguments in force in this process, as `parse_args` does in the
+    one that parses. For workers that are handed a driver's arguments: slime calls it by
+    `--custom-megatron-init-path megatron_fluid.configure`.
+
+    Raises:
+        ConfigError: as for config_from_args.
+    """
+    set_config(config_from_args(args))
 
 
 def microbatch_room() -> int:

@@ -7,11 +7,11 @@ import functools
 import json
 import math
 from collections.abc import Iterable
-from pathlib import Path
+from importlib.resources import files
 
 __all__ = ["TABLE", "Entry", "measured_backend", "nearest_backend", "read_table"]
 
-TABLE = Path(__file__).with_name("measured.json")
+TABLE = files("megatron_fluid.tensor_parallel") / "measured.json"
 
 Entry = tuple[str, int, str, int, int, int, str]
 """GPU, ranks, "gather" or "scatter", M, N and K of the GEMM of one rank, backend."""

@@ -53,8 +53,6 @@ class Engine:
         switched_off: the reason for patching nothing, or None.
         help_version: how to override the supported range, for the message.
         help_disable: how to turn one patch off, for the message; contains "{name}".
-        prefixes: top-level packages whose modules may hold a replaced function by value (`from
-            module import function`); it is replaced there too.
 
     Raises:
         ValueError: two patches share a name or a target.
@@ -70,7 +68,6 @@ class Engine:
     switched_off: Callable[[], str | None] = lambda: None
     help_version: str = ""
     help_disable: str = ""
-    prefixes: tuple[str, ...] = ("megatron", "__main__")
     _rows: dict[str, Row] = field(default_factory=dict, init=False)
     _changes: list[Change] = field(default_factory=list, init=False)
     _hooked: set[str] = field(default_factory=set, init=False)
@@ -364,12 +361,12 @@ class Engine:
         return foreign
 
     def _rebind(self, old: Any, new: Any) -> None:
-        """Replace the old object in every module that holds it, since `from module import function`
-        copies the reference."""
+        """Replace the old object in every module that holds it, other packages' too, since `from
+        module import function` copies the reference."""
         if not callable(old) or not callable(new):
             return  # a flag or a number may be the same object elsewhere
-        for name, module in list(sys.modules.items()):
-            if name.partition(".")[0] in self.prefixes and isinstance(module, ModuleType):
+        for module in list(sys.modules.values()):
+            if isinstance(module, ModuleType):
                 for key in [key for key, value in list(vars(module).items()) if value is old]:
                     setattr(module, key, new)
 

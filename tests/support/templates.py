@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
@@ -21,8 +22,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from multiprocessing import reduction
+from multiprocessing import reduction, spawn
 from typing import Any
+from unittest import mock
 
 __all__ = ["ForkedProcess", "Template", "die_with_parent", "template_for"]
 
@@ -76,7 +78,10 @@ class Template:
         self._process = context.Process(
             target=_template_main, args=(theirs, module, dict(env)), daemon=True
         )
-        self._process.start()
+        # A test's own imports come first, and not this package, which reaches children by this.
+        data = inspect.unwrap(spawn.get_preparation_data)
+        with mock.patch.object(spawn, "get_preparation_data", data):
+            self._process.start()
         theirs.close()
 
     def fork(

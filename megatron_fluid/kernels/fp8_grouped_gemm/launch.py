@@ -10,7 +10,7 @@ are multiples of 128.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from importlib.resources import files
 from typing import NamedTuple
 
 import torch
@@ -39,7 +39,10 @@ __all__ = [
 
 _KERNEL = "fp8_grouped"
 FP8_GROUPED = Source(
-    Path(__file__).with_name("kernel.cu"), {_KERNEL: "FORWARD"}, threads=512, numbers=12
+    files("megatron_fluid.kernels.fp8_grouped_gemm") / "kernel.cu",
+    {_KERNEL: "FORWARD"},
+    threads=512,
+    numbers=12,
 )
 _MOST_EXPERTS = 1024
 _OPERANDS = (

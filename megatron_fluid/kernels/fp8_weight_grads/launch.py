@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
+from importlib.resources import files
 from typing import NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ __all__ = [
 
 _WEIGHTS, _SUMS = "fp8_weights", "fp8_weight_sums"
 FP8_WEIGHT_GRADS = Source(
-    Path(__file__).with_name("kernel.cu"),
+    files("megatron_fluid.kernels.fp8_weight_grads") / "kernel.cu",
     {_WEIGHTS: "false", _SUMS: "true"},
     threads=512,
     numbers=9,

@@ -15,7 +15,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from importlib.resources import files
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 FUSED = Source(
-    Path(__file__).with_name("kernel.cu"),
+    files("megatron_fluid.kernels.fused_gemm") / "kernel.cu",
     {
         "gather_forward": "FORWARD,false",
         "gather_backward": "BACKWARD,false",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
+from importlib.resources import files
 from typing import NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 GROUPED = Source(
-    Path(__file__).with_name("kernel.cu"),
+    files("megatron_fluid.kernels.grouped_gemm") / "kernel.cu",
     {
         "grouped_forward": "FORWARD",
         "grouped_backward": "BACKWARD",

@@ -13,7 +13,8 @@ import struct
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from megatron_fluid.kernels.sm90.wgmma import wgmma_header
 
 __all__ = ["HEADER", "HopperKernels", "Maps", "Source", "hopper_kernels"]
 
-HEADER = Path(__file__).with_name("sm90.cuh")
-_HEADERS = (HEADER, HEADER.with_name("multiply.cuh"))
+_FOLDER = files("megatron_fluid.kernels.sm90")
+HEADER = _FOLDER / "sm90.cuh"
+_HEADERS = (HEADER, _FOLDER / "multiply.cuh")
 _ARCHITECTURE = "sm_90a"
 # As sm90.cuh lays them out: bytes of shared memory of a block, result maps, counters.
 _DYNAMIC_SHARED, _RESULTS, _COUNTERS = 225 * 1024, 2, 1 << 16
@@ -45,7 +47,7 @@ class Source:
         numbers: parameters behind the tensor maps: pointers and integers.
     """
 
-    path: Path
+    path: Traversable
     kernels: Mapping[str, str]
     threads: int = 384
     numbers: int = 0

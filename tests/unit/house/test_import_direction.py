@@ -34,7 +34,7 @@ WING = "megatron_fluid.patches"
 WING_FLOORS = (
     ("engine", "limits", "dataset_helpers", "known_settings")
     + ("fused_weight_gradients",)
-    + ("profile_steps", "rank_findings"),
+    + ("children", "profile_steps", "rank_findings"),
     ("cpu", "failed_waits", "optimizer_step", "versions"),
     ("__init__",),
     ("arguments", "gradient_readiness", "overlap_decision", "weight_gradients"),

@@ -89,15 +89,16 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path, source_copy:
     library = {
         str(path.relative_to(source_copy)) for path in (source_copy / "megatron_fluid").rglob("*.*")
     }
-    suffixes = (".py", ".cu", ".cuh", ".json", ".typed")
+    suffixes = (".py", ".cu", ".cuh", ".json", ".pth", ".typed")
     library = {path for path in library if path.endswith(suffixes)}
     wing = {
         f"megatron_fluid/{path.relative_to(source_copy)}"
         for path in (source_copy / "patches").rglob("*.py")
     }
-    assert held == library | wing
+    assert held == library | wing | {"megatron_fluid.pth"}
     assert {"megatron_fluid/tensor_parallel/measured.json", "megatron_fluid/py.typed"} <= held
-    assert {name.partition("/")[0] for name in held} == {"megatron_fluid"}, "patches/ goes inside"
+    top = {name.partition("/")[0] for name in held}
+    assert top == {"megatron_fluid", "megatron_fluid.pth"}, "patches/ goes inside"
 
 
 def test_an_installed_wheel_works_away_from_the_source(wheel: Path, tmp_path: Path) -> None:
@@ -134,6 +135,45 @@ def test_an_installed_wheel_works_away_from_the_source(wheel: Path, tmp_path: Pa
     files = done.stdout.splitlines()[:3]
     assert all(Path(file).is_relative_to(site) for file in files)
     assert (site / "bin" / "megatron-fluid").exists()
+
+
+def test_a_wheel_imports_itself_at_start_only_if_a_variable_asks(
+    wheel: Path, tmp_path: Path
+) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = "import site, sys; site.addsitedir('.'); m = sys.modules.get('megatron_fluid'); "
+    code += "print(m and m.__file__)"
+    environment = {n: x for n, x in os.environ.items() if n != "PYTHONPATH"}
+    for value, found in ((None, "None"), ("0", "None"), ("1", str(tmp_path))):
+        asked = {} if value is None else {"MEGATRON_FLUID_AUTOLOAD": value}
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            cwd=tmp_path,
+            env=environment | asked,
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout.startswith(found), done.stderr
+
+
+def test_a_wheel_is_imported_without_being_unpacked(wheel: Path, tmp_path: Path) -> None:
+    """With the sources of its kernels, and the table that it reads."""
+    code = (
+        "import megatron_fluid.patches as p, megatron_fluid.kernels.sm90.launch as k\n"
+        "from megatron_fluid.kernels.grouped_gemm.launch import GROUPED\n"
+        "from megatron_fluid.tensor_parallel.measured import read_table\n"
+        "print(p.__file__, len(k.HEADER.read_text()) > 0 < len(GROUPED.path.read_text()))\n"
+        "print(len(read_table()) > 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(wheel)},
+        capture_output=True,
+        text=True,
+    )
+    inside = wheel / "megatron_fluid" / "patches" / "__init__.py"
+    assert done.stdout.split() == [str(inside), "True", "True"], done.stderr
 
 
 def test_a_source_tree_on_the_path_uses_its_own_patches(source_copy: Path, tmp_path: Path) -> None:

@@ -44,9 +44,7 @@ DOUBLE = Patch("double", "fakemega.functions:double", negate, "test", signature=
 def engine(*patches: Patch, version: str = "0.19.2", **options: Any) -> Engine:
     options.setdefault("help_version", "Override it with --allow.")
     options.setdefault("help_disable", "Leave it out with --disable {name}.")
-    return Engine(
-        patches, version=lambda: version, supported="0.19.*", prefixes=("fakemega",), **options
-    )
+    return Engine(patches, version=lambda: version, supported="0.19.*", **options)
 
 
 def states(made: Engine) -> dict[str, str]:
