@@ -17,15 +17,23 @@ from __future__ import annotations
 import functools
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_fluid.errors import ConfigError
+from megatron_fluid.errors import ConfigError, FluidError
 
-__all__ = ["HostLayout", "check_group", "domain_name", "host_identity", "partners", "round_robin"]
+__all__ = [
+    "HostLayout",
+    "check_group",
+    "domain_name",
+    "host_identity",
+    "partners",
+    "real_group",
+    "round_robin",
+]
 
 Round = list[tuple[int, int]]
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -167,7 +175,34 @@ def domain_name() -> str:
 
 
 def check_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return `group`; raise ConfigError where it is no process group."""
+    """Return the group that `group` stands for (`real_group`); raise ConfigError where it is no
+    process group."""
+    group = real_group(group)
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError.of("group", group, "an initialised torch.distributed process group")
+    return group
+
+
+def real_group[Group](group: Group) -> Group:
+    """Return the process group that torch.distributed knows: `group`, or the one that it wraps.
+
+    Frameworks for reinforcement learning wrap groups, so that they can destroy them while a rollout
+    uses the GPUs and make them again; a wrapper has no name and no store. What it wraps then
+    changes, so keep the wrapper and ask in every call.
+
+    Raises:
+        FluidError: a wrapper that holds no group now.
+    """
+    known = dist.distributed_c10d._world.pg_map
+    if type(group) is dist.ProcessGroup or (isinstance(group, Hashable) and group in known):
+        return group
+    held = [x for x in getattr(group, "__dict__", {}).values() if isinstance(x, dist.ProcessGroup)]
+    if len(held) == 1:
+        return held[0]  # type: ignore[return-value]
+    if isinstance(group, dist.ProcessGroup):
+        raise FluidError(
+            f"process group: found a {type(group).__name__} that torch.distributed does not know "
+            f"and that holds {len(held)} process groups, allowed: one that holds one. If it was "
+            "destroyed, make its group again before the next forward"
+        )
     return group

@@ -33,6 +33,7 @@ from megatron_fluid.errors import ConfigError, ranks_text
 from megatron_fluid.patches.rank_findings import Finding, exchange, left_out_word
 
 __all__ = [
+    "RELEASED",
     "Decision",
     "FeatureReport",
     "OverlapDecisions",
@@ -43,6 +44,8 @@ __all__ = [
     "settings_read",
 ]
 
+# A change that `refuse_change` knows.
+RELEASED = "the memory of expert weights was given back, as by offloading a model"
 # (feature, on or off, reason): of how many objects it is true.
 _features: dict[tuple[str, bool, str], int] = {}
 # Keyed by layer and not stored in it: a layer is copied, pickled and walked by others.
@@ -150,6 +153,7 @@ class Decision[Path]:
         settled: whether the ranks of its group have agreed.
         path: what serves the layer from call to call, once that is settled; with a reason, what
             serves a part of it.
+        group: the ranks that agree, or None where there is nothing to agree on.
     """
 
     config: FluidConfig
@@ -157,6 +161,7 @@ class Decision[Path]:
     reason: str | None = None
     settled: bool = False
     path: Path | None = None
+    group: dist.ProcessGroup | None = None
 
 
 class OverlapDecisions[Path]:
@@ -289,6 +294,7 @@ class OverlapDecisions[Path]:
         if not self.concerns(layer):
             decision.settled = True
             return decision
+        decision.group = self.group(layer)
         left_out = self._left_out(layer)
         decision.settled = left_out is not None  # its forward is Megatron's, and never comes here
         if left_out is not None and not late:
@@ -318,11 +324,14 @@ class OverlapDecisions[Path]:
             PeerTimeoutError: a rank of the group has not come within the timeout.
         """
         decision = self.get(layer)
-        late = decision is None  # a copy, or built before the patches were applied
+        if decision is not None and self.regrouped(decision, layer):
+            decision = None
+        late = decision is None  # a copy, built before the patches were applied, or regrouped
         if decision is None:
             decision = self.announce(layer, late=True)
         if decision.settled:
             return decision
+        patches.report_at_first_forward()
         mine, failure = Finding(decision.reason), None
         if mine.reason is None:
             try:
@@ -357,6 +366,11 @@ class OverlapDecisions[Path]:
         decision.reason, decision.settled = reason, True
         return decision
 
+    def regrouped(self, decision: Decision[Path], layer: Any) -> bool:
+        """Whether the layer's process group was destroyed and made again since the decision, as a
+        framework does while others use its GPUs; the ranks then agree again."""
+        return decision.group is not None and decision.group is not self.group(layer)
+
     def leave(self, layer: Any) -> None:
         """Let a built layer keep Megatron's own path: the other half of a comparison."""
         self._decisions[layer] = Decision(current_config(), settled=True)
@@ -374,11 +388,14 @@ class OverlapDecisions[Path]:
         """
         group, name = self.group(layer), getattr(layer, "layer_number", None)
         whose = "" if group.size() == 1 else f" (rank {dist.get_rank()})"
-        text = (
-            f"{self.feature} {name}{whose} was changed after its first forward: {changed}. Make "
-            "adapters, quantisers and hooks before the first forward, or call "
+        remedy = (
+            "Make adapters, quantisers and hooks before the first forward, or call "
             "megatron_fluid.patches.reset_layers() on all ranks after the change"
         )
+        if changed == RELEASED:
+            remedy = "Load it again before the forward"
+        text = f"{self.feature} {name}{whose} was changed after its first forward: {changed}. "
+        text += remedy
         agreement(group).report_failure(None, text)  # others may wait for this rank
         raise ConfigError(text)
 

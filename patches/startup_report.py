@@ -1,6 +1,7 @@
-"""What rank 0 prints once, when the model has been built: three lines (versions; what is on; what
-is off, and which flag changes that), or with --fluid-verbose every patch, and every feature with
-its reasons and ranks. And the text of the reports."""
+"""What rank 0 prints once, when the model has been built, or where another loop than Megatron's
+builds it, in the first forward of a layer: three lines (versions; what is on; what is off, and
+which flag changes that), or with --fluid-verbose every patch, and every feature with its reasons
+and ranks. And the text of the reports."""
 
 import functools
 import itertools
@@ -15,6 +16,7 @@ from megatron_fluid.patches.engine.switches import verbose
 __all__ = [
     "features",
     "merged_features",
+    "report",
     "setup_model_and_optimizer",
     "startup_lines",
     "startup_table",
@@ -56,7 +58,7 @@ def setup_model_and_optimizer(original: Callable[..., Any]) -> Callable[..., Any
     def fluid_setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         built = original(*args, **kwargs)
         _announce_left_out(built)
-        _report()
+        report()
         return built
 
     return fluid_setup_model_and_optimizer
@@ -78,18 +80,29 @@ def _announce_left_out(built: Any) -> None:
                 of_layers.announce_built(module)
 
 
-def _report() -> None:
-    """Print the report, at the first call. Rank 0 waits for the other ranks' reports, bounded."""
+def report(own_loop: bool = True) -> None:
+    """Print the report, at the first call.
+
+    Args:
+        own_loop: whether it is Megatron's set-up that calls, on all ranks; rank 0 then waits for
+            the other ranks' reports, bounded. Else a layer's first forward does, and rank 0, for
+            which others may wait, prints its own report.
+    """
     if next(_calls):
         return
     import torch.distributed as dist
 
     from megatron_fluid.patches import overlap_decision
-    from megatron_fluid.patches.unused_settings import unused_settings
+    from megatron_fluid.patches.unused_settings import unused_in_other_loops, unused_settings
 
     mine = features(), overlap_decision.settings_read()
     reports, missing = {0: mine}, ""
-    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    if several and not own_loop:
+        missing = "megatron_fluid: of rank 0 alone, in its first forward of such a layer"
+        if dist.get_rank():
+            return
+    elif several and dist.get_backend() != "fake":
         from megatron_fluid.comm.agreement import agreement
         from megatron_fluid.comm.timeouts import wait_timeout_s
         from megatron_fluid.errors import ranks_text
@@ -106,7 +119,8 @@ def _report() -> None:
     rows = merged_features({rank: found for rank, (found, _) in reports.items()})
     known = any(name in _EXCHANGING for name, *_ in rows)
     read = {name for _, names in reports.values() for name in names} if known else None
-    unused: list[Feature] = [(flag, None, why, "") for flag, why in unused_settings(read).items()]
+    found_unused = unused_settings(read) if own_loop else unused_in_other_loops()
+    unused: list[Feature] = [(flag, None, why, "") for flag, why in found_unused.items()]
     show = startup_table if verbose() else startup_lines
     print(show(patches.report(), rows + unused), flush=True)
     if missing:

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Collection
 from typing import Any
 
-from megatron_fluid.config import FluidConfig, current_config
+from megatron_fluid.config import ENVIRONMENT_PREFIX, FluidConfig, current_config
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.switches import cpu_mode_asked
 
-__all__ = ["unused_settings"]
+__all__ = ["unused_in_other_loops", "unused_settings"]
 
 # What reads them; which layers do, they say themselves (overlap_decision.settings_read).
 _READERS = {
@@ -40,6 +40,17 @@ def unused_settings(read: Collection[str] | None = None) -> dict[str, str]:
     if cpu_mode_asked() and not cpu_mode_active():
         found["--fluid-cpu"] = "a GPU is found"
     return found
+
+
+def unused_in_other_loops() -> dict[str, str]:
+    """Settings that only Megatron's own training loop reads, where another one trains."""
+    config, default = current_config(), FluidConfig()
+    names = ("profile_steps", "profile_dir", "end_on_timeout")
+    return {
+        f"{ENVIRONMENT_PREFIX}{name.upper()}": "only Megatron's training loop reads it"
+        for name in names
+        if getattr(config, name) != getattr(default, name)
+    }
 
 
 def _reasons(args: Any, config: FluidConfig, read: Collection[str] | None) -> dict[str, str]:

@@ -33,6 +33,7 @@ from megatron_fluid.comm.group_resources import group_resource, held_everywhere
 from megatron_fluid.comm.lone_rank import is_lone
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.errors import FluidError, PeerTimeoutError, ranks_text
+from megatron_fluid.topology import real_group
 
 __all__ = ["STORE_S", "Agreement", "agreement", "live_agreements"]
 
@@ -416,6 +417,7 @@ def _own_connection() -> dist.Store:
 def agreement(group: dist.ProcessGroup) -> Agreement:
     """Return the agreement of a group, one for each life: until `close_group`, or until the group
     is destroyed. Sends nothing."""
+    group = real_group(group)
     return group_resource(group, _RESOURCE, lambda: _of(group))
 
 

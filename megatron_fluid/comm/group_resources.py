@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_fluid.comm.lone_rank import is_lone
+from megatron_fluid.topology import real_group
 
 __all__ = ["close_group", "drop_resource", "group_resource", "held_everywhere", "is_destroyed"]
 
@@ -40,6 +41,7 @@ def group_resource[T](
         make: builds the resource. It may be collective: all ranks then ask in the same order.
         close: gives its memory back in `close_group`. It may be collective.
     """
+    group = real_group(group)
     kept = _resources.get(group)
     if kept is None:
         _drop_destroyed_groups()
@@ -70,7 +72,7 @@ def close_group(group: dist.ProcessGroup) -> None:
     used the group must not be called again. Without it, that memory is freed when the next group
     takes some.
     """
-    for resource in reversed(_resources.pop(group, {}).values()):
+    for resource in reversed(_resources.pop(real_group(group), {}).values()):
         if resource.close is not None:
             resource.close(resource.value)
 

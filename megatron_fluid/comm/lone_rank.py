@@ -12,6 +12,7 @@ import os
 import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.topology import real_group
 
 __all__ = ["group_or_lone_rank", "is_lone"]
 
@@ -44,7 +45,7 @@ def group_or_lone_rank(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         ConfigError: None in a process that is one of several ranks. Each of them would train alone.
     """
     if group is not None:
-        return group
+        return real_group(group)
     if dist.is_initialized():
         world = dist.group.WORLD
         if world is not None and world.size() == 1:

@@ -33,6 +33,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.attention.limits import EXCHANGED_COMM_TYPE, OVERLAP_LIMITS
 from megatron_fluid.patches.limits import first_reason
 from megatron_fluid.patches.overlap_decision import FeatureReport
+from megatron_fluid.topology import real_group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +69,6 @@ class Exchanges:
         channels: widths of a head of queries and keys, and of one of values; None: kv_channels.
 
     Attributes:
-        group: the context-parallel group.
         shares: how many tensor-parallel ranks share the heads.
         asked: the cp_backend in force when the module was built.
         nvlink_unsupported_reason: why symmetric memory cannot move them, or None.
@@ -83,7 +83,7 @@ class Exchanges:
     ) -> None:
         from megatron_fluid.attention.layouts import HeadLayout
 
-        self.group = _group_of(pg_collection, "cp", "get_context_parallel_group")
+        self._group = _group_of(pg_collection, "cp", "get_context_parallel_group")
         ranks = self.group.size()
         shares = _group_of(pg_collection, "tp", "get_tensor_model_parallel_group").size()
         heads = config.num_attention_heads // shares
@@ -105,6 +105,11 @@ class Exchanges:
             others = self.other_backends(rounds=first_reason(OVERLAP_LIMITS, config, fluid) is None)
             raise ConfigError.of("cp_backend", "nvlink", f"{', '.join(others)}: {reason}")
         self._of_length = functools.lru_cache(maxsize=8)(self._make)
+
+    @property
+    def group(self) -> Any:
+        """The context-parallel group as it is now."""
+        return real_group(self._group)
 
     def other_backends(self, rounds: bool = False) -> list[str]:
         """The values of cp_backend that serve this module where one asked for by name does not.
@@ -143,9 +148,9 @@ class Exchanges:
 
     def of_shape(self, rows: int, batch_bytes: int, layout: str) -> HeadExchange:
         """The exchange of s = ``rows`` rows; ``batch_bytes``: b times the bytes of a value."""
-        return self._of_length(rows, batch_bytes, layout)
+        return self._of_length(self.group, rows, batch_bytes, layout)
 
-    def _make(self, rows: int, batch_bytes: int, layout: str) -> HeadExchange:
+    def _make(self, group: Any, rows: int, batch_bytes: int, layout: str) -> HeadExchange:
         from megatron_fluid.attention.exchange.registry import open_exchange
         from megatron_fluid.attention.layouts import SequenceLayout
 
@@ -156,7 +161,7 @@ class Exchanges:
             )
         sequence = SequenceLayout(rows * ranks, ranks, layout)
         name = "symmetric" if self.nvlink else "collective"
-        return open_exchange(name, self.group, self.heads, sequence, 1, batch_bytes)
+        return open_exchange(name, group, self.heads, sequence, 1, batch_bytes)
 
 
 def nvlink_reason(group: Any, head_dim: int) -> str | None:

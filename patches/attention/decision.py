@@ -25,6 +25,7 @@ from megatron_fluid.patches.limits import Limit, first_reason
 from megatron_fluid.patches.linears.transformer_engine import quantises
 from megatron_fluid.patches.overlap_decision import Decision, OverlapDecisions, Reason
 from megatron_fluid.patches.rank_findings import Finding
+from megatron_fluid.topology import real_group
 
 __all__ = ["AttentionDecisions", "ForwardResult", "OverlappedModule", "attention_forward"]
 
@@ -135,7 +136,7 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
         return self.is_layer(layer) and layer.pg_collection.cp.size() > 1
 
     def group(self, layer: Any) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = layer.pg_collection.cp
+        group: dist.ProcessGroup = real_group(layer.pg_collection.cp)
         return group
 
     def setting_reason(self, config: FluidConfig, layer: Any) -> str | None:
@@ -212,7 +213,7 @@ def attention_forward(
         ConfigError: its modules were changed after the first forward.
     """
     decision = decisions.get(attention)
-    if decision is None or not decision.settled:
+    if decision is None or not decision.settled or decisions.regrouped(decision, attention):
         decision = decisions.settle(attention)
     path = decision.path
     if path is not None:

@@ -29,6 +29,7 @@ from megatron_fluid.patches.attention import decision
 from megatron_fluid.patches.attention.core import exchanges_of
 from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, bypassed, module_reason
 from megatron_fluid.patches.attention.overlapped import OverlappedAttention
+from megatron_fluid.topology import real_group
 
 __all__ = ["DECISIONS", "attention_forward", "forward", "init", "leave", "overlapped"]
 
@@ -48,7 +49,7 @@ class _SelfAttentionDecisions(decision.AttentionDecisions[OverlappedAttention]):
         # Tensor-parallel ranks gather and scatter together, so that they have to agree, too.
         from megatron.core import parallel_state
 
-        return parallel_state.get_tensor_and_context_parallel_group()
+        return real_group(parallel_state.get_tensor_and_context_parallel_group())
 
     def setting_reason(self, config: FluidConfig, layer: Any) -> str | None:
         return super().setting_reason(config, layer) or _groups_reason(layer)

@@ -157,9 +157,11 @@ def is_foreign(function: Any) -> bool:
     """Whether a function, or one that it wraps (functools.wraps), is written outside Megatron-Core,
     torch, Transformer Engine and this package."""
     while function is not None:
-        written_in = getattr(function, "__globals__", None)
-        if written_in is not None and not _is_own_name(written_in.get("__name__", "")):
-            return True
+        written_in = getattr(function, "__globals__", {}).get("__name__")
+        # torch.compile leaves a function of torch's, with the name of the module that it compiled.
+        for module in (written_in, getattr(function, "__module__", None)):
+            if module is not None and not _is_own_name(module):
+                return True
         function = getattr(function, "__wrapped__", None)
     return False
 

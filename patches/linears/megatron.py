@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_fluid.config import current_config
 from megatron_fluid.patches.engine.module_hooks import is_foreign
 from megatron_fluid.patches.linears.overlap import LinearCall, note
+from megatron_fluid.topology import real_group
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -62,7 +63,7 @@ def column_forward_impl(original: Callable[..., Tensor]) -> Callable[..., Tensor
         if _linear_fits(self, weight, input, bool(kwargs.get("sequence_parallel")), unusual):
             fused = bool(kwargs.get("gradient_accumulation_fusion"))
             bias = kwargs.get("bias")
-            output = LinearCall(self, weight, self.tp_group, bias, fused).gather(input)
+            output = LinearCall(self, weight, real_group(self.tp_group), bias, fused).gather(input)
         return original(self, input, weight, *args, **kwargs) if output is None else output
 
     return fluid_forward_impl
@@ -90,7 +91,8 @@ def row_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         parallel = self.sequence_parallel and self.input_is_parallel
         if _linear_fits(self, weight, input_, parallel, unusual):
             bias, fused = None if skip else self.bias, self.gradient_accumulation_fusion
-            output = LinearCall(self, weight, self.tp_group, bias, fused).scatter(input_)
+            group = real_group(self.tp_group)
+            output = LinearCall(self, weight, group, bias, fused).scatter(input_)
         if output is None:
             return original(self, input_)
         return output, self.bias if skip else None

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_fluid.config import current_config
 from megatron_fluid.patches.linears.overlap import LinearCall, note
+from megatron_fluid.topology import real_group
 
 __all__ = ["layer_norm_column_forward", "linear_forward", "norm_of_rows", "quantises"]
 
@@ -58,9 +59,8 @@ def _served(
     """(output, the bias that is left to the caller), or None."""
     bias = linear.bias if linear.use_bias else None
     added, returned = (None, bias) if linear.te_return_bias else (bias, None)
-    call = LinearCall(
-        linear, linear.weight, linear._tp_group, added, linear.fuse_wgrad_accumulation
-    )
+    group, fused = real_group(linear._tp_group), linear.fuse_wgrad_accumulation
+    call = LinearCall(linear, linear.weight, group, added, fused)
     output = call.gather(x, prepare) if mode == "column" else call.scatter(x)
     if output is None:
         return None

@@ -23,6 +23,7 @@ from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.moe.fp8 import follow_microbatches
 from megatron_fluid.patches.moe.parts import (
     PartReasons,
+    forward_reason,
     graphed_phases_reason,
     graphed_reason,
     nvlink_unsupported_reason,
@@ -37,6 +38,7 @@ from megatron_fluid.patches.overlap_decision import (
     first_of_ranks,
 )
 from megatron_fluid.patches.rank_findings import Finding
+from megatron_fluid.topology import real_group
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -109,7 +111,7 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         return isinstance(module, MoELayer)
 
     def group(self, layer: MoELayer) -> dist.ProcessGroup:
-        return layer.ep_group
+        return real_group(layer.ep_group)
 
     def announce(self, layer: MoELayer, late: bool = False) -> Decision[Path]:
         decision = super().announce(layer, late)
@@ -123,13 +125,15 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         return patches.off_reason(self.patch) is None
 
     def setting_reason(self, config: FluidConfig, layer: MoELayer) -> str | None:
+        if (reason := forward_reason(layer)) is not None:
+            return reason
         backend = config.moe_backend
         if backend in ("experts", "megatron"):
             return f"moe_backend={backend!r}"
         if (reason := self._exchange_reason(config, layer)) is not None:
             return reason
         if backend == "local" and layer.ep_group.size() > 1:
-            return local_unsupported_reason(layer.ep_group)
+            return local_unsupported_reason(self.group(layer))
         return graphed_reason(layer.config, config, backend, alone=layer.ep_group.size() == 1)
 
     def _exchange_reason(
@@ -179,8 +183,8 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         concerns this rank alone."""
         if config.moe_backend == "megatron":
             return "moe_backend='megatron'"
-        if (left_out := self._left_out(layer)) is not None:
-            return left_out
+        if (alone := self._left_out(layer) or forward_reason(layer)) is not None:
+            return alone
         reason = part_reasons(layer.config, config, layer).experts
         return reason or separate_experts_reason(layer)
 
@@ -220,7 +224,7 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         self, config: FluidConfig, layer: MoELayer, found: Sequence[Finding]
     ) -> Path | Reason:
         ranks: list[_Found] = [finding.details for finding in found]
-        group, model = layer.ep_group, layer.config
+        group, model = self.group(layer), layer.config
 
         def parts_over(transport: str) -> PartReasons:
             over = part_reasons(model, config, transport=transport)

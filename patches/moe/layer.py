@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ from megatron_fluid.moe.autograd import start_experts
 from megatron_fluid.moe.backends import BACKENDS, LayerShape, MakeTransport
 from megatron_fluid.moe.call import prepare
 from megatron_fluid.patches.arguments import microbatch_room
+from megatron_fluid.patches.engine.module_hooks import is_foreign
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
 from megatron_fluid.patches.moe.decision import MoEDecisions
 from megatron_fluid.patches.moe.fp8 import compile_fp8_kernels_ahead
@@ -44,6 +46,7 @@ from megatron_fluid.patches.moe.limits import bounded_unsupported_reason
 from megatron_fluid.patches.moe.offload import offload_of
 from megatron_fluid.patches.moe.own_experts import Looked, OwnExperts, Projections
 from megatron_fluid.patches.moe.separate_experts import SeparateExperts
+from megatron_fluid.topology import real_group
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -179,7 +182,7 @@ class OverlappedLayer(OwnExperts):
         self.rounds = shared_rounds(layer.ep_group, config.timeout_s)
         bounded = kind.exact_over is None and bounded_unsupported_reason(c) is None
         shape = LayerShape(
-            group=layer.ep_group,
+            group=real_group(layer.ep_group),
             num_experts=int(c.num_moe_experts),
             top_k=self.top_k,
             ffn=int(c.moe_ffn_hidden_size),
@@ -312,7 +315,7 @@ def path_of(layer: MoELayer) -> OverlappedLayer | ExchangedLayer | SeparateExper
     """What serves a layer, None where Megatron's own path does. In its first call the ranks of its
     group agree."""
     decision = DECISIONS.get(layer)
-    if decision is None or not decision.settled:
+    if decision is None or not decision.settled or DECISIONS.regrouped(decision, layer):
         with torch.inference_mode(False):  # what it makes serves later training
             decision = DECISIONS.settle(layer)
     return decision.path
@@ -393,11 +396,36 @@ def _can_be_compact(layer: MoELayer) -> bool:
     config = layer.config
     return (
         type(router) is TopKRouter
+        and _routes_as_megatron(router)
         and type(layer).route is MoELayer.route
         and config.moe_expert_capacity_factor is None  # drops by the maps
         and not config.moe_router_fusion  # Transformer Engine's kernel makes maps alone
         and router.router_replay is None
         and not router._forward_hooks
-        and not {"forward", "routing"} & router.__dict__.keys()
         and "route" not in layer.__dict__
     )
+
+
+def _routes_as_megatron(router: Any) -> bool:
+    """Whether a TopKRouter's methods are Megatron's. Others patch them, to replay the experts of a
+    rollout or to count tokens; their methods read and return dense maps."""
+    names, current = _router_methods()
+    return router.__dict__.keys().isdisjoint(names) and _all_megatrons(current())
+
+
+@functools.cache
+def _router_methods() -> tuple[frozenset[str], Callable[[], tuple[Any, ...]]]:
+    """The names of TopKRouter's methods, and a function that gives what routes now: these methods
+    and the function that they call."""
+    from megatron.core.transformer.moe import router
+
+    kind = router.TopKRouter
+    found = {**vars(router.Router), **vars(kind)}
+    names = {n for n, x in found.items() if callable(x) and not n.startswith("__")}
+    methods = operator.attrgetter(*sorted(names))
+    return frozenset(names), lambda: (*methods(kind), router.topk_routing_with_score_function)
+
+
+@functools.lru_cache(maxsize=64)
+def _all_megatrons(methods: tuple[Any, ...]) -> bool:
+    return not any(map(is_foreign, methods))

@@ -34,6 +34,7 @@ from megatron_fluid.patches import versions
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts
 from megatron_fluid.patches.moe.limits import PHASES
+from megatron_fluid.patches.overlap_decision import RELEASED
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -242,6 +243,11 @@ def _values(parameter: Any) -> Tensor:
     return values
 
 
+def _released(parameter: Any) -> bool:
+    """Whether a parameter's storage was resized to nothing, which leaves its shape."""
+    return parameter.numel() > 0 and _values(parameter).untyped_storage().nbytes() == 0
+
+
 _TRAINED = operator.attrgetter("requires_grad")
 
 
@@ -381,6 +387,8 @@ class OwnExperts:
 
         if (reason := expert_modules_reason(layer.experts)) is not None:
             return reason
+        if any(map(_released, self.weights.every())):
+            return RELEASED
         now = ExpertParameters(layer.experts)
         if (now.biased, now.packed) != (self.weights.biased, self.weights.packed):
             return "biases of the experts were added or taken away, or their parameters packed"

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PartReasons",
+    "forward_reason",
     "fp8_reason",
     "graphed_phases_reason",
     "graphed_reason",
@@ -102,6 +103,16 @@ def part_reasons(
             experts += "precision"
         fusion = fusion or _transport_fusion_reason(config, transport)
     return PartReasons(exchange=exchange, experts=experts, fusion=fusion)
+
+
+def forward_reason(layer: MoELayer) -> str | None:
+    """Why a layer is left alone as a whole: its class has a forward of its own; or None."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    found = getattr(type(layer), "forward", MoELayer.forward)
+    if found is MoELayer.forward or found.__module__.startswith("megatron_fluid."):
+        return None
+    return f"{type(layer).__name__}.forward is its own, and megatron_fluid leaves it alone"
 
 
 def _transport_fusion_reason(config: TransformerConfig, transport: str) -> str | None:

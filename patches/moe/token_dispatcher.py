@@ -42,6 +42,7 @@ from megatron_fluid.patches import versions
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
 from megatron_fluid.patches.moe.separate_experts import SeparateExperts
+from megatron_fluid.topology import real_group
 
 __all__ = ["ExchangedLayer", "FluidTokenDispatcher", "install"]
 
@@ -82,7 +83,7 @@ class ExchangedLayer:
         self.backend, self.experts = backend, experts
         self.top_k = int(layer.config.moe_router_topk)
         shape = LayerShape(
-            group=layer.ep_group,
+            group=real_group(layer.ep_group),
             num_experts=int(layer.config.num_moe_experts),
             top_k=self.top_k,
             ffn=int(layer.config.moe_ffn_hidden_size),

@@ -1,0 +1,67 @@
+"""Process groups that a framework wraps, destroys and makes again: two gloo ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+
+
+def _step(layer: Any, rank: int, number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7 * number + rank)
+    x = torch.randn(6, 2, 32, generator=generator).requires_grad_()
+    layer.zero_grad()
+    y = layer(x)[0]
+    y.square().sum().backward()
+    grads = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "dx": x.grad, **grads}
+
+
+def _asleep_between_steps(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
+    from megatron_fluid.comm import group_resources
+    from megatron_fluid.errors import FluidError
+    from megatron_fluid.patches.moe import layer as seam
+    from tests.frameworks import stand_ins
+    from tests.support import tiny_gpt
+
+    stand_ins.wrap_groups()
+    tiny_gpt.parallel(expert_model_parallel_size=world_size)
+    assert type(tiny_gpt.expert_group()) is stand_ins.WrappedGroup
+    found: dict[str, Any] = {}
+    for on in (False, True):
+        with tiny_gpt.plug_in(on) as calls:
+            layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**settings))
+            steps = []
+            for number in range(3):
+                steps.append(_step(layer, rank, number))
+                stand_ins.sleep()
+                if on and number == 0:
+                    with pytest.raises(FluidError, match="WrappedGroup .*make its group again"):
+                        layer(torch.randn(6, 2, 32))
+                stand_ins.wake()
+            found[f"{on}"], found["calls"] = steps, len(calls)
+    found["backend"] = seam.backend_of(layer)
+    found["groups"] = len(group_resources._resources)
+    return found
+
+
+# With the number of fused calls: a layer of this activation runs phase by phase.
+PHASES = {"activation_func": torch.tanh, "gated_linear_unit": False}
+
+
+@pytest.mark.parametrize(("settings", "fused"), [({}, 3), (PHASES, 0)])
+def test_layers_follow_groups_that_are_destroyed_and_made_again(
+    settings: dict[str, Any], fused: int
+) -> None:
+    for found in run_ranks(_asleep_between_steps, 2, settings, timeout_s=200):
+        assert found["backend"] == ("rounds", None)
+        assert found["calls"] == fused
+        assert found["groups"] <= 2, "what destroyed groups kept is dropped"
+        for ours, stock in zip(found["True"], found["False"], strict=True):
+            for name, value in stock.items():
+                torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5, msg=name)

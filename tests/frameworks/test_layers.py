@@ -1,0 +1,107 @@
+"""Layers that a framework subclasses, and weights whose memory it gives back while they are not
+used: two gloo ranks, against Megatron's own path."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+
+
+def _own_forward(rank: int, world_size: int) -> dict[str, Any]:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+
+    from megatron_fluid.patches import overlap_decision
+    from megatron_fluid.patches.moe import layer as seam
+    from tests.frameworks.stand_ins import OwnForward
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=world_size)
+    config = tiny_gpt.config_of()
+    mlp = get_gpt_decoder_layer_specs(config, use_transformer_engine=False)[0].submodules.mlp
+    x = torch.randn(4, 2, 32, generator=torch.Generator().manual_seed(rank))
+    found: dict[str, Any] = {}
+    for on in (False, True):
+        with tiny_gpt.plug_in(on, moe_backend="auto") as calls:
+            torch.manual_seed(1)
+            layer = functools.partial(OwnForward, **mlp.keywords)(config=config)
+            layer.set_layer_number(1)
+            y = layer(x)[0]
+            y.sum().backward()
+            grads = [parameter.grad for parameter in layer.parameters()]
+            found[f"{on}"], found["calls"] = [y.detach(), *grads], len(calls)
+    found["reasons"] = seam.backend_of(layer), seam.experts_reason_of(layer)
+    found["report"] = overlap_decision.features()
+    return found
+
+
+def test_a_layer_with_a_forward_of_its_own_is_named_and_left_alone() -> None:
+    reason = "OwnForward.forward is its own, and megatron_fluid leaves it alone"
+    for found in run_ranks(_own_forward, 2, timeout_s=200):
+        assert found["reasons"] == (("megatron", reason), reason)
+        assert ("overlapped MoE layer", False, reason, 1) in found["report"]
+        assert found["calls"] == 0
+        for ours, stock in zip(found["True"], found["False"], strict=True):
+            assert torch.equal(ours, stock)
+
+
+def _offloaded(rank: int, world_size: int) -> dict[str, Any]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from megatron_fluid.errors import ConfigError
+    from tests.frameworks import stand_ins
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=world_size)
+    found: dict[str, Any] = {}
+    for on in (False, True):
+        with tiny_gpt.plug_in(on) as calls:
+            config = tiny_gpt.config_of()
+            model = DistributedDataParallel(
+                config,
+                DistributedDataParallelConfig(use_distributed_optimizer=True),
+                tiny_gpt.moe_layer(config),
+            )
+            layer, steps = model.module, []
+            for number in range(3):
+                model.zero_grad_buffer()
+                x = torch.randn(5, 1, 32, generator=torch.Generator().manual_seed(number + rank))
+                y = layer(x.requires_grad_())[0]
+                y.square().sum().backward()
+                model.finish_grad_sync()
+                grads = [parameter.main_grad.clone() for parameter in layer.parameters()]
+                steps.append([y.detach(), x.grad, *grads])
+                stand_ins.offload(model)
+                if on and number == 1:
+                    with pytest.raises(ConfigError, match="weights was given back"):
+                        _look(layer)
+                holes = [torch.empty(4096 * (number + 1)) for _ in range(4)]  # noqa: F841
+                stand_ins.load(model)
+                with torch.no_grad():  # other weights, as a step or another model brings them
+                    for buffer in (*model.buffers, *model.expert_parallel_buffers):
+                        buffer.param_data.mul_(1.01)
+            found[f"{on}"], found["calls"] = steps, len(calls)
+    return found
+
+
+def _look(layer: Any) -> None:
+    """What a forward does first with the experts, without its collectives."""
+    from megatron_fluid.patches.moe import layer as seam
+
+    found = seam.path_of(layer).look(layer)  # type: ignore[union-attr]
+    assert isinstance(found, str)
+    seam.DECISIONS.refuse_change(layer, found)
+
+
+def test_memory_of_weights_may_go_and_come_between_calls() -> None:
+    for found in run_ranks(_offloaded, 2, timeout_s=200):
+        assert found["calls"] == 3
+        for ours, stock in zip(found["True"], found["False"], strict=True):
+            for mine, theirs in zip(ours, stock, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,75 @@
+"""Routers whose methods others have patched: their results decide, also on the paths that ask
+Megatron's router for compact choices. One gloo rank."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+
+TOKENS, EXPERTS, TOP_K = 10, 8, 3
+
+
+def _step(layer: Any) -> dict[str, torch.Tensor]:
+    x = torch.randn(TOKENS, 1, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    layer.zero_grad()
+    y = layer(x)[0]
+    y.square().sum().backward()
+    grads = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    found = {"y": y.detach(), "dx": x.grad, **grads}
+    if layer.router.enable_expert_bias:
+        found["counts"] = layer.router.local_tokens_per_expert.clone()
+    return found
+
+
+def _patched(rank: int, world_size: int, who: str) -> dict[str, Any]:
+    from megatron.core.transformer.moe import router as router_module
+
+    from tests.frameworks import stand_ins
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=1)
+    settings: dict[str, Any] = {"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K}
+    if who == "expert bias":
+        settings["moe_router_score_function"] = "sigmoid"
+        settings["moe_router_enable_expert_bias"] = True
+    shapes: list[torch.Size] = []
+    generator = torch.Generator().manual_seed(5)
+    replayed = torch.rand(TOKENS, EXPERTS, generator=generator).topk(TOP_K).indices
+
+    def patch() -> Any:
+        if who == "replay":
+            return stand_ins.replay(replayed)
+        if who in ("count", "expert bias"):
+            return stand_ins.mend_count(shapes)
+        stock = router_module.topk_routing_with_score_function
+
+        def scaled(*args: Any, **kwargs: Any) -> Any:
+            probs, chosen = stock(*args, **kwargs)
+            return probs * torch.linspace(1.0, 2.0, EXPERTS), chosen
+
+        router_module.topk_routing_with_score_function = scaled
+        return lambda: setattr(router_module, "topk_routing_with_score_function", stock)
+
+    found: dict[str, Any] = {}
+    for on in (False, True):
+        with tiny_gpt.plug_in(on, moe_backend="local") as calls, contextlib.ExitStack() as undo:
+            undo.callback(patch())  # after ours, and before a layer is built
+            layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**settings))
+            found[f"{on}"], found["calls"] = _step(layer), len(calls)
+    return {**found, "shapes": set(shapes)}
+
+
+@pytest.mark.parametrize("who", ["replay", "count", "expert bias", "function"])
+def test_what_patched_methods_of_the_router_return_decides(who: str) -> None:
+    (found,) = run_ranks(_patched, 1, who, timeout_s=200, env={"TRITON_INTERPRET": "1"})
+    assert found["calls"] == 1
+    for name, value in found["False"].items():
+        torch.testing.assert_close(found["True"][name], value, rtol=1e-4, atol=1e-5, msg=name)
+    assert found["shapes"] <= {torch.Size([TOKENS, EXPERTS])}
