@@ -228,13 +228,15 @@ def test_room_is_made_for_larger_microbatches_of_evaluation(
 def test_the_page_of_settings_has_each_flag_with_its_values_default_first() -> None:
     page = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
     rows = re.findall(
-        r"^\| `(--fluid-[a-z0-9-]+)`(?: [^|]+)? \| ([^|]+) \|", page.read_text(), re.M
+        r"^\| `(--fluid-[a-z0-9-]+)` \(`(\w+)`\) \| ([^|]+) \|", page.read_text(), re.M
     )
-    listed = {flag: re.findall(r"`([^`]+)`|\b(off|on)\b", values) for flag, values in rows}
+    listed = {flag: re.findall(r"`([^`]+)`|\b(off|on)\b", values) for flag, _, values in rows}
     parser = argparse.ArgumentParser()
     own = arguments.add_fluid_arguments(parser)._actions[1:]  # without --help
     flags = {action.option_strings[0]: action for action in own}
     assert listed.keys() == flags.keys()
+    for flag, variable, _ in rows:
+        assert f"Also {variable}=" in str(flags[flag].help)
     for flag, action in flags.items():
         values = [quoted or plain for quoted, plain in listed[flag]]
         if action.choices is not None:
