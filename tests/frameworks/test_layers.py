@@ -3,7 +3,9 @@ used: two gloo ranks, against Megatron's own path."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 from typing import Any
 
 import pytest
@@ -105,3 +107,27 @@ def test_memory_of_weights_may_go_and_come_between_calls() -> None:
         for ours, stock in zip(found["True"], found["False"], strict=True):
             for mine, theirs in zip(ours, stock, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def _first_forward(rank: int, world_size: int) -> list[str]:
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=world_size)
+    said = io.StringIO()
+    with tiny_gpt.plug_in(True, end_on_timeout=True), contextlib.redirect_stdout(said):
+        layers = [tiny_gpt.moe_layer(tiny_gpt.config_of()) for _ in range(2)]
+        for layer in layers:
+            layer(torch.randn(4, 2, 32))
+    return said.getvalue().splitlines()
+
+
+def test_the_start_up_lines_come_in_the_first_forward_where_another_loop_builds_the_model() -> None:
+    """Once, on rank 0, and with the settings that only Megatron's loop reads."""
+    first, other = run_ranks(_first_forward, 2, timeout_s=200)
+    versions, on, off, whose = first
+    assert versions.startswith("megatron_fluid ")
+    assert on == "  on:  MoE layer (2): rounds, 2 expert-parallel ranks"
+    reason = "only Megatron's training loop reads it"
+    assert off == f"  off: no effect: MEGATRON_FLUID_END_ON_TIMEOUT ({reason})"
+    assert whose == "megatron_fluid: of rank 0 alone, in its first forward of such a layer"
+    assert other == []
