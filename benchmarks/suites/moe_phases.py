@@ -30,7 +30,7 @@ from megatron_fluid import MoELayer
 from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.kernels.grouped_gemm.launch import can_gate, grouped_weight_grad
 from megatron_fluid.moe.autograd import run_experts
-from megatron_fluid.moe.call import ExpertCall, prepare
+from megatron_fluid.moe.call import ExpertCall
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups, grouped_product
 from megatron_fluid.moe.experts import PlainExperts, activation_backward, activation_forward
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle, shared_buffers
@@ -327,7 +327,7 @@ def host_times(
 
     def forward() -> Tensor:
         ids, probs = _route(layer, x)
-        call = prepare(ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=El))
+        call = ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=El)
         return run_experts(call, NvlinkTransport(buffers, ids, handle))
 
     samples: dict[str, list[float]] = {"inference": [], "forward": [], "backward": []}

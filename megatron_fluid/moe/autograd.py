@@ -1,6 +1,6 @@
 """The experts of an MoE layer as one differentiable function, over any transport.
 
-    call = prepare(ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=El))
+    call = ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=El)
     y = run_experts(call, transport)
 
     forward:  dispatch x -> fc1 -> activation * probability -> fc2 -> combine
@@ -32,13 +32,14 @@ from megatron_fluid.backward.main_grad import mark_all_added_to_main_grad
 from megatron_fluid.backward.readiness import Readiness, readiness_of
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.call import PreparedCall
-from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
+from megatron_fluid.moe.activations import Activation, resolve_activation
+from megatron_fluid.moe.call import ExpertCall
+from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups, expert_projections, in_dtype
 from megatron_fluid.moe.experts import Hidden, PlainExperts, Route, Rows
 from megatron_fluid.moe.offloading import Offload, Offloaded
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
-__all__ = ["StartedCall", "run_experts", "start_experts"]
+__all__ = ["StartedCall", "prepare", "run_experts", "start_experts"]
 
 _PROCESS_WIDE = get_backward_scheduler()
 
@@ -82,9 +83,43 @@ class _State:
         return [self.arrived(rows) for rows in self.transport.recompute_rows(self.sent(x))]
 
 
-def _state_of(prepared: PreparedCall, transport: TokenTransport) -> _State:
+def prepare(call: ExpertCall) -> tuple[Tensor, PlainExperts]:
+    """Check a call, and under autocast cast its tokens, weights and biases: before any transport,
+    and so alike on all of them. Gives the tokens and what computes them.
+
+    Raises:
+        ConfigError: shapes or dtypes do not fit together; fp8 of experts that cannot be computed
+            so, or on a GPU that is no Hopper.
+    """
+    x, w1, w2, biases = call.x, call.w1, call.w2, call.biases
+    layout = w1.layout if isinstance(w1, ExpertWeights) else call.layout
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, w1, w2 = x.to(dtype), in_dtype(w1, dtype), in_dtype(w2, dtype)
+        if biases is not None:
+            biases = in_dtype(biases[0], dtype), in_dtype(biases[1], dtype)
+    if x.dim() != 2:
+        raise ConfigError.of(f"{call.name}: dimensions of the tokens", x.dim(), 2)
+    act = call.activation
+    if not isinstance(act, Activation):
+        act = resolve_activation(act)
+    fcs = expert_projections(w1, w2, call.num_experts, x, act, call.name, layout)
+    if call.fp8:
+        from megatron_fluid.moe.fp8_experts import fp8_experts  # needs Triton
+
+        return x, fp8_experts(
+            *fcs, act, call.fp8_weight_grads, name=call.name,
+            biased=biases is not None, offloaded=call.offload is not None,
+        )  # fmt: skip
+    if biases is not None:
+        from megatron_fluid.moe.biases import BiasedExperts
+
+        return x, BiasedExperts(*fcs, act, biases, call.name)
+    return x, PlainExperts(*fcs, act)
+
+
+def _state_of(call: ExpertCall, experts: PlainExperts, transport: TokenTransport) -> _State:
     """What the settings of this moment make of a call."""
-    call, experts = prepared.call, prepared.experts
     fc1, fc2, recompute = experts.fc1, experts.fc2, call.recompute
     if recompute and not set(recompute) <= set(transport.recomputable):
         allowed = f"some of {', '.join(transport.recomputable)}"
@@ -130,20 +165,20 @@ class StartedCall:
             return _finished(self._state, self._x, self._probs)
 
 
-def start_experts(prepared: PreparedCall, transport: TokenTransport) -> StartedCall:
+def start_experts(call: ExpertCall, transport: TokenTransport) -> StartedCall:
     """Start a call over a transport of its own: what is computed until it is finished overlaps with
     the first tokens on their way, if the transport sends any ahead. Collective as the transport is.
 
     Raises:
-        ConfigError: the transport does not take these tokens or experts, or cannot recompute what
-            is asked for.
+        ConfigError: as for prepare; the transport does not take these tokens or experts, or cannot
+            recompute what is asked for.
         PeerTimeoutError: a peer did not answer (on a CPU; on a GPU the monitor reports it).
     """
-    experts = prepared.experts
+    tokens, experts = prepare(call)
     count, biased = experts.fc1.num_experts, bool(experts.bias_params)
     transport.check_experts(experts.activation, count, biased)
-    state = _state_of(prepared, transport)
-    x, probs = transport.accept(prepared.x, prepared.probs)
+    state = _state_of(call, experts, transport)
+    x, probs = transport.accept(tokens, call.probs)
     if transport.starts_ahead:
         wanted = x.requires_grad or (probs is not None and probs.requires_grad)
         if wanted and torch.is_grad_enabled():
@@ -152,9 +187,9 @@ def start_experts(prepared: PreparedCall, transport: TokenTransport) -> StartedC
     return StartedCall(state, x, probs)
 
 
-def run_experts(prepared: PreparedCall, transport: TokenTransport) -> Tensor:
+def run_experts(call: ExpertCall, transport: TokenTransport) -> Tensor:
     """start_experts, finished at once."""
-    return start_experts(prepared, transport).finish()
+    return start_experts(call, transport).finish()
 
 
 def _finished(call: _State, x: Tensor, probs: Tensor | None) -> Tensor:

@@ -7,62 +7,28 @@ Shapes: T tokens of this rank, K top-k, H hidden.
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.moe.activations import Activation
-from megatron_fluid.moe.call import computed_dtype
 from megatron_fluid.moe.choose import ExchangeCase, choose_transport, nvlink_layer_reason
 from megatron_fluid.moe.config import MoEConfig
-from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.expert_weights import computed_dtype
 from megatron_fluid.moe.hierarchical.plan import plan_hierarchical
 from megatron_fluid.moe.hierarchical.transport import HierarchicalTransport
 from megatron_fluid.moe.local.transport import LocalTransport, plan_local
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.rounds.transport import RoundsTransport
-from megatron_fluid.moe.transport import TokenTransport
+from megatron_fluid.moe.transport import Backend, ExpertPair, LayerShape, MakeTransport
 
 __all__ = ["BACKENDS", "Backend", "LayerShape", "MakeTransport", "choose_backend"]
 
 
-type ExpertPair = tuple[ExpertWeights, ExpertWeights, Activation]  # fc1, fc2, activation
-type MakeTransport = Callable[[], TokenTransport]
-
 _LOGGER = logging.getLogger("megatron_fluid")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """What a backend has to know of a layer, once.
-
-    Attributes:
-        group: the expert-parallel group.
-        num_experts, top_k, ffn: E, K and F.
-        name: of the layer, for errors and to identify exchanges.
-        dx_chunks: as in MoEConfig.
-        capacity_factor: of bounded mode, None for exact mode.
-        capacity_setting: the setting that an overflow is raised under before the next optimizer
-            step; None: the next forward raises it.
-        room: how many times the tokens of the first call buffers are made for.
-    """
-
-    group: dist.ProcessGroup
-    num_experts: int
-    top_k: int
-    ffn: int
-    name: str
-    dx_chunks: int = 1
-    capacity_factor: float | None = None
-    capacity_setting: str | None = None
-    room: int = 1
 
 
 class ServedLayer(Protocol):
@@ -72,47 +38,6 @@ class ServedLayer(Protocol):
     rounds: P2PRounds
     activation: Activation
     weight1: nn.Parameter
-
-
-class Backend:
-    """How one layer moves its tokens, standalone or Megatron's, with experts that this package
-    computes or others. It holds no state of any call, and not the layer. One call::
-
-        make = backend.plan(x, ids, probs, experts=..., again=recompute)
-        y = run_experts(call, make())                     # or OpenExchange(make())
-
-    A recomputation repeats all but the plan.
-
-    Attributes:
-        name: as in MoEConfig.backend.
-        ascending: whether sums depend on the order of a token's choices, and Megatron's is wanted:
-            experts in ascending order.
-        exact_over: where tokens go, if this has neither bounded mode nor fp8.
-    """
-
-    name: str
-    ascending = False
-    exact_over: str | None = None
-
-    def __init__(self, shape: LayerShape, rounds: P2PRounds) -> None:
-        self.shape, self.rounds = shape, rounds
-
-    def plan(
-        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool
-    ) -> MakeTransport:
-        """Route one call: what is returned makes its transport, and that of its recomputation.
-
-        Args:
-            x: tokens. [T, H]
-            ids: integers, -1 where dropped. [T, K]
-            probs: [T, K]
-            experts: fc1, fc2 and activation; None where others compute them.
-            again: whether the plan serves a recomputation, too.
-        """
-        raise NotImplementedError
-
-    def check_overflow(self) -> None:
-        """Raise FluidError where the capacity was exceeded."""
 
 
 class _Local(Backend):
@@ -131,44 +56,14 @@ class _Local(Backend):
 
 
 class _Nvlink(Backend):
+    """The row of NvlinkBackend, which alone needs Triton and is imported when a layer is made."""
+
     name = "nvlink"
 
-    def __init__(self, shape: LayerShape, rounds: P2PRounds) -> None:
-        # Only this path needs Triton.
-        from megatron_fluid.moe.nvlink import buffers, transport
+    def __new__(cls, shape: LayerShape, rounds: P2PRounds) -> Backend:  # type: ignore[misc]
+        from megatron_fluid.moe.nvlink.transport import NvlinkBackend
 
-        super().__init__(shape, rounds)
-        sizes = shape.ffn, shape.top_k, shape.num_experts
-        self.sized = buffers.SizedBuffers(shape.group, *sizes, shape.room)
-        self._transport = transport
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Nvlink:
-        # A copy shares the buffers: they are used by one layer after the other.
-        copied = copy.copy(self)
-        copied.sized = copy.copy(self.sized)
-        return copied
-
-    def plan(
-        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool
-    ) -> MakeTransport:
-        buffers, capacity = self.sized.of(x.shape[0], x.shape[1], computed_dtype(x)), None
-        if (factor := self.shape.capacity_factor) is not None:
-            if self.shape.capacity_setting is None:
-                buffers.check_overflow()
-            else:
-                buffers.raise_overflow(factor, self.shape.capacity_setting)
-            capacity = buffers.bounded_rows(factor)
-        handle, grow = None, self.sized.grow
-        if again:
-            handle = self._transport.plan_nvlink(buffers, ids, probs, capacity, grow=grow)
-            assert self.sized.buffers is not None
-            buffers = self.sized.buffers
-        make = self._transport.NvlinkTransport
-        return functools.partial(make, buffers, ids, handle, capacity, grow)
-
-    def check_overflow(self) -> None:
-        if self.sized.buffers is not None:
-            self.sized.buffers.check_overflow()
+        return NvlinkBackend(shape, rounds)
 
 
 class _Hierarchical(Backend):

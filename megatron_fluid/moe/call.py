@@ -1,6 +1,6 @@
-"""One call of a layer's experts: what its caller wants, checked and cast alike for all transports.
+"""One call of a layer's experts: what its caller wants.
 
-    call = prepare(ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=El))
+    call = ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=El)
     y = run_experts(call, transport)                       # moe/autograd.py
 
 Shapes: T tokens, K top-k, N expert rows of this rank, El local experts, H hidden, F1 width of fc1's
@@ -12,23 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
-from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.activations import Activation, resolve_activation
-from megatron_fluid.moe.expert_weights import (
-    ExpertWeights,
-    GivenBiases,
-    GivenWeights,
-    expert_projections,
-    in_dtype,
-)
-from megatron_fluid.moe.experts import PlainExperts
+from megatron_fluid.moe.activations import Activation
+from megatron_fluid.moe.expert_weights import ExpertWeights, GivenBiases, GivenWeights
 from megatron_fluid.moe.offloading import Offload
 
-__all__ = ["ExpertCall", "PreparedCall", "computed_dtype", "prepare"]
+__all__ = ["ExpertCall"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,60 +65,3 @@ class ExpertCall:
     offload: Offload | None = None
     scheduler: WeightGradScheduler | None = None
     name: str = "moe"
-
-
-@dataclass(slots=True)
-class PreparedCall:
-    """A call that was checked: under autocast in its dtype.
-
-    Attributes:
-        experts: what computes it.
-    """
-
-    call: ExpertCall
-    x: Tensor
-    probs: Tensor | None
-    experts: PlainExperts
-
-
-def computed_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a call with tokens x is computed: autocast's where that is on."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def prepare(call: ExpertCall) -> PreparedCall:
-    """Check a call and, under autocast, cast its tokens, weights and biases: before any transport,
-    and so alike on all of them.
-
-    Raises:
-        ConfigError: shapes or dtypes do not fit together; fp8 of experts that cannot be computed
-            so, or on a GPU that is no Hopper.
-    """
-    x, w1, w2, biases = call.x, call.w1, call.w2, call.biases
-    layout = w1.layout if isinstance(w1, ExpertWeights) else call.layout
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, w1, w2 = x.to(dtype), in_dtype(w1, dtype), in_dtype(w2, dtype)
-        if biases is not None:
-            biases = in_dtype(biases[0], dtype), in_dtype(biases[1], dtype)
-    if x.dim() != 2:
-        raise ConfigError.of(f"{call.name}: dimensions of the tokens", x.dim(), 2)
-    act = call.activation
-    if not isinstance(act, Activation):
-        act = resolve_activation(act)
-    fcs = expert_projections(w1, w2, call.num_experts, x, act, call.name, layout)
-    if call.fp8:
-        from megatron_fluid.moe.fp8_experts import fp8_experts  # needs Triton
-
-        experts: PlainExperts = fp8_experts(
-            *fcs, act, call.fp8_weight_grads, name=call.name,
-            biased=biases is not None, offloaded=call.offload is not None,
-        )  # fmt: skip
-    elif biases is not None:
-        from megatron_fluid.moe.biases import BiasedExperts
-
-        experts = BiasedExperts(*fcs, act, biases, call.name)
-    else:
-        experts = PlainExperts(*fcs, act)
-    return PreparedCall(call, x, call.probs, experts)

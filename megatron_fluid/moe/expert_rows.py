@@ -1,7 +1,7 @@
 """The transport of experts alone: somebody else has dispatched their rows, sorted by expert, and
 combines the results. Nothing is exchanged.
 
-    call = prepare(ExpertCall(x=rows, probs=probs, w1=w1, w2=w2, num_experts=len(counts)))
+    call = ExpertCall(x=rows, probs=probs, w1=w1, w2=w2, num_experts=len(counts))
     y = run_experts(call, InPlace(counts))
 
 Shapes: N expert rows of this rank, El local experts, H hidden.

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ __all__ = [
     "Matrices",
     "Packed",
     "RowGroups",
+    "computed_dtype",
     "expert_projections",
     "grouped_product",
     "in_dtype",
@@ -304,17 +305,15 @@ def params_and_values(given: GivenWeights) -> tuple[tuple[Tensor, ...], tuple[Te
     return params, params
 
 
-@overload
-def in_dtype(given: GivenWeights, dtype: torch.dtype) -> GivenWeights: ...
-@overload
-def in_dtype(
-    given: GivenWeights | ExpertWeights, dtype: torch.dtype
-) -> GivenWeights | ExpertWeights: ...
-def in_dtype(
-    given: GivenWeights | ExpertWeights, dtype: torch.dtype
-) -> GivenWeights | ExpertWeights:
-    """Weights or biases cast for one call, as autocast does; what has the dtype is returned as it
-    is."""
+def computed_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a call with tokens x is computed: autocast's where that is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def in_dtype(given: Any, dtype: torch.dtype) -> Any:
+    """GivenWeights (biases, too) cast for one call, as autocast does, also those of an
+    ExpertWeights; what has the dtype is returned as it is."""
     if isinstance(given, ExpertWeights):
         if all(param.dtype == dtype for param in given.params):
             return given

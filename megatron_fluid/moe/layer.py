@@ -28,7 +28,7 @@ from megatron_fluid.kernels.grouped_gemm.launch import compile_ahead
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import run_experts, start_experts
 from megatron_fluid.moe.backends import Backend, LayerShape, choose_backend
-from megatron_fluid.moe.call import ExpertCall, prepare
+from megatron_fluid.moe.call import ExpertCall
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout
 from megatron_fluid.moe.permute import local_experts
@@ -237,7 +237,7 @@ class MoEBaseline(_MoEModule):
             scheduler=_NOT_DEFERRED,
             name=name,
         )
-        out = run_experts(prepare(call), AllToAllTransport(plan, self.rounds, name))
+        out = run_experts(call, AllToAllTransport(plan, self.rounds, name))
         shared = self.shared_expert(flat)
         return (out if shared is None else out + shared).view(tokens.shape)
 
@@ -297,7 +297,7 @@ class MoELayer(_MoEModule):
         make_transport = backend.plan(
             *(flat, routing.ids, routing.probs), experts=(fc1, fc2, self.activation), again=False
         )
-        call = prepare(self._call(x=flat, probs=routing.probs, w1=fc1, w2=fc2))
+        call = self._call(x=flat, probs=routing.probs, w1=fc1, w2=fc2)
         started = start_experts(call, make_transport())
         shared = self.shared_expert(flat)
         out = started.finish()
@@ -423,4 +423,4 @@ def moe_multicard_p2p_overlap_forward(
         name=name,
     )
     transport = RoundsTransport(plan, rounds, name, current_config().dx_chunks)
-    return run_experts(prepare(call), transport)
+    return run_experts(call, transport)

@@ -15,7 +15,8 @@ Experts that this package does not compute take the rows, and `combine_rows` sen
 (moe/open_exchange.py).
 
 Implementations: moe/rounds (P2P exchanges over NCCL or gloo), moe/nvlink (symmetric memory),
-moe/local (a group of one rank). moe/backends.py is the table of them.
+moe/local (a group of one rank). A layer has a Backend, which plans a call and makes its transport;
+moe/backends.py is the table of them.
 
 Shapes: T tokens, K top-k, n rows of a segment, H hidden, El local experts.
 """
@@ -26,15 +27,26 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.moe.activations import Activation
-from megatron_fluid.moe.expert_weights import Matrices, RowGroups, grouped_product
+from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, RowGroups, grouped_product
 
-__all__ = ["Exchange", "Segment", "TokenTransport", "check_tokens"]
+__all__ = [
+    "Backend",
+    "Exchange",
+    "ExpertPair",
+    "LayerShape",
+    "MakeTransport",
+    "Segment",
+    "TokenTransport",
+    "check_tokens",
+]
 
 
 @dataclass(slots=True)
@@ -156,3 +168,74 @@ def check_tokens(x: Tensor, probs: Tensor | None, shape: Sequence[int]) -> None:
     if x.shape[0] != shape[0] or (probs is not None and list(probs.shape) != list(shape)):
         found = f"{list(x.shape)}, {None if probs is None else list(probs.shape)}"
         raise ConfigError.of("x, probs", found, f"[{shape[0]}, H], {list(shape)}")
+
+
+type ExpertPair = tuple[ExpertWeights, ExpertWeights, Activation]  # fc1, fc2, activation
+type MakeTransport = Callable[[], TokenTransport]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """What a backend has to know of a layer, once.
+
+    Attributes:
+        group: the expert-parallel group.
+        num_experts, top_k, ffn: E, K and F.
+        name: of the layer, for errors and to identify exchanges.
+        dx_chunks: as in MoEConfig.
+        capacity_factor: of bounded mode, None for exact mode.
+        capacity_setting: the setting that an overflow is raised under before the next optimizer
+            step; None: the next forward raises it.
+        room: how many times the tokens of the first call buffers are made for.
+    """
+
+    group: dist.ProcessGroup
+    num_experts: int
+    top_k: int
+    ffn: int
+    name: str
+    dx_chunks: int = 1
+    capacity_factor: float | None = None
+    capacity_setting: str | None = None
+    room: int = 1
+
+
+class Backend:
+    """How one layer moves its tokens, standalone or Megatron's, with experts that this package
+    computes or others. It holds no state of any call, and not the layer. One call::
+
+        make = backend.plan(x, ids, probs, experts=..., again=recompute)
+        y = run_experts(call, make())                     # or OpenExchange(make())
+
+    A recomputation repeats all but the plan.
+
+    Attributes:
+        name: as in MoEConfig.backend.
+        ascending: whether sums depend on the order of a token's choices, and Megatron's is wanted:
+            experts in ascending order.
+        exact_over: where tokens go, if this has neither bounded mode nor fp8.
+    """
+
+    name: str
+    ascending = False
+    exact_over: str | None = None
+
+    def __init__(self, shape: LayerShape, rounds: P2PRounds) -> None:
+        self.shape, self.rounds = shape, rounds
+
+    def plan(
+        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool
+    ) -> MakeTransport:
+        """Route one call: what is returned makes its transport, and that of its recomputation.
+
+        Args:
+            x: tokens. [T, H]
+            ids: integers, -1 where dropped. [T, K]
+            probs: [T, K]
+            experts: fc1, fc2 and activation; None where others compute them.
+            again: whether the plan serves a recomputation, too.
+        """
+        raise NotImplementedError
+
+    def check_overflow(self) -> None:
+        """Raise FluidError where the capacity was exceeded."""

@@ -35,7 +35,6 @@ from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.kernels.grouped_gemm.launch import compile_ahead
 from megatron_fluid.moe.autograd import start_experts
 from megatron_fluid.moe.backends import BACKENDS, LayerShape, MakeTransport
-from megatron_fluid.moe.call import prepare
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.engine.module_hooks import is_foreign
 from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
@@ -269,7 +268,7 @@ class OverlappedLayer(OwnExperts):
         """[S, B, H] -> [S, B, H], with the shared experts."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         call = self.call(tokens, probs, self.weights.matrices() if fcs is None else fcs)
-        started = start_experts(prepare(call), plan())
+        started = start_experts(call, plan())
         shared = self._shared_experts(layer, hidden_states)
         output = started.finish().view(hidden_states.shape)
         return output if shared is None else output + shared()

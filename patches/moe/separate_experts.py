@@ -30,7 +30,6 @@ from megatron_fluid.backward.weight_grads import (
 )
 from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.moe.autograd import run_experts
-from megatron_fluid.moe.call import prepare
 from megatron_fluid.moe.expert_rows import InPlace
 from megatron_fluid.patches.moe.offload import offload_of
 from megatron_fluid.patches.moe.own_experts import OwnExperts
@@ -95,5 +94,5 @@ class SeparateExperts(OwnExperts):
         if spare:
             rows, probs = rows[: len(rows) - spare], probs[: len(probs) - spare]
         call = self.call(rows, probs, self.projections(layer), self._scheduler)
-        output = run_experts(prepare(call), InPlace(counts))
+        output = run_experts(call, InPlace(counts))
         return F.pad(output, (0, 0, 0, spare)) if spare else output

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.moe.activations import Activation, resolve_activation
-from megatron_fluid.moe.autograd import StartedCall, run_experts, start_experts
-from megatron_fluid.moe.call import ExpertCall, prepare
+from megatron_fluid.moe.autograd import StartedCall, prepare, run_experts, start_experts
+from megatron_fluid.moe.call import ExpertCall
 from megatron_fluid.moe.expert_rows import InPlace
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.local.transport import LocalTransport, plan_local
@@ -35,12 +35,13 @@ def local_moe(
     """Over one rank. settings: fields of ExpertCall."""
     experts = w1.num_experts if isinstance(w1, ExpertWeights) else len(w1)
     given = {"probs": probs, "w1": w1, "w2": w2, "num_experts": experts, **settings}
-    call = prepare(ExpertCall(x=x, activation=activation, **given))
+    call = ExpertCall(x=x, activation=activation, **given)
     if plan is None:
-        stacked = call.experts.fc1.stack is not None and call.experts.fc2.stack is not None
+        tokens, found = prepare(call)
+        stacked = found.fc1.stack is not None and found.fc2.stack is not None
         act = resolve_activation(activation)
         plan = plan_local(
-            x, ids, probs, experts, activation=act, stacked=stacked, dtype=call.x.dtype
+            x, ids, probs, experts, activation=act, stacked=stacked, dtype=tokens.dtype
         )
     return run_experts(call, LocalTransport(plan))
 
@@ -54,7 +55,7 @@ def nvlink_moe(
     from megatron_fluid.moe.nvlink.transport import NvlinkTransport
 
     given = {"w1": w1, "w2": w2, "num_experts": buffers.local_experts, **settings}
-    call = prepare(ExpertCall(x=x, probs=probs, activation=activation, **given))
+    call = ExpertCall(x=x, probs=probs, activation=activation, **given)
     return run_experts(call, NvlinkTransport(buffers, ids, handle, capacity, grow))
 
 
@@ -64,7 +65,7 @@ def start_rounds(
 ) -> StartedCall:  # fmt: skip
     """Over rounds: tokens [T, H] and probabilities [T, K], or rows [N, H] and [N]."""
     given = {"w1": w1, "w2": w2, "num_experts": plan.num_local_experts, **settings}
-    call = prepare(ExpertCall(x=x, probs=probs, activation=activation, **given))
+    call = ExpertCall(x=x, probs=probs, activation=activation, **given)
     name = settings.get("name", "moe")
     transport = RoundsTransport(plan, rounds, name, dx_chunks, settings.get("scheduler"))
     return start_experts(call, transport)
@@ -86,7 +87,7 @@ def hierarchical_moe(
     from megatron_fluid.moe.hierarchical.transport import HierarchicalTransport
 
     given = {"w1": w1, "w2": w2, "num_experts": plan.num_local_experts, **settings}
-    call = prepare(ExpertCall(x=x, probs=probs, activation=activation, **given))
+    call = ExpertCall(x=x, probs=probs, activation=activation, **given)
     name = settings.get("name", "moe")
     transport = HierarchicalTransport(plan, rounds, name, settings.get("scheduler"))
     return run_experts(call, transport)
@@ -98,5 +99,5 @@ def expert_rows(
 ) -> Tensor:  # fmt: skip
     """Rows that are sorted by expert already."""
     given = {"w1": w1, "w2": w2, "num_experts": len(counts), **settings}
-    call = prepare(ExpertCall(x=rows, probs=probs, activation=activation, **given))
+    call = ExpertCall(x=rows, probs=probs, activation=activation, **given)
     return run_experts(call, InPlace(counts))

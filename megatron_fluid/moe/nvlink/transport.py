@@ -19,24 +19,35 @@ first), N expert rows of this rank.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.cuda.triton_launch import aligned
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation.kernel import ACTIVATIONS
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows, fp8_sent_matmul
 from megatron_fluid.kernels.grouped_gemm.launch import can_send, sent_matmul
 from megatron_fluid.moe.activations import Activation
-from megatron_fluid.moe.expert_weights import Matrices, RowGroups, grouped_product
+from megatron_fluid.moe.expert_weights import Matrices, RowGroups, computed_dtype, grouped_product
 from megatron_fluid.moe.nvlink import steps
-from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
-from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle, SizedBuffers
+from megatron_fluid.moe.transport import (
+    Backend,
+    Exchange,
+    ExpertPair,
+    LayerShape,
+    MakeTransport,
+    Segment,
+    TokenTransport,
+)
 
-__all__ = ["NvlinkTransport", "plan_nvlink"]
+__all__ = ["NvlinkBackend", "NvlinkTransport", "plan_nvlink"]
 
 
 type Grow = Callable[[int], NvlinkBuffers]  # tokens of this rank -> larger buffers; collective
@@ -262,3 +273,40 @@ def plan_nvlink(
         if (wanted := buffers.most_wanted()) is None:
             return handle
         buffers = _grown(buffers, grow, topk_ids.shape[0], wanted)
+
+
+class NvlinkBackend(Backend):
+    """See Backend. A copy shares the buffers, which layers use one after the other."""
+
+    name = "nvlink"
+
+    def __init__(self, shape: LayerShape, rounds: P2PRounds) -> None:
+        super().__init__(shape, rounds)
+        sizes = shape.ffn, shape.top_k, shape.num_experts
+        self.sized = SizedBuffers(shape.group, *sizes, shape.room)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NvlinkBackend:
+        copied = copy.copy(self)
+        copied.sized = copy.copy(self.sized)
+        return copied
+
+    def plan(
+        self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool
+    ) -> MakeTransport:
+        buffers, capacity = self.sized.of(x.shape[0], x.shape[1], computed_dtype(x)), None
+        if (factor := self.shape.capacity_factor) is not None:
+            if self.shape.capacity_setting is None:
+                buffers.check_overflow()
+            else:
+                buffers.raise_overflow(factor, self.shape.capacity_setting)
+            capacity = buffers.bounded_rows(factor)
+        handle, grow = None, self.sized.grow
+        if again:
+            handle = plan_nvlink(buffers, ids, probs, capacity, grow=grow)
+            assert self.sized.buffers is not None
+            buffers = self.sized.buffers
+        return functools.partial(NvlinkTransport, buffers, ids, handle, capacity, grow)
+
+    def check_overflow(self) -> None:
+        if self.sized.buffers is not None:
+            self.sized.buffers.check_overflow()

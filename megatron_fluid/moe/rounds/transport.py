@@ -11,7 +11,7 @@ With 4 ranks, forward and backward of one call (`||`: at the same time)::
 Use::
 
     plan = ExactPlan.from_topk(ids, num_experts, rounds)
-    call = prepare(ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=El))
+    call = ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=El)
     started = start_experts(call, RoundsTransport(plan, rounds, "layer 1"))   # first round leaves
     shared = shared_expert(x)               # anything else, while the first tokens travel
     y = started.finish() + shared

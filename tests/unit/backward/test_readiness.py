@@ -15,7 +15,7 @@ from megatron_fluid.backward.deferred_linear import deferred_linear
 from megatron_fluid.backward.readiness import ReadyGate, gate_with, readiness_of, set_gradient_owner
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.moe.autograd import run_experts
-from megatron_fluid.moe.call import ExpertCall, prepare
+from megatron_fluid.moe.call import ExpertCall
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.local.transport import LocalPlan, LocalTransport
 
@@ -102,7 +102,7 @@ class Model:
         transport = LocalTransport(LocalPlan.of(ids, EXPERTS))
         given = {"w1": weights[0], "w2": weights[1], "num_experts": EXPERTS}
         call = ExpertCall(x=x, probs=probs, scheduler=scheduler, **given)  # type: ignore[arg-type]
-        return run_experts(prepare(call), transport)
+        return run_experts(call, transport)
 
     def plain(self, x: Tensor) -> Tensor:
         """The layer by autograd alone."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_fluid import MoELayer
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.autograd import run_experts
-from megatron_fluid.moe.call import ExpertCall, prepare
+from megatron_fluid.moe.autograd import prepare, run_experts
+from megatron_fluid.moe.call import ExpertCall
 from megatron_fluid.moe.expert_rows import InPlace
 from megatron_fluid.moe.local.transport import LocalPlan, LocalTransport
 from megatron_fluid.moe.rounds.all_to_all import AllToAllTransport
@@ -90,7 +90,7 @@ def _step(name: str, leaves: list[Tensor], ids: Tensor) -> list[Tensor]:
             if name == "in place":
                 rows, scale = plan.enter("rows", x, probs)
         call = ExpertCall(x=rows, probs=scale, w1=w1, w2=w2, num_experts=E, biases=biases)
-        y = run_experts(prepare(call), transport)
+        y = run_experts(call, transport)
         added = () if biases is None else (b1, b2)
         found += [y, *torch.autograd.grad(y.float().square().sum(), [*leaves, *added])]
     return [value.detach() for value in found]
@@ -204,6 +204,6 @@ def test_calls_are_refused_by_name() -> None:
     _, (x, probs, w1, w2) = _leaves()
     with pytest.raises(ConfigError, match="moe: dimensions of the tokens: found 3, allowed: 2"):
         prepare(ExpertCall(x=x[None], probs=probs, w1=w1, w2=w2, num_experts=E))
-    call = prepare(ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=E, recompute=("rows",)))
+    call = ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=E, recompute=("rows",))
     with pytest.raises(ConfigError, match=r"recompute: found \['rows'\], allowed: some of hidden"):
         run_experts(call, InPlace([T]))

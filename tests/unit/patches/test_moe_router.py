@@ -323,6 +323,7 @@ def _bounded(rank: int, world_size: int) -> dict[str, Any]:
     of one with it."""
     from megatron_fluid import patches
     from megatron_fluid.errors import ConfigError
+    from megatron_fluid.moe.nvlink import transport as nvlink
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel()
@@ -336,10 +337,12 @@ def _bounded(rank: int, world_size: int) -> dict[str, Any]:
             buffers = path.transports.sized.buffers
             found["rows"] = buffers.bounded_rows(1.5)
             for again in (False, True):
-                transport = path.transports._transport = mock.Mock()
+                transport = mock.Mock()
+                plans = mock.patch.object(nvlink, "plan_nvlink", transport.plan_nvlink)
+                made = mock.patch.object(nvlink, "NvlinkTransport", transport.NvlinkTransport)
                 fcs = path.weights.matrices()
-                plan, _ = path.route(layer, torch.randn(TOKENS, 1, 32), None, again, fcs)
-                plan()
+                with plans, made:
+                    path.route(layer, torch.randn(TOKENS, 1, 32), None, again, fcs)[0]()
                 planned = transport.plan_nvlink.call_args
                 _, _, handle, capacity, _ = transport.NvlinkTransport.call_args.args
                 found[name, again] = (
