@@ -77,7 +77,6 @@ class TransformerLayerConfig(FieldsConfig):
     attention_kernel: str = "auto"
     attention_exchange: str = "auto"
     head_groups: int | None = None
-    output_chunks: int = 1
     norm: str = "rmsnorm"
     norm_eps: float = 1e-6
     activation: str | Callable[[Tensor], Tensor] = "swiglu"

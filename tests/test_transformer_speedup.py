@@ -49,8 +49,7 @@ def _measure(
 
 
 @pytest.mark.parametrize(
-    ("world", "options"),
-    [(2, Options(head_groups=2, output_chunks=2, dx_chunks=3)), (4, Options(defer=False))],
+    ("world", "options"), [(2, Options(head_groups=2, dx_chunks=3)), (4, Options(defer=False))]
 )
 def test_both_variants_agree_and_the_table_has_figures(world: int, options: Options) -> None:
     results = run_ranks(_measure, world, EXACT, options, timeout_s=200)

@@ -61,7 +61,6 @@ class Options:
     """How the overlapped variant is run; see TransformerLayer."""
 
     head_groups: int = 1
-    output_chunks: int = 1
     dx_chunks: int = 1
     defer: bool = True
 
@@ -81,7 +80,6 @@ def build(shape: Shape, options: Options, overlap: bool, device: torch.device) -
             cp_group=group,
             num_kv_heads=shape.kv_heads,
             head_groups=options.head_groups,
-            output_chunks=options.output_chunks,
             dx_chunks=options.dx_chunks,
             overlap=overlap,
             layer_id=index,
@@ -287,7 +285,7 @@ def _parser(on_gpu: bool) -> argparse.ArgumentParser:
         parser.add_argument(
             "--" + field.name.replace("_", "-"), type=type(value), default=value, choices=known
         )
-    for name in ("head_groups", "output_chunks", "dx_chunks"):
+    for name in ("head_groups", "dx_chunks"):
         parser.add_argument(
             "--" + name.replace("_", "-"), type=int, default=1, help="see TransformerLayer"
         )
@@ -333,9 +331,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     if shape.seq % world:
         raise SystemExit(f"--seq {shape.seq} must be a multiple of the {world} ranks")
-    options = Options(
-        arguments.head_groups, arguments.output_chunks, arguments.dx_chunks, not arguments.no_defer
-    )
+    options = Options(arguments.head_groups, arguments.dx_chunks, not arguments.no_defer)
     rows, differences = run(shape, options, device, arguments.iters, arguments.warmup)
     if dist.get_rank() == 0:
         worst = max(differences, key=lambda name: differences[name])

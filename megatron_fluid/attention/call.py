@@ -130,7 +130,6 @@ class AttentionCall:
     kernel: CoreKernel
     case: CoreCase
     table: RotaryTable | None = None
-    output_chunks: int = 1
     dx_chunks: int = 1
     norm_eps: float = 1e-6
     name: str = "attention"

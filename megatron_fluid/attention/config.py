@@ -38,8 +38,6 @@ class AttentionConfig(FieldsConfig):
             any transport), or "auto", the first that can.
         head_groups: groups into which a rank's key/value heads are cut, so that one moves while
             another is attended; None: as many as pay.
-        output_chunks: pieces of rows in which rounds bring the attention output back; one is
-            projected while the next moves.
         dx_chunks: pieces of rows in which backward computes, and rounds exchange, input gradients;
             None takes FluidConfig's.
         overlap: whether exchanges overlap with projections and attention. False: plain all-to-all
@@ -63,7 +61,6 @@ class AttentionConfig(FieldsConfig):
     kernel: str = "auto"
     exchange: str = "auto"
     head_groups: int | None = None
-    output_chunks: int = 1
     dx_chunks: int | None = None
     overlap: bool = True
 
@@ -88,10 +85,7 @@ class AttentionConfig(FieldsConfig):
             raise ConfigError.of("exchange", self.exchange, ", ".join(EXCHANGE_NAMES))
         if self.exchange == "symmetric" and not self.overlap:
             raise ConfigError.of("exchange", self.exchange, "auto or rounds with overlap=False")
-        for name in ("output_chunks", "dx_chunks"):
-            value = getattr(self, name)
-            if name == "dx_chunks" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError.of(name, value, "an integer of at least 1")
+        chunks = 1 if self.dx_chunks is None else self.dx_chunks
+        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+            raise ConfigError.of("dx_chunks", chunks, "an integer of at least 1")
         SequenceLayout(0, 1, self.sequence_layout)

@@ -200,7 +200,6 @@ class SelfAttention(nn.Module):
             choose_kernel(config.kernel, case),
             case,
             None if rotary is None else _table(rotary, length, x.device, x.dtype),
-            config.output_chunks,
             self.dx_chunks,
             config.norm_eps,
             self.name,

@@ -14,8 +14,8 @@ Backward computes dX first. The gradient of the attention output is sent as head
 and v as rows are, one head group while the next one's are computed. dW of the output projection
 overlaps with the exchange that has less to hide behind (``late_weight_gradient``), dW of the QKV
 projection is last. With the deferred scheduler on, both are queued and overlap with later exchanges
-(of the layers below). P2P rounds also cut rows into chunks (``output_chunks``, ``dx_chunks``): one
-is projected while the next moves.
+(of the layers below). P2P rounds also cut the rows of backward into chunks (``dx_chunks``): one is
+projected while the next moves.
 
 Received rows are laid out by heads, so each projection of a chunk of rows is one GEMM over all
 heads, whose sum is rounded once. One GEMM per peer into a float32 matrix could start earlier, but
@@ -95,7 +95,7 @@ def forward(
         raw, packed = sent.take(g, prepare)
         attended, state = attend(call, part, packed, weights.core, keep)
         output = attended.contiguous().view(length, batch, part.output_width)
-        rows = exchange.send_rows(f"{call.name} output", g, output, True, call.output_chunks)
+        rows = exchange.send_rows(f"{call.name} output", g, output, True)
         returning.append(rows)
         if state is not None:
             state.raw = raw
@@ -103,11 +103,8 @@ def forward(
         del raw, packed, attended, state, output, rows
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     out = Projection(weights.w_out.t(), weights.b_out)
-    gathered = None
-    for now, gathered in exchange.collect(returning, True):
-        rows_now = _at(gathered, now)
-        matmul(rows_now if gate is None else gated(rows_now, _at(gate, now)), out, _at(y, now))
-    assert gathered is not None
+    gathered = exchange.collect_all(returning, True)
+    matmul(gathered if gate is None else gated(gathered, gate), out, y)
     return y, AttentionState(states, gathered, gate) if keep else None
 
 

@@ -114,9 +114,9 @@ class Agreement:
         found: list[Any] = values
         return found
 
-    def first(self, operation: str, value: Any, timeout_s: float | None = None) -> Any:
+    def first(self, operation: str, value: Any) -> Any:
         """Return the first rank's value. Collective; raises as `gather` does."""
-        return self.gather(operation, value if self.rank == 0 else None, timeout_s)[0]
+        return self.gather(operation, value if self.rank == 0 else None)[0]
 
     def barrier(self, operation: str, timeout_s: float | None = None) -> None:
         """Return when every rank has come. Collective; raises as `gather` does."""

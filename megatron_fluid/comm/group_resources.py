@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_fluid.comm.lone_rank import is_lone
 from megatron_fluid.topology import real_group
 
-__all__ = ["close_group", "drop_resource", "group_resource", "held_everywhere", "is_destroyed"]
+__all__ = ["close_group", "group_resource", "held_everywhere", "is_destroyed"]
 
 
 @dataclass
@@ -57,12 +57,6 @@ def held_everywhere(key: Hashable) -> list[Any]:
     """Return what groups that are not destroyed keep under `key`. Makes nothing."""
     found = [(group, kept[key]) for group, kept in [*_resources.items()] if key in kept]
     return [resource.value for group, resource in found if not is_destroyed(group)]
-
-
-def drop_resource(key: Hashable) -> None:
-    """Forget what groups keep under `key`, which needs no close; the next user makes it anew."""
-    for kept in _resources.values():
-        kept.pop(key, None)
 
 
 def close_group(group: dist.ProcessGroup) -> None:

@@ -285,12 +285,6 @@ class AllToAll:
             self._transport.combine(request)
         self._sent["combine"] = not do_recv
 
-    @shows_fields_of(combine, leave_out=("self", "do_send", "do_recv"))
-    def combine_with_hook(self, *arguments: Any, **keywords: Any) -> Callable[[], None]:
-        """Enqueue the send half of `combine`; calling the result enqueues the receive half."""
-        self.combine(*arguments, **{**keywords, "do_send": True, "do_recv": False})
-        return lambda: self.combine(*arguments, **{**keywords, "do_send": False, "do_recv": True})
-
     # ---- state
     def check_errors(self) -> None:
         """Raise PeerTimeoutError if a wait of this rank has timed out. Reads host memory only;

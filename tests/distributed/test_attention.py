@@ -76,7 +76,6 @@ def _layers(
             sequence_layout=case.layout,
             exchange=case.exchange,
             head_groups=case.groups,
-            output_chunks=case.chunks,
             dx_chunks=case.chunks,
             overlap=case.overlap,
             kernel=case.kernel,
