@@ -136,7 +136,7 @@ PATCHES: tuple[Patch, ...] = (
         name="failed-waits-checkpoint",
         target="megatron.training.checkpointing:save_checkpoint",
         replacement="megatron_fluid.patches.failed_waits:save_checkpoint",
-        reason="the same before a checkpoint is written; a full disk is named",
+        reason="the same before a checkpoint is written",
     ),
     Patch(
         name="dataset-helpers",
