@@ -192,7 +192,7 @@ def parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
         args = original(provider, ignore_unknown_args)
         hint_at_cpu_mode()
-        set_config(config_from_args(args))
+        configure(args)
         check_profile(args)
         patches.disable(*getattr(args, "fluid_disable_patch", ()))
         return args

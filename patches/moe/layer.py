@@ -314,7 +314,9 @@ def path_of(layer: MoELayer) -> OverlappedLayer | ExchangedLayer | SeparateExper
     """What serves a layer, None where Megatron's own path does. In its first call the ranks of its
     group agree."""
     decision = DECISIONS.get(layer)
-    if decision is None or not decision.settled or DECISIONS.regrouped(decision, layer):
+    if decision is not None and decision.group is not layer.ep_group:  # a wrapped one, or another
+        decision = None if DECISIONS.regrouped(decision, layer) else decision
+    if decision is None or not decision.settled:
         with torch.inference_mode(False):  # what it makes serves later training
             decision = DECISIONS.settle(layer)
     return decision.path
