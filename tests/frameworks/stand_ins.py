@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
 __all__ = [
+    "MODEL",
     "OwnForward",
     "WrappedGroup",
     "load",
@@ -28,6 +29,14 @@ __all__ = [
     "wake",
     "wrap_groups",
 ]
+
+# A model of Hugging Face's Qwen3MoeConfig, for the builders of real packages.
+MODEL = {
+    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 64, "moe_intermediate_size": 48, "num_experts": 4,
+    "num_experts_per_tok": 2, "vocab_size": 64, "max_position_embeddings": 16,
+    "rope_theta": 10000.0, "architectures": ["Qwen3MoeForCausalLM"],
+}  # fmt: skip
 
 # ---- slime
 

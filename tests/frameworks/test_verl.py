@@ -1,7 +1,6 @@
 """verl's own model builder, where it is installed, on two gloo ranks: with the package and without.
 
 verl names Transformer Engine in its layer specs, which needs a GPU; the local spec takes its place.
-(mcore-bridge 1.6.5 and megatron-bridge 0.6.2 cannot be imported without Transformer Engine.)
 """
 
 from __future__ import annotations
@@ -17,13 +16,6 @@ from tests.support.launch import run_ranks
 pytest.importorskip("megatron.core")
 pytest.importorskip("verl", reason="verl is not installed")
 
-MODEL = {
-    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "intermediate_size": 64, "moe_intermediate_size": 48, "num_experts": 4,
-    "num_experts_per_tok": 2, "vocab_size": 64, "max_position_embeddings": 16,
-    "rope_theta": 10000.0, "architectures": ["Qwen3MoeForCausalLM"],
-}  # fmt: skip
-
 
 def _built(rank: int, world_size: int, replay: bool) -> dict[str, Any]:
     from megatron.core import tensor_parallel
@@ -33,6 +25,7 @@ def _built(rank: int, world_size: int, replay: bool) -> dict[str, Any]:
     from verl.utils.megatron import router_replay_patch as verls
 
     from megatron_fluid.patches.moe import layer as seam
+    from tests.frameworks.stand_ins import MODEL
     from tests.support import tiny_gpt
 
     local = functools.partial(model_initializer.get_gpt_decoder_block_spec)
