@@ -197,24 +197,8 @@ RUNS = [(name, size) for name, case in CASES.items() for size in (1, 2) if size 
 
 
 def _wrapped(model: Any, overlap: bool) -> tuple[Any, Any]:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    settings = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap,
-        bucket_size=2000,
-    )
-    ddp = DistributedDataParallel(model.config, settings, model)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam", lr=5e-3, use_distributed_optimizer=True, clip_grad=1.0,
-            overlap_param_gather=overlap, params_dtype=model.config.params_dtype,
-        ),
-        [ddp],
-    )  # fmt: skip
-    ddp.train()
+    how = {"distributed": True, "reduce": overlap, "gather": overlap}
+    [ddp], optimizer = tiny_gpt.wrapped([model], model.config, **how)
     return ddp, optimizer
 
 

@@ -51,72 +51,24 @@ def refusal_body(rank: int, world: int) -> None:
     ):
         layer(torch.ones(3, 9, dtype=F64))
     plan = ExactPlan(rank, ((2,), (3,)), ((2 + rank,),) * 2)
-    w1, w2, x = (
-        torch.ones(1, 4, 8, dtype=F64),
-        torch.ones(1, 8, 4, dtype=F64),
-        torch.ones(5, 8, dtype=F64),
-    )
-    for expected, arguments in {
-        r"moe: tokens: found \[4, 8\], allowed: \[5, hidden\]": (
-            x[:4],
-            None,
-            plan,
-            w1,
-            w2,
-            "gelu",
-            rounds,
-        ),
-        r"moe: probs: found \[4\], allowed: \[5\]": (x, x[:4, 0], plan, w1, w2, "gelu", rounds),
-        r"width of weight2: found 4, allowed: 2 \(swiglu of 4\)": (
-            x,
-            None,
-            plan,
-            w1,
-            w2,
-            "swiglu",
-            rounds,
-        ),
-        r"hidden size of the weights: found \[7, 8\], allowed: 8": (
-            x,
-            None,
-            plan,
-            w1[..., :7],
-            w2,
-            "gelu",
-            rounds,
-        ),
-        r"dtype of the weights: found torch.float32": (
-            x,
-            None,
-            plan,
-            w1.float(),
-            w2,
-            "gelu",
-            rounds,
-        ),
-        r"weight1: found \[4, 8\], allowed: three dimensions": (
-            x,
-            None,
-            plan,
-            w1[0],
-            w2,
-            "gelu",
-            rounds,
-        ),
-        r"dx_chunks: found 0": (x, None, plan, w1, w2, "gelu", rounds, 0),
-        r"activation: found 'swish'": (x, None, plan, w1, w2, "swish", rounds),
-        f"the plan is for rank 0 of 1, the group's rank is {rank} of 2": (
-            x,
-            None,
-            ExactPlan(0, ((5,),), ((5,),)),
-            w1,
-            w2,
-            "gelu",
-            rounds,
-        ),
+    w1, w2, x = (torch.ones(size, dtype=F64) for size in ((1, 4, 8), (1, 8, 4), (5, 8)))
+    good = {"x": x, "probs": None, "plan": plan, "w1": w1, "w2": w2, "activation": "gelu"}
+    good["rounds"] = rounds
+    for expected, wrong in {
+        r"moe: tokens: found \[4, 8\], allowed: \[5, hidden\]": {"x": x[:4]},
+        r"moe: probs: found \[4\], allowed: \[5\]": {"probs": x[:4, 0]},
+        r"width of weight2: found 4, allowed: 2 \(swiglu of 4\)": {"activation": "swiglu"},
+        r"hidden size of the weights: found \[7, 8\], allowed: 8": {"w1": w1[..., :7]},
+        r"dtype of the weights: found torch.float32": {"w1": w1.float()},
+        r"weight1: found \[4, 8\], allowed: three dimensions": {"w1": w1[0]},
+        r"dx_chunks: found 0": {"dx_chunks": 0},
+        r"activation: found 'swish'": {"activation": "swish"},
+        f"the plan is for rank 0 of 1, the group's rank is {rank} of 2": {
+            "plan": ExactPlan(0, ((5,),), ((5,),))
+        },
     }.items():
         with pytest.raises(ConfigError, match=expected):
-            overlapped_moe(*arguments)  # type: ignore[arg-type]
+            overlapped_moe(**good | wrong)  # type: ignore[arg-type]
     context = MultiCardOverlapContext("cpu", 2)
     seed = [
         x,
@@ -139,10 +91,8 @@ def refusal_body(rank: int, world: int) -> None:
     seed[10] = [2, 3, 1]
     with pytest.raises(ConfigError, match=r"tokens_per_expert: found \[3\], allowed: \[2, 1\]"):
         moe_multicard_p2p_overlap_forward(*seed)  # type: ignore[arg-type]
-    y = overlapped_moe(
-        x, None, plan, w1, w2, "gelu", rounds
-    )  # after all that the group still works
-    assert y.shape == x.shape
+    # After all that the group still works.
+    assert overlapped_moe(**good).shape == x.shape  # type: ignore[arg-type]
 
 
 def test_refusals_name_what_is_wrong() -> None:

@@ -99,34 +99,18 @@ class _Routing:
             timeout_s=timeout_s,
         )
 
-    def run(self, ata: AllToAll, split: bool, early: bool) -> None:
+    def run(self, ata: AllToAll, split: bool, early: bool, tokens: Tensor | None = None) -> None:
         """dispatch, experts, combine: graph-capturable."""
         at_dispatch, at_combine = (self.weights, None) if early else (None, self.weights)
         factor = self.factor[self.rank * self.local :][: self.local, None, None].to(torch.bfloat16)
+        x = self.x if tokens is None else tokens
+        sent, received = (x, None, self.ids, self.bound), (self.counts, self.out_x, None)
+        nothing = (None, None, None)
         if split:
-            ata.dispatch(
-                None,
-                None,
-                None,
-                self.x,
-                None,
-                self.ids,
-                self.bound,
-                do_recv=False,
-                weights=at_dispatch,
-            )
-            ata.dispatch(self.counts, self.out_x, None, None, None, None, do_send=False)
+            ata.dispatch(*nothing, *sent, do_recv=False, weights=at_dispatch)
+            ata.dispatch(*received, *nothing, do_send=False)
         else:
-            ata.dispatch(
-                self.counts,
-                self.out_x,
-                None,
-                self.x,
-                None,
-                self.ids,
-                self.bound,
-                weights=at_dispatch,
-            )
+            ata.dispatch(*received, *sent, weights=at_dispatch)
         y = self.out_x * factor
         self.out.fill_(5.0)
         if split:
@@ -304,22 +288,7 @@ def _compiled(rank: int, world: int) -> None:
     routing.draw(0)
 
     def step(x: Tensor) -> Tensor:
-        y = x * 1.0
-        ata.dispatch(
-            routing.counts,
-            routing.out_x,
-            None,
-            y,
-            None,
-            routing.ids,
-            routing.bound,
-            weights=routing.weights,
-        )
-        factor = routing.factor[rank * routing.local :][: routing.local, None, None].to(
-            torch.bfloat16
-        )
-        routing.out.fill_(5.0)
-        ata.combine(routing.out, routing.ids, None, routing.out_x * factor, routing.bound)
+        routing.run(ata, False, True, x * 1.0)
         return routing.out + 0.0
 
     torch.compile(step)(routing.x)

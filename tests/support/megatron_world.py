@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import megatron_fluid  # noqa: F401 (its patches are in place before ranks are forked)
 from megatron_fluid.config import FluidConfig, set_config
@@ -87,47 +86,28 @@ def run_cases(rank: int, world_size: int, cases: Sequence[Case], folder: str) ->
 
 
 def _config(case: Case) -> Any:
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from tests.support import tiny_gpt
 
     settings: dict[str, Any] = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
         "num_query_groups": 2,
         "ffn_hidden_size": 48,
-        "num_moe_experts": 4,
-        "moe_ffn_hidden_size": 48,
-        "moe_router_topk": 2,
         # its loss is taken over a rank's own tokens: each split has its own
         "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "moe_aux_loss_coeff": 0.0,
         "normalization": "RMSNorm",
-        "transformer_impl": "local",
-        "tensor_model_parallel_size": case.tp,
-        "sequence_parallel": case.tp > 1,
         "pipeline_model_parallel_size": case.pp,
         "virtual_pipeline_model_parallel_size": case.vpp if case.vpp > 1 else None,
         "context_parallel_size": case.cp,
         "cp_comm_type": "a2a",
-        "expert_model_parallel_size": case.ep,
-        "expert_tensor_parallel_size": 1,
         "pipeline_dtype": torch.float32,
-        "params_dtype": torch.float32,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
+        "use_cpu_initialization": False,
         "calculate_per_token_loss": True,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
     }
     settings.update(case.model)
     if settings.get("bf16"):
         settings.update(params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16)
     settings.update(case.how)
-    latent = settings.get("multi_latent_attention", False)
-    return (MLATransformerConfig if latent else TransformerConfig)(**settings)
+    return tiny_gpt.config_of(**settings)
 
 
 def _model(case: Case, config: Any, stage: int | None) -> Any:
@@ -223,9 +203,7 @@ def _train(case: Case, folder: Path) -> Run:
 
 def _trained(case: Case, folder: Path) -> Run:
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.attention import SelfAttention
@@ -233,16 +211,14 @@ def _trained(case: Case, folder: Path) -> Run:
 
     from megatron_fluid.patches.attention import latent
     from megatron_fluid.patches.attention.self_attention import DECISIONS
+    from tests.support import tiny_gpt
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
+    tiny_gpt.parallel(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
         context_parallel_size=case.cp,
         expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=1,
     )
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     config = _config(case)
@@ -262,25 +238,14 @@ def _trained(case: Case, folder: Path) -> Run:
 
     sharded = "distributed_optimizer" in case.distributed
     overlap = "overlap" in case.distributed
-    settings = DistributedDataParallelConfig(
-        use_distributed_optimizer=sharded,
-        overlap_grad_reduce=overlap,
-        grad_reduce_in_fp32=True,
-        bucket_size=2000,
-    )
-    chunks = [DistributedDataParallel(config, settings, model) for model in models]
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=1e-2,
-            adam_eps=1e-4,  # where a gradient is all rounding, the step must not be
-            clip_grad=1.0,
-            bf16=config.bf16,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=sharded,
-            overlap_param_gather=sharded and overlap,
-        ),
-        chunks,
+    chunks, optimizer = tiny_gpt.wrapped(
+        models,
+        config,
+        distributed=sharded,
+        reduce=overlap,
+        gather=sharded and overlap,
+        lr=1e-2,
+        adam_eps=1e-4,  # where a gradient is all rounding, the step must not be
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss

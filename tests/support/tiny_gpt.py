@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ __all__ = [
     "parallel",
     "plug_in",
     "train",
+    "wrapped",
 ]
 
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
@@ -91,7 +92,7 @@ def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
         get_backward_scheduler().disable()
 
 
-def parallel(**sizes: int) -> None:
+def parallel(**sizes: int | None) -> None:
     """(Re)build Megatron's process groups: expert_model_parallel_size=2, ... Experts are not split
     over tensor-parallel ranks unless it says so."""
     if parallel_state.model_parallel_is_initialized():
@@ -209,6 +210,44 @@ def batch(
     return tokens.to(device()), labels.to(device()), positions.to(device())
 
 
+def wrapped(
+    models: Sequence[torch.nn.Module],
+    config: TransformerConfig,
+    *,
+    distributed: bool = False,
+    reduce: bool = False,
+    gather: bool = False,
+    bucket_size: int = 2000,
+    **adam: Any,
+) -> tuple[list[DistributedDataParallel], Any]:
+    """Megatron's data parallelism around each model, and one Adam optimizer of all.
+
+    Args:
+        distributed: whether the optimizer's state is sharded.
+        reduce, gather: whether gradients are reduced, and parameters gathered, beside the
+            computation.
+        adam: settings of OptimizerConfig.
+    """
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed,
+        overlap_grad_reduce=reduce,
+        overlap_param_gather=gather,
+        grad_reduce_in_fp32=config.bf16,
+        bucket_size=bucket_size,
+    )
+    chunks = [DistributedDataParallel(config, settings, model) for model in models]
+    given = {"lr": 5e-3, "clip_grad": 1.0, "bf16": config.bf16, "params_dtype": config.params_dtype}
+    optimizer = OptimizerConfig(
+        optimizer="adam",
+        use_distributed_optimizer=distributed,
+        overlap_param_gather=gather,
+        **(given | adam),
+    )
+    for chunk in chunks:
+        chunk.train()
+    return chunks, get_megatron_optimizer(optimizer, chunks, use_gloo_process_groups=False)
+
+
 def train(
     model: GPTModel,
     iterations: int = 20,
@@ -220,37 +259,20 @@ def train(
 ) -> Training:
     """Train as Megatron's own loop does: microbatches without sync but the last, finalize, clip,
     step."""
-    bf16 = model.config.bf16
     data_rank = parallel_state.get_data_parallel_rank()
-    wrapped = DistributedDataParallel(
+    [ddp], optimizer = wrapped(
+        [model],
         model.config,
-        DistributedDataParallelConfig(
-            use_distributed_optimizer=distributed_optimizer,
-            overlap_grad_reduce=overlap_grad_reduce,
-            overlap_param_gather=overlap_param_gather,
-            grad_reduce_in_fp32=bf16,
-            bucket_size=2000,
-        ),
-        model,
-    )
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=learning_rate,
-            use_distributed_optimizer=distributed_optimizer,
-            overlap_param_gather=overlap_param_gather,
-            clip_grad=1.0,
-            bf16=bf16,
-            params_dtype=model.config.params_dtype,
-        ),
-        [wrapped],
+        distributed=distributed_optimizer,
+        reduce=overlap_grad_reduce,
+        gather=overlap_param_gather,
+        lr=learning_rate,
     )
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=device()), 1)
-    wrapped.train()
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0 / microbatches, device=device()))
     result = Training([], [], model)
     for iteration in range(iterations):
-        wrapped.zero_grad_buffer()
+        ddp.zero_grad_buffer()
         optimizer.zero_grad()
         total = 0.0
         for microbatch in range(microbatches):
@@ -258,16 +280,16 @@ def train(
             last = microbatch == microbatches - 1
             if microbatch == 0:  # as the schedules do
                 model.set_is_first_microbatch()
-            with contextlib.nullcontext() if last else wrapped.no_sync():
-                loss = wrapped(tokens, positions, mask, labels=labels).float().mean() / microbatches
+            with contextlib.nullcontext() if last else ddp.no_sync():
+                loss = ddp(tokens, positions, mask, labels=labels).float().mean() / microbatches
                 loss.backward()
             total += loss.item()
-        finalize_model_grads([wrapped])
+        finalize_model_grads([ddp])
         _, norm, _ = optimizer.step()
         result.losses.append(total)
         result.gradient_norms.append(float(norm))
     if overlap_param_gather:
-        wrapped.disable_forward_pre_hook()
+        ddp.disable_forward_pre_hook()
     return result
 
 

@@ -184,9 +184,7 @@ class _Trainer:
         self._model = self._ddp = self._optimizer = self._config = self._moe = None
 
     def _build(self) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer.moe.moe_layer import MoELayer
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -216,33 +214,20 @@ class _Trainer:
         for part in self._frozen:
             self._require_grad(part, False)
         self._frozen_when_built = frozenset(self._frozen)
-        self._ddp = DistributedDataParallel(
+        [self._ddp], self._optimizer = tiny_gpt.wrapped(
+            [self._model],
             self._config,
-            DistributedDataParallelConfig(
-                use_distributed_optimizer=setup.distributed,
-                overlap_grad_reduce=setup.overlap != "none",
-                overlap_param_gather=setup.overlap == "reduce and gather",
-                bucket_size=1000,
-            ),
-            self._model,
-        )
-        self._optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=1e-2,
-                adam_eps=1e-2,  # where a gradient is all rounding, the step must be so, too
-                loss_scale=LOSS_SCALE,
-                use_distributed_optimizer=setup.distributed,
-                overlap_param_gather=setup.overlap == "reduce and gather",
-                clip_grad=self._clip,
-                params_dtype=torch.float32,
-            ),
-            [self._ddp],
-            use_gloo_process_groups=False,
+            distributed=setup.distributed,
+            reduce=setup.overlap != "none",
+            gather=setup.overlap == "reduce and gather",
+            bucket_size=1000,
+            lr=1e-2,
+            adam_eps=1e-2,  # where a gradient is all rounding, the step must be so, too
+            loss_scale=LOSS_SCALE,
+            clip_grad=self._clip,
         )
         self._config.grad_scale_func = self._optimizer.scale_loss
         self._finalize = finalize_model_grads
-        self._ddp.train()
         self._accumulated = False
         self._set_recompute()
         self._set_usage()
