@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutations import Mutation, MutationError, mutated, mutations, try_one
+from tools.mutations import ROOT, Mutation, MutationError, mutated, mutations, try_one
 
 SUM = Mutation("sum", "code_under_test.py", "a + b", "a - b", "sums", "test_code.py")
 
@@ -26,6 +26,8 @@ def test_every_mutation_of_the_list_has_its_text_once() -> None:
     for mutation in found:
         assert mutation.new in mutated(mutation)
         assert mutation.old != mutation.new
+        files = [word for word in mutation.tests.split() if word.startswith("tests/")]
+        assert files and all((ROOT / file).is_file() for file in files), mutation.name
 
 
 @pytest.mark.process
