@@ -1,0 +1,132 @@
+"""The model builders of mcore-bridge (ms-swift's) and of Megatron-Bridge, where they are installed,
+on two gloo ranks: with the package and without.
+
+They cannot be imported without Transformer Engine, which needs a GPU: empty classes take the place
+of those that they name, and Megatron's local layer spec that of Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+
+_PARTS = ("", ".pytorch", *(f".pytorch.{name}" for name in ("attention", "distributed", "ops")))
+_PARTS += (".pytorch.float8_tensor",)
+LOCAL = {
+    "transformer_impl": "local", "moe_grouped_gemm": False, "use_cpu_initialization": True,
+    "persist_layer_norm": False, "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False, "bias_dropout_fusion": False, "bias_activation_fusion": False,
+    "perform_initialization": True,
+}  # fmt: skip
+SIZES = {
+    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64,
+    "num_moe_experts": 4, "moe_ffn_hidden_size": 48, "moe_router_topk": 2, "vocab_size": 64,
+    "seq_length": 16, "normalization": "RMSNorm", "position_embedding_type": "rope",
+    "add_bias_linear": False, "gated_linear_unit": True, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall", "share_embeddings_and_output_weights": False,
+}  # fmt: skip
+
+
+def _name_transformer_engine() -> None:
+    """Let `import transformer_engine` find modules of empty classes, after Megatron has looked."""
+    from megatron.core.extensions import transformer_engine as extension
+
+    def empty(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (torch.nn.Module,), {})
+
+    for part in _PARTS:
+        module: Any = types.ModuleType(f"transformer_engine{part}")
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+        module.__path__, module.__version__, module.__getattr__ = [], "2.9.0", empty
+        sys.modules[module.__name__] = module
+        if part:
+            above, _, name = module.__name__.rpartition(".")
+            setattr(sys.modules[above], name, module)
+    for name, value in list(vars(extension).items()):
+        if name.startswith("TE") and not isinstance(value, type):
+            setattr(extension, name, empty(name))
+
+
+def _of_mcore_bridge(world_size: int) -> Any:
+    from mcore_bridge import ModelConfig, hf_to_mcore_config
+    from mcore_bridge.model import register
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from transformers import Qwen3MoeConfig
+
+    from tests.frameworks.stand_ins import MODEL
+
+    def local_spec(config: Any, use_transformer_engine: bool, **rest: Any) -> Any:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, **rest)
+
+    register.get_gpt_decoder_block_spec = local_spec
+    settings = hf_to_mcore_config(Qwen3MoeConfig(**MODEL)) | LOCAL
+    settings |= {"params_dtype": torch.float32, "expert_model_parallel_size": world_size}
+    (model,) = register.get_mcore_model(ModelConfig(**settings))
+    return model
+
+
+def _of_megatron_bridge(world_size: int) -> Any:
+    from megatron.bridge.models import gpt_provider
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    spec = {"transformer_layer_spec": gpt_provider.local_layer_spec, "activation_func": F.silu}
+    settings = {**SIZES, **LOCAL, **spec, "expert_model_parallel_size": world_size}
+    provider = gpt_provider.GPTModelProvider(**settings)
+    provider.finalize()
+    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    return provider.provide(pre_process=True, post_process=True)
+
+
+BUILDERS = {"mcore_bridge": _of_mcore_bridge, "megatron.bridge": _of_megatron_bridge}
+
+
+def _built(rank: int, world_size: int, package: str) -> dict[str, Any]:
+    _name_transformer_engine()
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from megatron_fluid.patches.moe import layer as seam
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=world_size)
+    found: dict[str, Any] = {}
+    for on in (False, True):
+        with tiny_gpt.plug_in(on) as calls:
+            tensor_parallel.random.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+            torch.manual_seed(1)
+            model = BUILDERS[package](world_size)
+            tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(rank))
+            mask = torch.triu(torch.ones(1, 1, 8, 8, dtype=torch.bool), 1)
+            output = model(tokens, torch.arange(8).expand(2, -1), mask)
+            output.square().mean().backward()
+            grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            found[f"{on}"] = {"output": output.detach(), **grads}
+            found["calls"] = len(calls)
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    found["backends"] = [seam.backend_of(layer) for layer in layers]
+    return found
+
+
+@pytest.mark.parametrize("package", BUILDERS)
+def test_a_model_that_a_bridge_builds_gives_megatrons_results(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    for found in run_ranks(_built, 2, package, timeout_s=300):
+        assert found["backends"] == [("rounds", None)] * 2
+        assert found["calls"] == 2
+        for name, value in found["False"].items():
+            torch.testing.assert_close(found["True"][name], value, rtol=1e-4, atol=1e-6, msg=name)
