@@ -6,21 +6,19 @@ gradients.
 
 The activation adds b1 (moe/experts.py), in fp32. Gradients are sums of rows over each expert, in
 fp32 and in a fixed order. On a GPU the kernels of kernels/activation do what is left here;
-elsewhere torch does, expert by expert, with row counts that the host knows.
+elsewhere torch's index operations do.
 
 Shapes: N expert rows of this rank, El local experts, D width of the rows.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.grouped_gemm.launch import host_ends
 from megatron_fluid.moe.activations import Activation, RowBiases
 from megatron_fluid.moe.expert_weights import (
     ExpertWeights,
@@ -87,12 +85,10 @@ class ExpertBiases:
             experts = groups.experts_of(rows.shape[0])
             add_biases(rows, table, experts, groups.offsets[-1:], scale)
             return rows
-        for bias, own in zip(table, _spans(groups), strict=True):
-            if scale is None:
-                rows[own] += bias
-            else:
-                rows[own] += (bias * scale[own, None]).to(_wide(rows.dtype))
-        return rows
+        added = table[_experts_of(rows, groups)]
+        if scale is not None:
+            added = (added * scale[: len(rows), None]).to(_wide(rows.dtype))
+        return rows.add_(added)
 
     def add_products(self, products: Tensor, rows: Tensor, groups: RowGroups) -> None:
         """Add the product of each row with its expert's bias to products [N] or longer, in place:
@@ -104,9 +100,8 @@ class ExpertBiases:
             experts = groups.experts_of(rows.shape[0])
             add_products(products, rows, table, experts, groups.offsets[-1:])
             return
-        wide = _wide(rows.dtype)
-        for bias, own in zip(table.to(wide), _spans(groups), strict=True):
-            products[own] += (rows[own].to(wide) * bias).sum(1).to(products.dtype)
+        biases = table.to(_wide(rows.dtype))[_experts_of(rows, groups)]
+        products[: len(rows)] += (rows * biases).sum(1).to(products.dtype)
 
     def sums(self, rows: Tensor, groups: RowGroups, scale: Tensor | None = None) -> Tensor:
         """The sums of rows * scale over each expert, in fixed order: rows [N, D], gradients of what
@@ -116,13 +111,9 @@ class ExpertBiases:
 
             return sum_by_expert(rows, groups.offsets, scale)
         wide = _wide(rows.dtype)
-        found = rows.new_empty(len(self), rows.shape[1], dtype=wide)
-        for total, own in zip(found, _spans(groups), strict=True):
-            if scale is None:
-                torch.sum(rows[own], 0, dtype=wide, out=total)
-            else:
-                torch.mv(rows[own].to(wide).t(), scale[own].to(wide), out=total)
-        return found
+        scaled = rows.to(wide) if scale is None else rows.to(wide) * scale[: len(rows), None]
+        sums = rows.new_zeros(len(self), rows.shape[1], dtype=wide)
+        return sums.index_add_(0, _experts_of(rows, groups), scaled.to(wide))
 
     def as_gradients(self, sums: Tensor) -> list[Tensor]:
         """One gradient for each of params: sums [El, D]."""
@@ -149,10 +140,9 @@ def _kernels_serve(rows: Tensor, groups: RowGroups, table: Tensor, scale: Tensor
     return fit and rows.is_contiguous()
 
 
-def _spans(groups: RowGroups) -> Iterator[slice]:
-    """The rows of each expert."""
-    ends = host_ends(groups.offsets, groups.ends)
-    return itertools.starmap(slice, itertools.pairwise([0, *ends]))
+def _experts_of(rows: Tensor, groups: RowGroups) -> Tensor:
+    """The expert of each row, where the host knows their counts and all rows are used. [N]"""
+    return groups.experts_of(rows.shape[0]).long()
 
 
 class BiasedExperts(PlainExperts):

@@ -41,7 +41,14 @@ from megatron_fluid.kernels.fp8_grouped_gemm.launch import (
 from megatron_fluid.moe import fp8_weight_grads
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
-from megatron_fluid.moe.experts import Hidden, PlainExperts, Route, Rows
+from megatron_fluid.moe.experts import (
+    Hidden,
+    PlainExperts,
+    Route,
+    Rows,
+    add_to_main_grads,
+    weight_grads,
+)
 from megatron_fluid.moe.fp8_weight_grads import cast_segment
 from megatron_fluid.moe.transport import Exchange, Segment
 
@@ -179,18 +186,20 @@ class Fp8Experts(PlainExperts):
         self, fc: ExpertWeights, pairs: Callable[[], Sequence[tuple[Rows, Rows]]],
         groups: Sequence[RowGroups],
     ) -> list[Tensor]:  # fmt: skip
+        ((dy, x),), (rows,) = pairs(), groups
         if self.in_fp8:
-            return fp8_weight_grads.weight_grads(fc, pairs(), groups)
-        return super().weight_grads(fc, lambda: _in_bf16(pairs(), groups), groups)
+            return fp8_weight_grads.weight_grads(fc, dy, x, rows)
+        return weight_grads(fc, _in_bf16(dy, rows), _in_bf16(x, rows), rows)
 
     def add_to_main_grads(
         self, fc: ExpertWeights, pairs: Callable[[], Sequence[tuple[Rows, Rows]]],
         groups: Sequence[RowGroups],
     ) -> None:  # fmt: skip
+        ((dy, x),), (rows,) = pairs(), groups
         if self.in_fp8:
-            fp8_weight_grads.add_to_main_grads(fc, pairs(), groups)
+            fp8_weight_grads.add_to_main_grads(fc, dy, x, rows)
         else:
-            super().add_to_main_grads(fc, lambda: _in_bf16(pairs(), groups), groups)
+            add_to_main_grads(fc, _in_bf16(dy, rows), _in_bf16(x, rows), rows)
 
 
 def fp8_experts(
@@ -215,13 +224,6 @@ def fp8_experts(
     return Fp8Experts(fc1, fc2, activation, in_fp8)
 
 
-def _in_bf16(
-    pairs: Sequence[tuple[Rows, Rows]], groups: Sequence[RowGroups]
-) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of a weight gradient in bf16 in place of fp8, which stands for it."""
-
-    def restored(rows: Rows, count: Tensor | None) -> Tensor:
-        return restore_rows(rows, count) if isinstance(rows, Fp8Rows) else rows
-
-    found = zip(pairs, groups, strict=True)
-    return [(restored(grad, g.count), restored(x, g.count)) for (grad, x), g in found]
+def _in_bf16(rows: Rows, groups: RowGroups) -> Tensor:
+    """Operand of a weight gradient in bf16 in place of fp8, which stands for it."""
+    return restore_rows(rows, groups.count) if isinstance(rows, Fp8Rows) else rows

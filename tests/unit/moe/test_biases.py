@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe import biases
 from megatron_fluid.moe.activations import Variant, resolve_activation
 from megatron_fluid.moe.biases import BiasedExperts
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
@@ -87,7 +86,6 @@ def test_on_a_gpu_the_host_reads_no_row_counts(
     """Rows of choices that were dropped are then left at the tensors' ends."""
     monkeypatch.setattr(transport, "_kernels_serve", lambda *given: True)
     monkeypatch.setattr(transport, "groups_on_device", lambda device, dtype: True)
-    monkeypatch.setattr(biases, "host_ends", None)
     ids, leaves, grad = _make(True)
     assert (ids < 0).any()
     x, probs, w1, w2, *added = leaves
