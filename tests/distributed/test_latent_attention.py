@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.attention.layouts import SequenceLayout
+from tests.support import self_attention_world
 from tests.support.launch import run_ranks
-from tests.support.self_attention_world import error_of, patched_core, start
+from tests.support.self_attention_world import error_of, patched_core, start, step
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its groups on gloo")
 
-HIDDEN, HEADS, BATCH = 32, 4, 2
+HIDDEN, HEADS = 32, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,22 +113,6 @@ def _build(case: Case, ranks: int, groups: Any = None, backend: str = "auto") ->
     return attention.to(case.dtype)
 
 
-def _step(
-    attention: Any, rows: torch.Tensor, length: int, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(50)
-    x, upstream = (torch.randn(length, BATCH, HIDDEN, generator=generator) for _ in range(2))
-    x, upstream = (t[rows].to(torch.bfloat16).to(dtype) for t in (x, upstream))
-    x.requires_grad_()
-    y, bias = attention(x, None)
-    assert bias is None
-    y.backward(upstream)
-    assert x.grad is not None
-    gradients = {name: p.grad for name, p in attention.named_parameters()}
-    assert all(gradient is not None for gradient in gradients.values())
-    return {"y": y.detach(), "dx": x.grad, **gradients}  # type: ignore[dict-item]
-
-
 def _compare(rank: int, ranks: int, backend: str) -> None:
     """Of projections up that are overlapped ("rounds"), or around the exchange of heads."""
     from megatron_fluid.patches import startup_report as startup
@@ -140,19 +125,21 @@ def _compare(rank: int, ranks: int, backend: str) -> None:
     for case in CASES:
         whole = _build(dataclasses.replace(case, dtype=torch.float32), 1, alone)
         whole.to(case.dtype).float()  # its weights are rounded, not its arithmetic
-        reference = _step(whole, everything, length, torch.float32)
+        plain = self_attention_world.Case(bias=False, dtype=case.dtype)
+        reference = step(whole, plain, everything, None, length, torch.float32)
         ours = _build(case, ranks, backend=backend)
         exchanges = exchanges_of(ours.core_attention)
         assert exchanges is not None
         assert (exchanges.heads.head_dim, exchanges.heads.value_dim) == (12, case.values)
-        found = _step(ours, rows, length, case.dtype)
+        found = step(ours, plain, rows, None, length)
+        assert len(found) == 2 + len(list(ours.parameters()))
         overlapped = backend == "rounds" and not dict(case.settings).get("recompute_modules")
         path = latent.DECISIONS.get(ours).path
         assert (path is not None) == overlapped, case
         assert found.keys() == reference.keys()
         for name, expected in reference.items():
             mine = found[name].float().clone()
-            if name in ("y", "dx"):
+            if name in ("y 0", "dx 0"):
                 expected = expected[rows]
             else:
                 dist.all_reduce(mine)

@@ -3,8 +3,6 @@ backwards."""
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +13,6 @@ from megatron_fluid import MoELayer
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.backends import BACKENDS
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from tests.support.expert_calls import start_rounds
 from tests.support.launch import run_ranks
@@ -159,25 +156,6 @@ def twice_body(rank: int, world: int, deferred: bool) -> None:
 @pytest.mark.parametrize("deferred", [False, True])
 def test_backward_twice(deferred: bool) -> None:
     run_ranks(twice_body, 2, deferred, timeout_s=LIMIT_S)
-
-
-def copied_buffers_body(rank: int, world: int) -> None:
-    """What a layer keeps for the NVLink path: a copy shares buffers, and reads its own weights."""
-    layer = MoELayer(CONFIG, group(), dtype=F64)
-    layer._backend = kept = BACKENDS["nvlink"](layer.shape(), layer.rounds)
-    unsized = copy.deepcopy(layer)
-    buffers = kept.sized.buffers = object()
-    layer.expert_weights()
-    copied = copy.deepcopy(layer)
-    assert copied._backend.sized.buffers is buffers and unsized._backend.sized.buffers is None, (
-        "sized by a forward of its own"
-    )
-    assert copied.expert_weights()[0].params[0] is copied.weight1
-    assert layer.expert_weights()[0].params[0] is layer.weight1
-
-
-def test_a_deep_copy_shares_the_buffers_alone() -> None:
-    run_ranks(copied_buffers_body, 1, timeout_s=LIMIT_S)
 
 
 def other_work_body(rank: int, world: int) -> list[str]:

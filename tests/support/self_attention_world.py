@@ -183,6 +183,7 @@ def step(
     angles: Tensor | None,
     length: int,
     dtype: torch.dtype | None = None,
+    packed: Any = None,
 ) -> dict[str, Tensor]:
     """Outputs, input gradients and parameter gradients (or what was added to main_grad) of some
     microbatches.
@@ -191,24 +192,25 @@ def step(
         rows: this rank's, of ``length``.
         angles: of all positions.
         dtype: that the module computes in, if not the case's.
+        packed: PackedSeqParams; angles are then those of one sequence.
     """
     from megatron.core.tensor_parallel.random import checkpoint
 
     from megatron_fluid.backward.weight_grads import get_backward_scheduler
 
-    part = None if angles is None else angles[rows]
+    part = angles if angles is None or packed is not None else angles[rows]
+    more = {} if packed is None else {"packed_seq_params": packed}
+    shape = length, BATCH if packed is None else 1, attention.config.hidden_size
     found: dict[str, Tensor] = {}
     for microbatch in range(case.microbatches):
         generator = torch.Generator().manual_seed(50 + microbatch)
-        inputs, upstream = (
-            torch.randn(length, BATCH, HIDDEN, generator=generator) for _ in range(2)
-        )
+        inputs, upstream = (torch.randn(shape, generator=generator) for _ in range(2))
         dtype = dtype or case.dtype
         inputs, upstream = (t[rows].to(case.dtype).to(dtype) for t in (inputs, upstream))
         x = inputs.requires_grad_()
 
         def call(hidden: Tensor, rotations: Tensor | None) -> Tensor:
-            y, bias = attention(hidden, None, rotary_pos_emb=rotations)
+            y, bias = attention(hidden, None, rotary_pos_emb=rotations, **more)
             assert (bias is not None) == case.bias
             return y if bias is None else y + bias
 
