@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -248,27 +249,22 @@ def overlapped(case: Case, group: dist.ProcessGroup, device: torch.device) -> di
         ]
         y = x
         for layer, (w1, w2) in enumerate(weights):
+            ids, total = inputs.ids[layer][mine].to(device), case.experts_per_rank * world
+            stacked = (w1, w2) if case.weights == "tuple" else (w1[0], w2[0])
+            tokens, act = torch.tanh(y), _activation(case)
+            settings: dict[str, Any] = {
+                "scheduler": scheduler,
+                "name": f"layer {layer}",
+                "layout": "in_out" if case.weights == "in_out" else "out_in",
+            }
+            plan: Any
             if case.chunks is not None:
-                ids, total = inputs.ids[layer][mine].to(device), case.experts_per_rank * world
-                routed = plan_hierarchical(ids, total, rounds, 0, chunks=case.chunks)
-                out = hierarchical_moe(
-                    torch.tanh(y), probs[layer], routed,
-                    w1 if case.weights == "tuple" else w1[0],
-                    w2 if case.weights == "tuple" else w2[0],
-                    _activation(case), rounds, scheduler=scheduler, name=f"layer {layer}",
-                    layout="in_out" if case.weights == "in_out" else "out_in",
-                )  # fmt: skip
-                y = y + case.gain * out
-                continue
-            plan = ExactPlan.from_topk(
-                inputs.ids[layer][mine].to(device), case.experts_per_rank * world, rounds
-            )
-            out = overlapped_moe(
-                torch.tanh(y), probs[layer], plan,
-                w1 if case.weights == "tuple" else w1[0], w2 if case.weights == "tuple" else w2[0],
-                _activation(case), rounds, case.dx_chunks, scheduler=scheduler,
-                name=f"layer {layer}", layout="in_out" if case.weights == "in_out" else "out_in",
-            )  # fmt: skip
+                plan = plan_hierarchical(ids, total, rounds, 0, chunks=case.chunks)
+                call = hierarchical_moe
+            else:
+                plan = ExactPlan.from_topk(ids, total, rounds)
+                call, settings["dx_chunks"] = overlapped_moe, case.dx_chunks
+            out = call(tokens, probs[layer], plan, *stacked, act, rounds, **settings)
             y = y + case.gain * out
         y.backward(inputs.grad[mine].to(device, case.dtype))
         assert scheduler.pending() == 0, "tasks are left after backward"
