@@ -3,13 +3,14 @@ projections)."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.functions import goes_on_to, once_differentiable
+from megatron_fluid.backward.functions import apply, goes_on_to, once_differentiable
 from megatron_fluid.backward.readiness import Readiness, readiness_of
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 
@@ -43,8 +44,8 @@ def linear_weight_grad(grad_output: Tensor, x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """What is no input of autograd. The weight must not be one: its hooks would fire for the
+class _Deferred:
+    """A weight that is no input of autograd. It must not be one: its hooks would fire for the
     gradient that is missing from this Function's backward, and again for the one that the scheduler
     delivers."""
 
@@ -54,35 +55,57 @@ class _Call:
     ready: Readiness
 
 
-class _DeferredLinear(torch.autograd.Function):
+def _product(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
+    if not wide:
+        return torch.nn.functional.linear(x, weight)
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return x.float() @ weight.float().t()
+
+
+class _Linear(torch.autograd.Function):
+    """Inputs: x, the weight or None where its gradient is deferred, an anchor then, and what the
+    scheduler is told; whether the result is in fp32."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, anchor: Tensor, call: _Call) -> Tensor:
-        weight = call.weight.detach()
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, anchor: Tensor | None,
+        deferred: _Deferred | None, wide: bool,
+    ) -> Tensor:  # fmt: skip
+        if deferred is not None:
+            weight = deferred.weight.detach()
+            deferred.ready.enter(ctx)
+        assert weight is not None
         ctx.save_for_backward(x, weight)
-        ctx.call, ctx.anchor = call, -1
-        call.ready.enter(ctx)
-        return torch.nn.functional.linear(x, weight, bias)
+        ctx.deferred, ctx.anchor = deferred, -1
+        return _product(x, weight, wide)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad_x = grad_output @ weight if ctx.needs_input_grad[0] else None
-        flat, call = grad_output.reshape(-1, grad_output.shape[-1]), ctx.call
-        grad_bias = flat.sum(0) if ctx.needs_input_grad[1] else None
+        grad = grad.to(x.dtype)
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        if (deferred := ctx.deferred) is None:
+            grad_weight = linear_weight_grad(grad, x) if ctx.needs_input_grad[1] else None
+            return grad_x, grad_weight, None, None, None
         if goes_on_to(ctx.next_functions[ctx.anchor]):
-            weights = [call.weight]
-            call.scheduler.submit(call.name, weights, lambda: [linear_weight_grad(flat, x)])
-            call.ready.leave(ctx)
-        return grad_x, grad_bias, None, None
+            compute = functools.partial(_weight_grads, grad, x)
+            deferred.scheduler.submit(deferred.name, [deferred.weight], compute)
+            deferred.ready.leave(ctx)
+        return grad_x, None, None, None, None
+
+
+def _weight_grads(grad: Tensor, x: Tensor) -> list[Tensor]:
+    return [linear_weight_grad(grad, x)]
 
 
 def deferred_linear(
     x: Tensor,
     weight: Tensor,
     name: str = "linear",
-    bias: Tensor | None = None,
     scheduler: WeightGradScheduler | None = None,
+    wide: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.linear`, with the weight's gradient deferred while the scheduler is
     enabled.
@@ -91,12 +114,15 @@ def deferred_linear(
         x: [..., in]
         weight: [out, in]; a leaf of the graph, else its gradient is not deferred.
         name: for errors.
-        bias: [out] or None; its gradient is never deferred.
         scheduler: None takes the process-wide one.
+        wide: x [T, in] and weight of 16 bits give a result in fp32, summed in fp32; gradients are
+            computed from its gradient in their dtype. Not under autocast.
     """
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     ready = can_defer(weight, scheduler)
-    if ready is None or torch.is_autocast_enabled(x.device.type):
-        return torch.nn.functional.linear(x, weight, bias)
-    call = _Call(weight, scheduler, name, ready)
-    return _DeferredLinear.apply(x, bias, graph_anchor(x.device), call)
+    if ready is not None and not torch.is_autocast_enabled(x.device.type):
+        deferred = _Deferred(weight, scheduler, name, ready)
+        return apply(_Linear, x, None, graph_anchor(x.device), deferred, wide)
+    if wide and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return apply(_Linear, x, weight, None, None, True)
+    return _product(x, weight, wide)

@@ -1,5 +1,4 @@
-"""A softmax router in few launches: one GEMM, and one kernel for top-k and softmax; the same
-backward.
+"""Top-k and softmax of a router by one kernel; the same backward.
 
 Fine-grained layers take less than a millisecond, of which a router of a dozen small operations
 would be a third.
@@ -14,10 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.deferred_linear import can_defer, graph_anchor
-from megatron_fluid.backward.functions import apply, goes_on_to, once_differentiable
-from megatron_fluid.backward.readiness import Readiness
-from megatron_fluid.backward.weight_grads import get_backward_scheduler
+from megatron_fluid.backward.functions import apply, once_differentiable
 from megatron_fluid.cuda.triton_launch import Launch, power_of_two
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.routing_plan.topk_router import (
@@ -27,7 +23,7 @@ from megatron_fluid.kernels.routing_plan.topk_router import (
     topk_softmax_kernel,
 )
 
-__all__ = ["chosen_of", "router_logits", "topk_softmax"]
+__all__ = ["chosen_of", "topk_softmax"]
 
 _launches: dict[tuple[object, ...], tuple[Launch, int]] = {}
 
@@ -105,58 +101,6 @@ def topk_softmax(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and logits.requires_grad:
         return apply(_TopkSoftmax, logits, top_k)
     return _choose(logits, top_k)
-
-
-def _multiply(x: Tensor, weight: Tensor) -> Tensor:
-    if x.is_cuda and x.dtype == torch.bfloat16:
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return x.float() @ weight.float().t()
-
-
-class _Logits(torch.autograd.Function):
-    """Inputs: x, the weight or None where its gradient is deferred, an anchor then, and what the
-    scheduler is told."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        anchor: Tensor | None,
-        deferred: tuple[Tensor, str, Readiness] | None,
-    ) -> Tensor:
-        matrix = deferred[0].detach() if weight is None else weight  # type: ignore[index]
-        ctx.save_for_backward(x, matrix)
-        ctx.deferred, ctx.anchor = deferred, -1
-        if deferred is not None:
-            deferred[2].enter(ctx)
-        return _multiply(x, matrix)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, matrix = ctx.saved_tensors
-        narrow = grad.to(x.dtype)
-        dx = narrow @ matrix if ctx.needs_input_grad[0] else None
-        if ctx.deferred is None:
-            return dx, narrow.t() @ x, None, None
-        if goes_on_to(ctx.next_functions[ctx.anchor]):
-            weight, name, ready = ctx.deferred
-            get_backward_scheduler().submit(name, [weight], lambda: [narrow.t() @ x])
-            ready.leave(ctx)
-        return dx, None, None, None
-
-
-def router_logits(x: Tensor, weight: Tensor, name: str = "router") -> Tensor:
-    """fp32 logits [T, E] of x [T, H] and weight [E, H] in the model's dtype, summed in fp32.
-    Gradients are summed in fp32 from logits' gradients in the model's dtype. The weight's is
-    deferred while the scheduler is enabled; `name` is for its errors.
-    """
-    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
-        return _multiply(x, weight)
-    if (ready := can_defer(weight, get_backward_scheduler())) is not None:
-        return apply(_Logits, x, None, graph_anchor(x.device), (weight, name, ready))
-    return apply(_Logits, x, weight, None, None)
 
 
 class _Chosen(torch.autograd.Function):

@@ -215,9 +215,9 @@ class TopKRouter(nn.Module):
 
     def _fused(self, tokens: Tensor, with_scores: bool) -> Routing:
         """As `route`, with logits summed and kept in fp32."""
-        from megatron_fluid.moe.fused_router import router_logits, topk_softmax
+        from megatron_fluid.moe.fused_router import topk_softmax
 
-        logits = router_logits(tokens, self.weight, self.name)
+        logits = deferred_linear(tokens, self.weight, self.name, wide=True)
         ids, probs = topk_softmax(logits, self.top_k)
         if self.scaling is not None:
             probs = probs * self.scaling

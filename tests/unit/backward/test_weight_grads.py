@@ -409,12 +409,7 @@ def test_many_parameters_are_marked_with_one_memory_but_those_that_want_zeros() 
     assert not given[1].any() and given[0].data_ptr() != given[1].data_ptr()
 
 
-def test_no_grad_and_a_bias(scheduler: WeightGradScheduler) -> None:
+def test_without_recording_nothing_is_deferred(scheduler: WeightGradScheduler) -> None:
     (weight,) = layers(1)
-    bias = nn.Parameter(torch.randn(5, dtype=torch.float64))
     with torch.no_grad():
         assert not deferred_linear(inputs(1)[0], weight, scheduler=scheduler).requires_grad
-    y = deferred_linear(inputs(1)[0], weight, bias=bias, scheduler=scheduler)
-    torch.testing.assert_close(y, torch.nn.functional.linear(inputs(1)[0], weight, bias))
-    y.sum().backward()
-    assert bias.grad is not None and torch.equal(bias.grad, torch.full_like(bias, 7.0))
