@@ -3,6 +3,7 @@ still Megatron's. Calling the modules would have run these."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch.nn.modules import module as every
 
 from megatron_fluid.backward.readiness import gradient_owner
 
-__all__ = ["ModuleHooks", "is_foreign", "replaced_forward"]
+__all__ = ["ModuleHooks", "is_foreign", "replaced_forward", "routes_as_megatron"]
 
 # Modules whose hooks Megatron's train_step registers for single iterations, on all ranks alike
 # (such as --save-activations-interval).
@@ -185,3 +186,30 @@ def _is_parameter_gather(hook: Callable[..., Any]) -> bool:
     ) == "megatron.core.distributed.distributed_data_parallel" and (
         qualified.startswith("DistributedDataParallel._make_forward_pre_hook")
     )
+
+
+def routes_as_megatron(router: Any) -> bool:
+    """Whether a router is Megatron's TopKRouter with its own methods. Others patch them, to replay
+    the experts of a rollout or to count tokens; their methods read and return dense maps."""
+    kind, names, current = _router_methods()
+    if type(router) is not kind or not router.__dict__.keys().isdisjoint(names):
+        return False
+    return _all_megatrons(current())
+
+
+@functools.cache
+def _router_methods() -> tuple[type, frozenset[str], Callable[[], tuple[Any, ...]]]:
+    """TopKRouter, the names of its methods, and a function that gives what routes now: these
+    methods and the function that they call."""
+    from megatron.core.transformer.moe import router
+
+    kind = router.TopKRouter
+    found = {**vars(router.Router), **vars(kind)}
+    names = {n for n, x in found.items() if callable(x) and not n.startswith("__")}
+    methods = operator.attrgetter(*sorted(names))
+    return kind, frozenset(names), lambda: (*methods(kind), router.topk_routing_with_score_function)
+
+
+@functools.lru_cache(maxsize=64)
+def _all_megatrons(methods: tuple[Any, ...]) -> bool:
+    return not any(map(is_foreign, methods))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["chosen_of", "kept_choices"]
+__all__ = ["check_count", "chosen_of", "kept_choices"]
 
 
 def chosen_of(
@@ -43,3 +43,14 @@ def kept_choices(routing_map: Tensor, probs: Tensor) -> Tensor:
     """A routing map that Megatron has padded to the experts' capacity, bool [T, E], without the
     padding: choices of probability 0, which contribute nothing to a result or a gradient."""
     return routing_map & (probs.detach() != 0)
+
+
+def check_count(routing_map: Tensor, top_k: int) -> None:
+    """Refuse maps [T, E] of a router that is not Megatron's, with more experts of a token than the
+    top_k that `chosen_of` has room for. The host does not wait for a GPU.
+
+    Raises:
+        RuntimeError: on a CPU; on a GPU an assertion fails there.
+    """
+    text = f"a router that is not Megatron's chose more experts than moe_router_topk={top_k}"
+    torch._assert_async((routing_map.sum(dim=1) <= top_k).all(), text)

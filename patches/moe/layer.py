@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,8 +35,8 @@ from megatron_fluid.kernels.grouped_gemm.launch import compile_ahead
 from megatron_fluid.moe.autograd import start_experts
 from megatron_fluid.moe.backends import BACKENDS, LayerShape, MakeTransport
 from megatron_fluid.patches.arguments import microbatch_room
-from megatron_fluid.patches.engine.module_hooks import is_foreign
-from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
+from megatron_fluid.patches.engine.module_hooks import routes_as_megatron
+from megatron_fluid.patches.moe.choices import check_count, chosen_of, kept_choices
 from megatron_fluid.patches.moe.decision import MoEDecisions
 from megatron_fluid.patches.moe.fp8 import compile_fp8_kernels_ahead
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
@@ -259,6 +258,8 @@ class OverlappedLayer(OwnExperts):
         routing_map = routing_map_of(layer, chosen)
         if self.padded:
             routing_map = kept_choices(routing_map, probs)
+        if not routes_as_megatron(layer.router):
+            check_count(routing_map, self.top_k)
         return chosen_of(probs, routing_map, self.top_k, self.columns)
 
     def _compute(
@@ -391,13 +392,11 @@ def compact_route(
 def _can_be_compact(layer: MoELayer) -> bool:
     """Whether nothing but the count for the expert bias needs the dense maps."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.moe.router import TopKRouter
 
     router: Any = layer.router
     config = layer.config
     return (
-        type(router) is TopKRouter
-        and _routes_as_megatron(router)
+        routes_as_megatron(router)
         and type(layer).route is MoELayer.route
         and config.moe_expert_capacity_factor is None  # drops by the maps
         and not config.moe_router_fusion  # Transformer Engine's kernel makes maps alone
@@ -405,28 +404,3 @@ def _can_be_compact(layer: MoELayer) -> bool:
         and not router._forward_hooks
         and "route" not in layer.__dict__
     )
-
-
-def _routes_as_megatron(router: Any) -> bool:
-    """Whether a TopKRouter's methods are Megatron's. Others patch them, to replay the experts of a
-    rollout or to count tokens; their methods read and return dense maps."""
-    names, current = _router_methods()
-    return router.__dict__.keys().isdisjoint(names) and _all_megatrons(current())
-
-
-@functools.cache
-def _router_methods() -> tuple[frozenset[str], Callable[[], tuple[Any, ...]]]:
-    """The names of TopKRouter's methods, and a function that gives what routes now: these methods
-    and the function that they call."""
-    from megatron.core.transformer.moe import router
-
-    kind = router.TopKRouter
-    found = {**vars(router.Router), **vars(kind)}
-    names = {n for n, x in found.items() if callable(x) and not n.startswith("__")}
-    methods = operator.attrgetter(*sorted(names))
-    return frozenset(names), lambda: (*methods(kind), router.topk_routing_with_score_function)
-
-
-@functools.lru_cache(maxsize=64)
-def _all_megatrons(methods: tuple[Any, ...]) -> bool:
-    return not any(map(is_foreign, methods))

@@ -40,7 +40,8 @@ from megatron_fluid.moe.open_exchange import OpenExchange
 from megatron_fluid.moe.transport import TokenTransport
 from megatron_fluid.patches import versions
 from megatron_fluid.patches.arguments import microbatch_room
-from megatron_fluid.patches.moe.choices import chosen_of, kept_choices
+from megatron_fluid.patches.engine.module_hooks import routes_as_megatron
+from megatron_fluid.patches.moe.choices import check_count, chosen_of, kept_choices
 from megatron_fluid.patches.moe.separate_experts import SeparateExperts
 from megatron_fluid.topology import real_group
 
@@ -162,6 +163,9 @@ class FluidTokenDispatcher(MoETokenDispatcher):
         flat = tokens.reshape(-1, tokens.shape[-1])
         if self.config.moe_pad_expert_input_to_capacity:
             routing_map = kept_choices(routing_map, probs)
+        layer = self._layer()
+        if layer is not None and not routes_as_megatron(layer.router):
+            check_count(routing_map, exchange.top_k)
         chosen, transport = exchange.prepare(flat, routing_map, probs)
         dtypes = tokens.dtype, probs.dtype
         self._call = _Call(OpenExchange(transport), tokens.shape, dtypes)

@@ -65,3 +65,36 @@ def test_layers_follow_groups_that_are_destroyed_and_made_again(
         for ours, stock in zip(found["True"], found["False"], strict=True):
             for name, value in stock.items():
                 torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def _attention(rank: int, world_size: int) -> dict[str, Any]:
+    from megatron.core.transformer.attention import SelfAttention
+
+    from megatron_fluid.patches.attention.self_attention import DECISIONS
+    from tests.frameworks import stand_ins
+    from tests.support import tiny_gpt
+
+    stand_ins.wrap_groups()
+    tiny_gpt.parallel(context_parallel_size=world_size)
+    settings = {"context_parallel_size": world_size, "cp_comm_type": "a2a"}
+    model = tiny_gpt.gpt(tiny_gpt.config_of(**settings))
+    tokens = torch.randint(0, 64, (1, 8), generator=torch.Generator().manual_seed(rank))
+    positions, outputs, groups = torch.arange(8).unsqueeze(0), [], []
+    attention = next(m for m in model.modules() if isinstance(m, SelfAttention))
+    for _ in range(2):
+        model.zero_grad()
+        output = model(tokens, positions, None)
+        output.square().mean().backward()
+        outputs.append([output.detach(), *(p.grad.clone() for p in attention.parameters())])
+        decision: Any = DECISIONS.get(attention)
+        groups.append(decision.path.group)
+        stand_ins.sleep()
+        stand_ins.wake()
+    return {"outputs": outputs, "same group": groups[0] is groups[1]}
+
+
+def test_attention_follows_its_context_parallel_group() -> None:
+    for found in run_ranks(_attention, 2, timeout_s=200):
+        assert not found["same group"]
+        for first, second in zip(*found["outputs"], strict=True):
+            assert torch.equal(first, second)

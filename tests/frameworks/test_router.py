@@ -73,3 +73,27 @@ def test_what_patched_methods_of_the_router_return_decides(who: str) -> None:
     for name, value in found["False"].items():
         torch.testing.assert_close(found["True"][name], value, rtol=1e-4, atol=1e-5, msg=name)
     assert found["shapes"] <= {torch.Size([TOKENS, EXPERTS])}
+
+
+def _more(rank: int, world_size: int) -> list[str]:
+    from tests.frameworks import stand_ins
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=1)
+    settings: dict[str, Any] = {"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K}
+    replayed, said = torch.arange(TOP_K + 1).repeat(TOKENS, 1), []
+    for phases in ({}, {"activation_func": torch.tanh, "gated_linear_unit": False}):
+        with tiny_gpt.plug_in(True, moe_backend="local"), contextlib.ExitStack() as undo:
+            undo.callback(stand_ins.replay(replayed))
+            layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**settings, **phases))
+            with pytest.raises(RuntimeError) as caught:
+                layer(torch.randn(TOKENS, 1, 32))
+            said.append(str(caught.value))
+    return said
+
+
+def test_more_experts_of_a_token_than_there_is_room_for_are_refused() -> None:
+    """Fused, and phase by phase."""
+    (said,) = run_ranks(_more, 1, timeout_s=200, env={"TRITON_INTERPRET": "1"})
+    assert all("chose more experts than moe_router_topk=3" in text for text in said)
+    assert len(said) == 2
