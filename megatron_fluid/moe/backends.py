@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Protocol
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_fluid.comm.p2p_rounds import P2PRounds
-from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.choose import ExchangeCase, choose_transport, nvlink_layer_reason
-from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import computed_dtype
 from megatron_fluid.moe.hierarchical.plan import plan_hierarchical
 from megatron_fluid.moe.hierarchical.transport import HierarchicalTransport
@@ -29,15 +27,6 @@ __all__ = ["BACKENDS", "Backend", "LayerShape", "MakeTransport", "choose_backend
 
 
 _LOGGER = logging.getLogger("megatron_fluid")
-
-
-class ServedLayer(Protocol):
-    """What the choice of a backend asks of a layer."""
-
-    config: MoEConfig
-    rounds: P2PRounds
-    activation: Activation
-    weight1: nn.Parameter
 
 
 class _Local(Backend):
@@ -95,10 +84,11 @@ BACKENDS: dict[str, type[Backend]] = {
 }
 
 
-def choose_backend(layer: ServedLayer, wanted: str) -> type[Backend]:
+def choose_backend(layer: Any, wanted: str) -> type[Backend]:
     """What moves the tokens of a layer. Collective over its group the first time.
 
     Args:
+        layer: a MoELayer.
         wanted: as for moe.choose.choose_transport.
 
     Raises:

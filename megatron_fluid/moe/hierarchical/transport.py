@@ -17,24 +17,17 @@ Legend: T tokens of this rank, K top-k, H hidden, n rows of a piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
-from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, SeveralRounds
+from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, SeveralRounds, Transfer
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.hierarchical.plan import Batch, HierarchicalPlan
-from megatron_fluid.moe.hierarchical.rows import (
-    rows_by_peer,
-    select_rows,
-    sum_into,
-    sum_parts,
-    transfers_of,
-)
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport, check_tokens
 
 __all__ = ["HierarchicalTransport"]
@@ -166,11 +159,11 @@ class _HierarchicalExchange(Exchange):
         sent: asked at once, data never wait for questions."""
         piece, name = self.plan.pieces[index], self.name
         held = self._room_to_hold(index)
-        questions = transfers_of({}, rows_by_peer(piece.receives, held))
+        questions = _transfers({}, _by_peer(piece.receives, held))
         self._held[index] = held
         self.crossing[index] = self.rounds.exchange(f"{name}dispatch", index, questions)
         results = self._room_for_results(index)
-        questions = transfers_of({}, results)
+        questions = _transfers({}, results)
         self._results[index] = self.rounds.exchange(f"{name}combine", index, questions), results
 
     def _room_to_hold(self, index: int) -> list[Tensor]:
@@ -199,8 +192,8 @@ class _HierarchicalExchange(Exchange):
         expected = self.crossing.get(index)
         if expected is None:
             held = self._room_to_hold(index)
-            self._held[index], incoming = held, rows_by_peer(piece.receives, held)
-        transfers = transfers_of(outgoing, incoming)
+            self._held[index], incoming = held, _by_peer(piece.receives, held)
+        transfers = _transfers(outgoing, incoming)
         pending = self.rounds.exchange(f"{self.name}dispatch", index, transfers)
         self.crossing[index] = pending
         if expected is not None:  # what was sent needs a wait, too, but not now
@@ -210,18 +203,18 @@ class _HierarchicalExchange(Exchange):
     def _hand_on(self, index: int, held: list[Tensor]) -> None:
         """Give held tokens to the ranks of this host that have experts for them."""
         piece, rank = self.plan.pieces[index], self.plan.rank
+        if len(piece.arrivals) == 1:  # a lone rank, which computes all that it holds
+            self._handed[index] = PendingRound(), held
+            return
         outgoing = {
-            member: [select_rows(tensor, positions) for tensor in held]
+            member: [tensor.index_select(0, positions) for tensor in held]
             for member, positions in piece.hands
         }
-        if len(piece.arrivals) == 1:
-            self._handed[index] = PendingRound(), outgoing[rank]
-            return
         arrived = [t.new_empty((piece.num_arrived, *t.shape[1:])) for t in self.sent]
-        incoming = rows_by_peer(piece.arrivals, arrived)
+        incoming = _by_peer(piece.arrivals, arrived)
         for target, source in zip(incoming.pop(rank), outgoing.pop(rank), strict=True):
             target.copy_(source)
-        transfers = transfers_of(outgoing, incoming)
+        transfers = _transfers(outgoing, incoming)
         pending = self.rounds.exchange(f"{self.name}hand on", index, transfers)
         self._handed[index] = pending, arrived
 
@@ -282,10 +275,14 @@ class _HierarchicalExchange(Exchange):
             self._returning[index] = returned
             return
         returned.pending.wait()
-        sums = sum_parts(piece.num_held, returned.tokens, returned.parts, self.results)
-        outgoing, found = rows_by_peer(piece.receives, sums), self._results.pop(index, None)
+        if len(returned.parts) == 1:
+            sums = [part.contiguous() for part in returned.parts[0]]
+        else:
+            sums = [r.new_empty((piece.num_held, *r.shape[1:])) for r in self.results]
+            _sum_into(sums, zip(returned.tokens, returned.parts, strict=True))
+        outgoing, found = _by_peer(piece.receives, sums), self._results.pop(index, None)
         pending, incoming = found or (None, self._room_for_results(index))
-        transfers = transfers_of(outgoing, incoming if pending is None else {})
+        transfers = _transfers(outgoing, incoming if pending is None else {})
         sent = self.rounds.exchange(f"{self.name}combine", index, transfers)
         pending = sent if pending is None else SeveralRounds([pending, sent])
         tokens = [places for _, places in piece.sends]
@@ -295,7 +292,7 @@ class _HierarchicalExchange(Exchange):
         """Send the sums of this rank's experts back to who handed the tokens on; what comes from
         the ranks of this host for the tokens that this rank handed on."""
         piece, rank = self.plan.pieces[index], self.plan.rank
-        outgoing = rows_by_peer(piece.arrivals, parts)
+        outgoing = _by_peer(piece.arrivals, parts)
         mine = outgoing.pop(rank)
         incoming = {
             member: [part.new_empty((len(positions), *part.shape[1:])) for part in parts]
@@ -303,7 +300,7 @@ class _HierarchicalExchange(Exchange):
             if member != rank
         }
         pending = self.rounds.exchange(
-            f"{self.name}hand back", index, transfers_of(outgoing, incoming)
+            f"{self.name}hand back", index, _transfers(outgoing, incoming)
         )
         found = {**incoming, rank: mine}
         members = [member for member, _ in piece.hands]
@@ -337,4 +334,43 @@ class _HierarchicalExchange(Exchange):
                     # Of own ones places are among the held tokens.
                     yield places if tokens is None else tokens.index_select(0, places), rows
 
-        sum_into(self.results, parts())
+        _sum_into(self.results, parts())
+
+
+def _by_peer(
+    blocks: Sequence[tuple[int, int]], tensors: Sequence[Tensor]
+) -> dict[int, list[Tensor]]:
+    """The consecutive blocks of tensors by (peer, rows)."""
+    found: dict[int, list[Tensor]] = {}
+    begin = 0
+    for peer, rows in blocks:
+        found[peer] = [tensor[begin : begin + rows] for tensor in tensors]
+        begin += rows
+    return found
+
+
+def _transfers(
+    outgoing: dict[int, list[Tensor]], incoming: dict[int, list[Tensor]]
+) -> list[Transfer]:
+    """What P2PRounds.exchange takes, peers in ascending order."""
+    peers = sorted({*outgoing, *incoming})
+    return [(peer, outgoing.get(peer, ()), incoming.get(peer, ())) for peer in peers]
+
+
+def _sum_into(results: Sequence[Tensor], parts: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> None:
+    """Set results to sums of rows, added in the order of the parts in fp32 or better.
+
+    Args:
+        parts: (which row of the results each of its rows is added to, rows for each result).
+    """
+    kinds = [torch.promote_types(r.dtype, torch.float32) for r in results]
+    totals = [
+        r.zero_() if r.dtype == wide else torch.zeros_like(r, dtype=wide)
+        for r, wide in zip(results, kinds, strict=True)
+    ]
+    for places, rows in parts:
+        for total, part in zip(totals, rows, strict=True):
+            total.index_add_(0, places, part.to(total.dtype))
+    for result, total in zip(results, totals, strict=True):
+        if total is not result:
+            result.copy_(total)
