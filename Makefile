@@ -29,7 +29,7 @@ test: style
 	$(PYTHON) tools/typecheck.py & types=$$!; $(PYTEST) $(TIER) $(ARGS); tests=$$?; \
 		wait $$types || { echo "the type check failed: make lint shows its errors" >&2; exit 1; }; exit $$tests
 
-test-fast: TIER = -m "not (world or compile or process or interpreter or slow or gpu)"
+test-fast: TIER = --ignore=tests/gpu -m "not (world or compile or process or interpreter or slow or gpu)"
 test-fast: test
 
 test-versions: $(READY)

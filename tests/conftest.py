@@ -22,6 +22,7 @@ __all__ = ["GPUS"]
 
 _MOST_WORKERS = 8  # each holds torch, and its server of ranks Megatron: about 1.5 GB together
 _SECONDS = ("world", "process", "interpreter")  # tiers whose tests take a few seconds each
+_WAITS = "tests/unit/comm/test_agreement.py"  # of the fast tier, but each waits for an absent rank
 
 # Else every rank and program would compile the package anew: half a second each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -98,4 +99,6 @@ def _weight(item: pytest.Item) -> int:
         return 100
     if item.get_closest_marker("slow"):
         return 20
-    return 3 if any(item.get_closest_marker(tier) for tier in _SECONDS) else 0
+    if any(item.get_closest_marker(tier) for tier in _SECONDS):
+        return 3
+    return 1 if item.nodeid.startswith(_WAITS) else 0
