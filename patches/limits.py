@@ -1,4 +1,4 @@
-"""The vocabulary of unsupported settings: a setting, why it is unsupported, and when it counts.
+"""Limits: settings under which Megatron's own path is kept, with when they count and why.
 
 Each part of Megatron that is replaced has one table of them (moe/limits.py, attention/limits.py).
 Decisions, the start-up report and docs/compatibility.md are made from these tables.
@@ -10,7 +10,24 @@ from typing import Any
 
 from megatron_fluid.config import FluidConfig
 
-__all__ = ["Limit", "first_reason", "is_given", "offloads"]
+__all__ = ["Limit", "first_reason", "is_given", "offloads", "remedy"]
+
+# The flag that lifts a limit, where it is not the setting's own flag left out.
+_REMEDIES = {
+    "moe_backend": "--fluid-moe-backend auto",
+    "cp_backend": "--fluid-cp-backend auto",
+    "fp8": "--fp8-format e4m3",
+    "fp8_recipe": "--fp8-recipe blockwise",
+    "moe_token_dispatcher_type": "--moe-token-dispatcher-type alltoall",
+    "expert_tensor_parallel_size": "--expert-tensor-parallel-size 1",
+    "cuda_graph_impl": "--cuda-graph-impl none",
+    "transformer_impl": "--transformer-impl transformer_engine",
+}
+
+
+def remedy(setting: str) -> str:
+    """The flag with which, or without which, a setting no longer keeps Megatron's own path."""
+    return _REMEDIES.get(setting, "no --" + setting.replace("_", "-"))
 
 
 @dataclass(frozen=True)
@@ -20,29 +37,34 @@ class Limit[T]:
     Attributes:
         setting: its name.
         reason: why, in one clause.
-        hit: whether T (a configuration or a request) has it in a way that is not honoured, under
-            the settings that the layer keeps. None: whenever it is true.
+        hit: whether T, a configuration, has it in a way that is not honoured, under the settings
+            that the layer keeps. None: whenever it is true.
+        over: the backends over which it counts; empty for all of them.
     """
 
     setting: str
     reason: str
     hit: Callable[[T, FluidConfig], bool] | None = None
+    over: tuple[str, ...] = ()
 
-    def applies(self, subject: T, fluid: FluidConfig) -> bool:
-        """Whether the setting rules out the overlapped path for this subject."""
+    def applies(self, subject: T, fluid: FluidConfig, backend: str | None = None) -> bool:
+        """Whether the setting keeps Megatron's path; backend None: over any backend."""
+        if self.over and backend not in self.over:
+            return False
         if self.hit is None:
             return bool(getattr(subject, self.setting))
         return self.hit(subject, fluid)
 
 
-def first_reason(limits: Iterable[Limit[Any]], config: Any, fluid: FluidConfig) -> str | None:
+def first_reason(
+    limits: Iterable[Limit[Any]], config: Any, fluid: FluidConfig, backend: str | None = None
+) -> str | None:
     """The first limit that applies to a configuration, as `setting=value: reason`; or None."""
     for limit in limits:
-        if limit.applies(config, fluid):
+        if limit.applies(config, fluid, backend):
             value = getattr(config, limit.setting)
-            return (
-                f"{limit.setting}={getattr(value, '__name__', None) or repr(value)}: {limit.reason}"
-            )
+            name = getattr(value, "__name__", None) or repr(getattr(value, "name", value))
+            return f"{limit.setting}={name}: {limit.reason}"
     return None
 
 

@@ -1,9 +1,9 @@
-"""One negotiation for all parts of Megatron that are replaced: is a layer supported, do the ranks
-agree, which path does it take; and one register of what came of it.
+"""One negotiation for all layers of Megatron that are replaced: is a layer supported, do the ranks
+agree, which path does it take.
 
-A layer is decided about in two steps. `announce`, when it is built, looks at settings and at the
-built modules, and records for the start-up table what the layer is about to do. `settle`, in its
-first forward, looks at the modules as they are by then. The ranks of its group exchange their
+A layer is decided about in two steps. `announce`, when it is built, asks for a `reason` to keep
+Megatron's own path, and records for the start-up report what the layer is about to do. `settle`, in
+its first forward, asks again, since modules may have changed. The ranks of its group exchange their
 settings and findings once, through the group's store and within the timeout. Settings that differ
 are a `ConfigError` on every rank. One rank's reason is every rank's, so that they never take
 different paths. A backend that was asked for by name and is unavailable is a `ConfigError` on every
@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -27,102 +28,25 @@ import torch.distributed as dist
 
 from megatron_fluid import patches
 from megatron_fluid.comm.agreement import agreement
+from megatron_fluid.comm.same_settings import settings_difference
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.config import FluidConfig, current_config
-from megatron_fluid.errors import ConfigError, ranks_text
-from megatron_fluid.patches.rank_findings import Finding, exchange, left_out_word
+from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
+from megatron_fluid.patches.features import FeatureReport
 
 __all__ = [
     "RELEASED",
     "Decision",
-    "FeatureReport",
+    "Finding",
     "OverlapDecisions",
     "Reason",
-    "features",
+    "exchange",
     "first_of_ranks",
     "is_choice",
-    "settings_read",
 ]
 
 # A change that `refuse_change` knows.
 RELEASED = "the memory of expert weights was given back, as by offloading a model"
-# (feature, on or off, reason): of how many objects it is true.
-_features: dict[tuple[str, bool, str], int] = {}
-# Keyed by layer and not stored in it: a layer is copied, pickled and walked by others.
-_reads: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
-
-
-def features() -> list[tuple[str, bool, str, int]]:
-    """What was recorded: feature, on or off, reason, and for how many objects."""
-    return [(*key, count) for key, count in _features.items()]
-
-
-def settings_read() -> set[str]:
-    """The fields of FluidConfig, among those that only some paths read, that a recorded layer
-    reads."""
-    return {name for names in _reads.values() for name in names}
-
-
-class FeatureReport:
-    """What became of one feature, object by object, for the start-up table and the log.
-
-    Args:
-        feature: its name.
-        by_class: whether an object's reason starts with the name of its class.
-    """
-
-    def __init__(self, feature: str, by_class: bool = False) -> None:
-        self.feature, self.by_class = feature, by_class
-        self.said: set[str] = set()
-        self._last: weakref.WeakKeyDictionary[Any, tuple[bool, str]] = weakref.WeakKeyDictionary()
-
-    def note(
-        self, layer: Any, on: bool, reason: str, say: bool = False, reads: Iterable[str] = ()
-    ) -> None:
-        """Record that the feature is on or off for a layer, and why, in place of what was recorded
-        of it before; `say` prints it, too, once for each reason. reads: as for settings_read."""
-        _reads[layer] = frozenset(reads)
-        if self._last.get(layer) == (on, reason):
-            return
-        self.withdraw(layer)
-        self._last[layer] = on, reason
-        text = self._text(layer, reason)
-        if say:
-            self.say(on, text)
-        self._count(on, text, 1)
-
-    def withdraw(self, layer: Any) -> None:
-        """Take back what was recorded of a layer."""
-        if (before := self._last.pop(layer, None)) is not None:
-            self._count(before[0], self._text(layer, before[1]), -1)
-
-    def note_late(self, when: str, reason: str, ranks: Sequence[int] = (0,)) -> None:
-        """Record and print, once, a reason that is known only after the start-up table."""
-        if reason not in self.said:
-            self._count(False, f"{when}: {reason}", 1)
-            self.say(False, reason, f" {when}", ranks)
-
-    def say(self, on: bool, text: str, when: str = "", ranks: Sequence[int] = (0,)) -> None:
-        """Print each text once, on the first of the ranks that it is true of."""
-        if text not in self.said:
-            self.said.add(text)
-            if not dist.is_initialized() or dist.get_rank() == ranks[0]:
-                state = "on" if on else "off"
-                of = f" ({ranks_text(ranks)})" if ranks[0] else ""
-                print(f"megatron_fluid: {self.feature} {state}{when}{of}: {text}", flush=True)
-
-    def _text(self, layer: Any, reason: str) -> str:
-        return f"{type(layer).__name__}: {reason}" if self.by_class else reason
-
-    def _count(self, on: bool, text: str, change: int) -> None:
-        key = (self.feature, on, text)
-        _features[key] = _features.get(key, 0) + change
-        if _features[key] <= 0:
-            del _features[key]
-
-
-def global_ranks(group: Any) -> list[int]:
-    return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else [0]
 
 
 def is_choice(reason: str) -> bool:
@@ -142,6 +66,67 @@ class Reason(str):
     """Why a layer keeps Megatron's own path, in one sentence."""
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What one rank reports to the others of its group.
+
+    Attributes:
+        reason: why its layer has to keep Megatron's own path, or None.
+        details: what else the choice of a path needs to know of every rank.
+        error: what ended its look at the layer, or None.
+    """
+
+    reason: str | None
+    details: Any = None
+    error: str | None = None
+
+
+def exchange(
+    mine: Finding,
+    group: dist.ProcessGroup,
+    config: FluidConfig,
+    feature: str,
+    layer: str = "",
+    sizes: Mapping[str, Any] = types.MappingProxyType({}),
+) -> list[Finding]:
+    """What every rank of a group has found about a layer. Collective, through the group's store.
+
+    Args:
+        mine: this rank's finding.
+        group: the ranks that have to agree.
+        config: this rank's settings, which must be those of all ranks (FluidConfig.shared).
+        feature: what is decided about.
+        layer: which layer it is, alike on all ranks.
+        sizes: of the layer, alike on all ranks.
+
+    Raises:
+        ConfigError: on every rank: their settings or sizes differ.
+        PeerTimeoutError: a rank has not come within the timeout.
+        FluidError: the ranks are at different layers, or one of them has failed.
+    """
+    words = agreement(group)
+    if words.alone:
+        return [mine] * group.size()
+    ranks, settings = words.ranks, config.shared() | dict(sizes)
+    limit_s = wait_timeout_s(group, config.timeout_s)
+    try:
+        reports = words.gather(feature, (layer, settings, mine), limit_s)
+    except PeerTimeoutError as error:
+        raise error.with_detail(
+            "A rank that is lost, runs without megatron_fluid or leaves this patch out does not "
+            "come to the same layer"
+        ) from None
+    if text := settings_difference([{"layer": name} for name, _, _ in reports], ranks):
+        raise FluidError(f"{feature}: the ranks of a group are at different layers: {text}")
+    if text := settings_difference([settings for _, settings, _ in reports], ranks):
+        raise ConfigError(f"{feature}: {text}; allowed: the same on all ranks of a group")
+    found = [finding for _, _, finding in reports]
+    for number, finding in enumerate(found):
+        if finding.error is not None and number != group.rank():
+            raise FluidError(f"{feature}: rank {ranks[number]} failed: {finding.error}")
+    return found
+
+
 @dataclass
 class Decision[Path]:
     """What a layer does under the settings that were in force when it was built.
@@ -154,6 +139,7 @@ class Decision[Path]:
         path: what serves the layer from call to call, once that is settled; with a reason, what
             serves a part of it.
         group: the ranks that agree, or None where there is nothing to agree on.
+        details: what a subclass keeps of the agreement.
     """
 
     config: FluidConfig
@@ -162,6 +148,7 @@ class Decision[Path]:
     settled: bool = False
     path: Path | None = None
     group: dist.ProcessGroup | None = None
+    details: Any = None
 
 
 class OverlapDecisions[Path]:
@@ -180,6 +167,7 @@ class OverlapDecisions[Path]:
     compared: tuple[str, ...] = ("params_dtype", "hidden_size")
 
     def __init__(self) -> None:
+        # Keyed by layer and not stored in it: a layer is copied, pickled and walked by others.
         self._decisions: weakref.WeakKeyDictionary[Any, Decision[Path]]
         self._decisions = weakref.WeakKeyDictionary()
         self.get = self._decisions.get  # every forward looks here
@@ -199,30 +187,21 @@ class OverlapDecisions[Path]:
         """The ranks that have to agree."""
         raise NotImplementedError
 
-    def setting_reason(self, config: FluidConfig, layer: Any) -> str | None:
-        """Why settings, alike on all ranks, keep Megatron's own path; or None."""
+    def reason(self, config: FluidConfig, layer: Any) -> str | None:
+        """Why this rank's settings and modules keep Megatron's own path; or None."""
         raise NotImplementedError
 
     def backend_of(self, config: FluidConfig, layer: Any) -> str:
         """The backend that a supported layer is about to take."""
         raise NotImplementedError
 
-    def describe(self, backend: str, layer: Any) -> str:
-        """The start-up table's words for an overlapped layer."""
+    def describe(self, layer: Any) -> str:
+        """The reports' words for a layer that is decided about."""
         raise NotImplementedError
-
-    def reads(self, config: FluidConfig, layer: Any) -> Iterable[str]:
-        """The fields of FluidConfig, among those that only some paths read, that an overlapped
-        layer reads."""
-        return ("defer_weight_grads",)
-
-    def built_reason(self, layer: Any) -> str | None:
-        """What the modules of a newly built layer, of this rank alone, have against it."""
-        return None
 
     def find(self, config: FluidConfig, layer: Any) -> Finding:
         """What this rank finds in the layer in its first forward."""
-        raise NotImplementedError
+        return Finding(self.reason(config, layer))
 
     def decide(self, config: FluidConfig, layer: Any, found: Sequence[Finding]) -> Path | Reason:
         """The path of a layer that no rank has found anything against, or why Megatron's own is
@@ -244,41 +223,27 @@ class OverlapDecisions[Path]:
         raise NotImplementedError
 
     def rest(self, decision: Decision[Path], layer: Any) -> Path | None:
-        """What else of a layer that is not overlapped is served here, for which no other rank is
-        asked; or None."""
+        """What serves a part of a layer that is not overlapped, for which no other rank is asked;
+        or None."""
         return None
-
-    def describe_kept(self, layer: Any, reason: str) -> str:
-        """The reports' words for a layer that keeps Megatron's own path for that reason."""
-        return reason
 
     # ---- the negotiation ----
 
-    def announce_built(self, module: Any) -> None:
-        """Announce a module that Megatron has built, if it is such a layer and was not announced
-        yet; and count it for the report of patches."""
-        if self.is_layer(module) and module not in self._decisions:
-            decision = self.announce(module)
-            if self.counts(decision):
-                patches.count_instance(self.patch)
-
     def announcing(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Wrap a constructor of Megatron's: what it has built is announced."""
+        """Wrap a constructor of Megatron's: what it has built is announced, and counted for the
+        report of patches."""
 
         @functools.wraps(original)
         def fluid_init(module: Any, *args: Any, **kwargs: Any) -> None:
             original(module, *args, **kwargs)
-            self.announce_built(module)
+            if self.is_layer(module) and self.announce(module).backend is not None:
+                patches.count_instance(self.patch)
 
         return fluid_init
 
-    def counts(self, decision: Decision[Path]) -> bool:
-        """Whether the report of patches counts the layer."""
-        return decision.backend is not None
-
     def announce(self, layer: Any, late: bool = False) -> Decision[Path]:
         """Decide about a layer under the configuration in force, which it keeps, as far as this
-        rank can; and record it for the start-up table.
+        rank can; and record it for the start-up report.
 
         Args:
             layer: the layer.
@@ -295,22 +260,15 @@ class OverlapDecisions[Path]:
             decision.settled = True
             return decision
         decision.group = self.group(layer)
-        left_out = self._left_out(layer)
+        left_out = self.left_out(layer)
         decision.settled = left_out is not None  # its forward is Megatron's, and never comes here
-        if left_out is not None and not late:
-            # For the errors of ranks that will wait for this one.
-            words, limit_s = agreement(self.group(layer)), wait_timeout_s(None)
-            words.leave(left_out_word(self.feature), left_out, limit_s)
-        decision.reason = left_out or self.setting_reason(config, layer)
-        decision.reason = decision.reason or self.built_reason(layer)
+        decision.reason = left_out or self.reason(config, layer)
         if decision.reason is None:
             decision.backend = self.backend_of(config, layer)
-            text, reads = self.describe(decision.backend, layer), self.reads(config, layer)
-            self.report.note(layer, True, text, reads=reads)
-            return decision
-        if decision.settled or not late:
+        elif decision.settled or not late:
             self._refuse_if_named(config, layer, decision.reason)
-        self.report.note(layer, False, self.describe_kept(layer, decision.reason))
+        if decision.settled or not late:
+            self.report.note(layer, decision.reason is None, self.describe(layer))
         return decision
 
     @torch.inference_mode(False)  # what a validation before training makes serves training, too
@@ -339,10 +297,9 @@ class OverlapDecisions[Path]:
             except Exception as error:  # which the other ranks have to know of
                 mine, failure = Finding(None, error=f"{type(error).__name__}: {error}"), error
                 print(f"megatron_fluid: {self.feature}: {mine.error}", file=sys.stderr, flush=True)
-        name = f"{getattr(layer, 'layer_number', None)}"
+        group, name = self.group(layer), f"{getattr(layer, 'layer_number', None)}"
         sizes = {field: getattr(layer.config, field, None) for field in self.compared}
-        about = self.feature, name, sizes
-        found = exchange(mine, self.group(layer), decision.config, *about)
+        found = exchange(mine, group, decision.config, self.feature, name, sizes)
         if failure is not None:
             raise failure
         reason = mine.reason or first_of_ranks([finding.reason for finding in found])
@@ -352,19 +309,31 @@ class OverlapDecisions[Path]:
                 reason = outcome
             else:
                 decision.path = outcome
+        real = isinstance(group, dist.ProcessGroup)
+        ranks = dist.get_process_group_ranks(group) if real else [0]
         if reason is not None:
-            self._refuse_if_named(decision.config, layer, reason)
-            told, ranks = self.describe_kept(layer, reason), global_ranks(self.group(layer))
-            if getattr(layer, "needs_no_patch", False) and not is_choice(reason):
-                text = f"{type(layer).__name__} of the layer spec keeps Megatron's own path: {told}"
-                self.report.say(False, f"WARNING: {text}", ranks=ranks)
-            if late:
-                self.report.say(False, told, ranks=ranks)
-            elif decision.backend is not None:  # as the start-up table has said
-                self.report.note_late("from the first call on", told, ranks)
-            decision.backend, decision.path = None, self.rest(decision, layer)
-        decision.reason, decision.settled = reason, True
+            self._keep(decision, layer, reason, late, ranks)
+        else:
+            self.report.note(layer, True, self.describe(layer), ranks, " from this call on")
+        decision.settled = True
         return decision
+
+    def _keep(
+        self, decision: Decision[Path], layer: Any, reason: str, late: bool, ranks: Sequence[int]
+    ) -> None:
+        """Keep Megatron's own path, as the ranks have agreed, and say so where the start-up report
+        does not."""
+        self._refuse_if_named(decision.config, layer, reason)
+        announced, decision.backend, decision.reason = decision.backend, None, reason
+        decision.path = self.rest(decision, layer)
+        text = self.describe(layer)
+        if getattr(layer, "needs_no_patch", False) and not is_choice(reason):
+            kept = f"{type(layer).__name__} of the layer spec keeps Megatron's own path"
+            self.report.say(False, f"WARNING: {kept}: {text}", ranks=ranks)
+        if late:
+            self.report.note(layer, False, text, ranks)
+        elif announced is not None:
+            self.report.note_late("from the first call on", text, ranks)
 
     def regrouped(self, decision: Decision[Path], layer: Any) -> bool:
         """Whether the layer's process group was destroyed and made again since the decision, as a
@@ -404,7 +373,7 @@ class OverlapDecisions[Path]:
         patches were applied."""
         self._decisions.clear()
 
-    def _left_out(self, layer: Any) -> str | None:
+    def left_out(self, layer: Any) -> str | None:
         """Why the layer's forward stays Megatron's, whatever is decided here: the user left the
         patch of it out; or None. A layer of a spec has a forward of its own."""
         own = getattr(layer, "needs_no_patch", False)

@@ -1,17 +1,21 @@
 """What rank 0 prints once, when the model has been built, or where another loop than Megatron's
 builds it, in the first forward of a layer: three lines (versions; what is on; what is off, and
-which flag changes that), or with --fluid-verbose every patch, and every feature with its reasons
-and ranks. And the text of the reports."""
+which flag changes that), or with --fluid-verbose Megatron's patches and every feature with its
+reasons and ranks."""
 
 import functools
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_fluid import patches
+from megatron_fluid.config import ENVIRONMENT_PREFIX, FluidConfig, current_config
+from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.patch import MEGATRON, OFF, Row
-from megatron_fluid.patches.engine.switches import verbose
+from megatron_fluid.patches.engine.switches import cpu_mode_asked, verbose
+from megatron_fluid.patches.limits import remedy
 
 __all__ = [
     "features",
@@ -21,34 +25,24 @@ __all__ = [
     "startup_lines",
     "startup_table",
     "text_table",
+    "unused_settings",
 ]
 
 
 def features() -> list[tuple[str, bool, str, int]]:
     """What was recorded of each feature: its name, on or off, reason, and for how many objects."""
-    from megatron_fluid.patches import overlap_decision  # imports torch, the tables do not
+    from megatron_fluid.patches import features as recorded  # imports torch, the tables do not
 
-    return overlap_decision.features()
+    return recorded.features()
 
 
 Feature = tuple[str, bool | None, str, int | str]  # its name, on, reason, for how many objects
 
 _GATHER_S = 60.0  # bound on rank 0's wait for what the other ranks have to report
 _MOE = "overlapped MoE layer"
-_EXCHANGING = (_MOE, "overlapped attention", "overlapped latent attention")
+_ATTENTION = ("overlapped attention", "overlapped latent attention")
 _WIDTH = 100  # columns
 _calls = itertools.count()
-# Settings of the table of limits that another flag than their own changes.
-_WAYS_OUT = {
-    "moe_backend": "--fluid-moe-backend auto",
-    "cp_backend": "--fluid-cp-backend auto",
-    "fp8": "--fp8-format e4m3",
-    "fp8_recipe": "--fp8-recipe blockwise",
-    "moe_token_dispatcher_type": "--moe-token-dispatcher-type alltoall",
-    "expert_tensor_parallel_size": "--expert-tensor-parallel-size 1",
-    "cuda_graph_impl": "--cuda-graph-impl none",
-    "transformer_impl": "--transformer-impl transformer_engine",
-}
 
 
 def setup_model_and_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,27 +51,10 @@ def setup_model_and_optimizer(original: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(original)
     def fluid_setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         built = original(*args, **kwargs)
-        _announce_left_out(built)
         report()
         return built
 
     return fluid_setup_model_and_optimizer
-
-
-def _announce_left_out(built: Any) -> None:
-    """Layers whose __init__ is not patched could not announce themselves. Their forwards may be
-    patched all the same: they are announced now."""
-    names = ("moe-layer-init", "self-attention-init", "latent-attention-init")
-    if not any(patches.off_reason(name) for name in names):
-        return
-    from megatron_fluid.patches.attention import latent, self_attention
-    from megatron_fluid.patches.moe import layer as moe_layer
-
-    decisions: tuple[Any, ...] = (moe_layer.DECISIONS, self_attention.DECISIONS, latent.DECISIONS)
-    for name, of_layers in zip(names, decisions, strict=True):
-        if patches.off_reason(name) is not None:
-            for module in [module for chunk in built[0] for module in chunk.modules()]:
-                of_layers.announce_built(module)
 
 
 def report(own_loop: bool = True) -> None:
@@ -92,10 +69,7 @@ def report(own_loop: bool = True) -> None:
         return
     import torch.distributed as dist
 
-    from megatron_fluid.patches import overlap_decision
-    from megatron_fluid.patches.unused_settings import unused_in_other_loops, unused_settings
-
-    mine = features(), overlap_decision.settings_read()
+    mine = features()
     reports, missing = {0: mine}, ""
     several = dist.is_initialized() and dist.get_world_size() > 1
     if several and not own_loop:
@@ -111,16 +85,14 @@ def report(own_loop: bool = True) -> None:
         world, bound = dist.get_world_size(), min(_GATHER_S, wait_timeout_s(None) / 4)
         words = agreement(dist.group.WORLD)  # type: ignore[arg-type]
         if dist.get_rank():
-            words.publish("start-up table", mine, bound)
+            words.publish("start-up report", mine, bound)
             return
-        reports |= words.read("start-up table", range(1, world), bound)
+        reports |= words.read("start-up report", range(1, world), bound)
         if absent := [rank for rank in range(world) if rank not in reports]:
             missing = f"megatron_fluid: no report from {ranks_text(absent)} within {bound:g} s"
-    rows = merged_features({rank: found for rank, (found, _) in reports.items()})
-    known = any(name in _EXCHANGING for name, *_ in rows)
-    read = {name for _, names in reports.values() for name in names} if known else None
-    found_unused = unused_settings(read) if own_loop else unused_in_other_loops()
-    unused: list[Feature] = [(flag, None, why, "") for flag, why in found_unused.items()]
+    rows = merged_features(reports)
+    without_effect = unused_settings(rows) if own_loop else _unused_in_other_loops()
+    unused: list[Feature] = [(flag, None, why, "") for flag, why in without_effect.items()]
     show = startup_table if verbose() else startup_lines
     print(show(patches.report(), rows + unused), flush=True)
     if missing:
@@ -157,7 +129,7 @@ def _nothing_overlapped(rows: Iterable[Feature]) -> str:
     if not reasons or any(on for on, _ in found):
         return ""
     settings = [setting for reason in reasons if (setting := _setting_of(reason))]
-    flags = ", ".join(map(_way_out, dict.fromkeys(settings)))
+    flags = ", ".join(map(remedy, dict.fromkeys(settings)))
     advice = f"To overlap them: {flags}." if flags else f"Why: {'; '.join(reasons)}."
     return f"megatron_fluid: WARNING: NO MoE layer is overlapped on any rank. {advice}"
 
@@ -166,11 +138,6 @@ def _setting_of(reason: str) -> str | None:
     """The setting that a reason begins with (`setting=value: why`), or None."""
     setting, found, _ = reason.partition("=")
     return setting if found and setting.isidentifier() else None
-
-
-def _way_out(setting: str) -> str:
-    """The flag without which, or with which, a setting no longer keeps Megatron's own path."""
-    return _WAYS_OUT.get(setting, "no --" + setting.replace("_", "-"))
 
 
 def startup_lines(rows: Sequence[Row], features: Sequence[Feature]) -> str:
@@ -202,7 +169,7 @@ def _off_text(name: str, reason: str, count: int | str) -> str:
     """A feature that is off, the setting that is the reason, and the flag that changes it."""
     if (setting := _setting_of(reason)) is None:
         return f"{_short(name)} ({count}): {reason}"
-    return f"{_short(name)} ({count}): {reason.partition(':')[0]}, change: {_way_out(setting)}"
+    return f"{_short(name)} ({count}): {reason.partition(':')[0]}, change: {remedy(setting)}"
 
 
 def text_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -217,25 +184,91 @@ def text_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def startup_table(rows: Sequence[Row], features: Sequence[Feature]) -> str:
-    """What a run's log shows: the patches of Megatron, one line for any other group in which
-    nothing was turned off, the features, and settings without effect."""
-    cells = []
-    for group in dict.fromkeys(row.group for row in rows):
-        members = [row for row in rows if row.group == group]
-        states = Counter(row.state for row in members)
-        if group != MEGATRON and OFF not in states:
-            counts = ", ".join(f"{count} {state}" for state, count in states.items())
-            cells.append((group, counts, "", "`megatron-fluid patches` lists them"))
-        else:
-            cells += [(r.patch, r.state, _objects(r.instances), r.reason) for r in members]
+    """What a run's log shows with --fluid-verbose: the patches of Megatron, others that were turned
+    off, the features, and settings without effect."""
+    cells = [
+        (row.patch, row.state, "" if row.instances is None else str(row.instances), row.reason)
+        for row in rows
+        if row.group == MEGATRON or row.state == OFF
+    ]
     text = "megatron_fluid\n" + text_table(("patch", "state", "objects", "reason"), cells)
     if features:
-        head = ("feature", "state", "objects", "reason")
         words = {True: "on", False: "off", None: "no effect"}
-        lines = ((name, words[on], str(n), why) for name, on, why, n in features)
-        text += "\n\n" + text_table(head, lines)
+        lines = ((name, words[on], str(count), why) for name, on, why, count in features)
+        text += "\n\n" + text_table(("feature", "state", "objects", "reason"), lines)
     return text
 
 
-def _objects(count: int | None) -> str:
-    return "" if count is None else str(count)
+def unused_settings(rows: Sequence[Feature] = ()) -> dict[str, str]:
+    """Settings that were given and that nothing reads, as flags with their values, and why; of the
+    job's own arguments as Megatron parsed them.
+
+    Args:
+        rows: the features of all ranks; empty where no layer is known.
+    """
+    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    if args is None:
+        return {}
+    config, default = current_config(), FluidConfig()
+    found: dict[str, str] = {}
+    for name, reason in _unused_reasons(args, config, rows).items():
+        value = getattr(config, name)
+        if reason and value not in (getattr(default, name), "off", "megatron"):
+            flag = f"--fluid-{name.replace('_', '-')} {value}"
+            found[flag.removesuffix(" True")] = reason
+    if cpu_mode_asked() and not cpu_mode_active():
+        found["--fluid-cpu"] = "a GPU is found"
+    return found
+
+
+def _unused_in_other_loops() -> dict[str, str]:
+    """Settings that only Megatron's own training loop reads, where another one trains."""
+    config, default = current_config(), FluidConfig()
+    names = ("profile_steps", "profile_dir", "end_on_timeout")
+    return {
+        f"{ENVIRONMENT_PREFIX}{name.upper()}": "only Megatron's training loop reads it"
+        for name in names
+        if getattr(config, name) != getattr(default, name)
+    }
+
+
+def _unused_reasons(args: Any, config: FluidConfig, rows: Sequence[Feature]) -> dict[str, str]:
+    """Why each setting has no effect, "" where it may have."""
+    from megatron_fluid.patches.moe.limits import bounded_unsupported_reason
+
+    linears = heads = ""
+    if config.tp_overlap == "off":
+        linears = "--fluid-tp-overlap is off"
+    elif args.tensor_model_parallel_size == 1 or not args.sequence_parallel:
+        linears = "it needs --tensor-model-parallel-size above 1 and --sequence-parallel"
+    kinds = args.cp_comm_type or ["p2p"]
+    if args.context_parallel_size == 1:
+        heads = "--context-parallel-size is 1"
+    elif "a2a" not in kinds:
+        heads = f"it needs --cp-comm-type a2a, found {' '.join(kinds)}"
+    experts = "" if args.num_experts else "the model has no MoE layer"
+    fp8 = experts or ("" if args.fp8 else "it needs --fp8-format e4m3")
+    precision = "" if config.moe_fp8 == "ours" else f"--fluid-moe-fp8 is {config.moe_fp8}"
+    neither = f"{experts}, and {heads}" if experts and heads else ""
+    # The text of a fused layer is its backend and its ranks.
+    moe = [why for name, on, why, _ in rows if name == _MOE and on]
+    fused = {why.replace(",", " ").split()[0] for why in moe if ";" not in why}
+    attention = [on for name, on, *_ in rows if name in _ATTENTION]
+    known = bool(attention) or any(name == _MOE for name, *_ in rows)
+    pieces = room = idle = ""
+    if known and "rounds" not in fused and not any(attention):
+        pieces = "fused layers over rounds and overlapped attention read it, and there are none"
+    if known and "nvlink" not in fused:
+        room = "fused layers over symmetric memory read it, and there are none"
+    if known and not moe and not any(attention):
+        idle = "nothing that reads it is overlapped"
+    return {
+        **dict.fromkeys(("tp_overlap", "deterministic"), linears),
+        "cp_backend": heads,
+        **dict.fromkeys(("moe_backend", "moe_recompute"), experts),
+        "moe_capacity_factor": experts or bounded_unsupported_reason(args) or room,
+        "moe_fp8": fp8,
+        "moe_fp8_weight_grads": fp8 or precision,
+        "dx_chunks": neither or pieces,
+        "defer_weight_grads": neither or idle,
+    }

@@ -151,21 +151,6 @@ class Agreement:
 
         self._ask(put, limit_s + STORE_S)
 
-    def leave(self, word: str, value: Any, limit_s: float) -> None:
-        """Publish in the background, for ranks that begin this life within limit_s seconds, while
-        this rank does other work."""
-
-        def stay() -> None:
-            self.publish(word, value, limit_s)
-            self._ask(lambda: self._poll(self._all_here, limit_s), limit_s + STORE_S)
-
-        if not self.alone:
-            threading.Thread(target=stay, name="megatron_fluid word", daemon=True).start()
-
-    def _all_here(self) -> bool | None:
-        self._known_token()
-        return True if self.rank or len(self._joined) == self.size else None
-
     def read(
         self,
         word: str,

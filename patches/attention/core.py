@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_fluid.config import CP_BACKENDS, current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.attention.limits import EXCHANGED_COMM_TYPE, OVERLAP_LIMITS
+from megatron_fluid.patches.features import FeatureReport
 from megatron_fluid.patches.limits import first_reason
-from megatron_fluid.patches.overlap_decision import FeatureReport
 from megatron_fluid.topology import real_group
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.limits import Limit, first_reason
 from megatron_fluid.patches.linears.transformer_engine import quantises
-from megatron_fluid.patches.overlap_decision import Decision, OverlapDecisions, Reason
-from megatron_fluid.patches.rank_findings import Finding
+from megatron_fluid.patches.overlap_decision import Decision, Finding, OverlapDecisions, Reason
 from megatron_fluid.topology import real_group
 
 __all__ = ["AttentionDecisions", "ForwardResult", "OverlappedModule", "attention_forward"]
@@ -119,8 +118,12 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
     )  # fmt: skip
     limits: tuple[Limit[Any], ...]
 
-    def modules(self, layer: Any) -> dict[str, Any]:
-        """The modules whose calls the overlapped forward stands for, by name."""
+    def module_reason(self, layer: Any) -> str | None:
+        """Why a module's submodules and groups keep Megatron's projections; or None."""
+        raise NotImplementedError
+
+    def overlap_text(self, backend: str) -> str:
+        """The start-up report's words for an overlapped module."""
         raise NotImplementedError
 
     def make(self, layer: Any, config: FluidConfig, backend: str) -> Path:
@@ -139,17 +142,20 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
         group: dist.ProcessGroup = real_group(layer.pg_collection.cp)
         return group
 
-    def setting_reason(self, config: FluidConfig, layer: Any) -> str | None:
+    def reason(self, config: FluidConfig, layer: Any) -> str | None:
         if config.cp_backend in ("collective", "megatron"):
             return f"cp_backend={config.cp_backend} was asked for"
         reason = first_reason(self.limits, layer.config, config)
         reason = reason or versions.unknown_setting(layer.config, others="moe_")
-        reason = reason or _own_exchange_reason(layer)
+        # The core attention may be another one by the first forward, on one rank alone.
+        core = layer.core_attention
+        if reason is None and exchanges_of(core) is None:
+            reason = f"its {type(core).__name__} keeps its own exchange"
         reason = reason or self._backend(config, layer)[1]
         # CPUs, which are for trying things out, overlap whatever they can.
         if reason is None and config.cp_backend == "auto" and not cpu_mode_active():
             reason = self.slower_reason(config, layer)
-        return reason
+        return reason or self.module_reason(layer)
 
     def _backend(self, config: FluidConfig, layer: Any) -> tuple[str, str | None]:
         """The transport of heads and rows, or why none is available."""
@@ -164,15 +170,16 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
     def backend_of(self, config: FluidConfig, layer: Any) -> str:
         return self._backend(config, layer)[0]
 
+    def describe(self, layer: Any) -> str:
+        decision = self.get(layer)
+        assert decision is not None
+        return decision.reason or self.overlap_text(str(decision.backend))
+
     def announce(self, layer: Any, late: bool = False) -> Decision[Path]:
         decision = super().announce(layer, late)
         if decision.backend is not None:  # the module exchanges heads, not its core attention
             CORE_REPORT.withdraw(layer.core_attention)
         return decision
-
-    def find(self, config: FluidConfig, layer: Any) -> Finding:
-        reason = _own_exchange_reason(layer) or self.built_reason(layer)
-        return Finding(reason or ModuleHooks(**self.modules(layer)).foreign())
 
     def decide(self, config: FluidConfig, layer: Any, found: Sequence[Finding]) -> Path:
         return self.make(layer, config, self.backend_of(config, layer))
@@ -226,12 +233,3 @@ def attention_forward(
             return path.forward(attention, hidden_states, *prepared)  # type: ignore[no-any-return]
         decisions.report.note_late("in some calls", prepared)
     return original(attention, hidden_states, attention_mask, *args, **kwargs)
-
-
-def _own_exchange_reason(attention: Any) -> str | None:
-    """Why its core attention cannot be bypassed, or None; it may be another one by the first
-    forward, on one rank alone."""
-    core = attention.core_attention
-    if exchanges_of(core) is not None:
-        return None
-    return f"its {type(core).__name__} keeps its own exchange"

@@ -192,14 +192,11 @@ class _LatentDecisions(AttentionDecisions[OverlappedLatentAttention]):
 
         return isinstance(module, MLASelfAttention)
 
-    def describe(self, backend: str, layer: Any) -> str:
+    def overlap_text(self, backend: str) -> str:
         how = "over NVLink" if backend == "nvlink" else "by collectives"
         return f"compressed rows are gathered {how}, beside the projections up"
 
-    def modules(self, layer: Any) -> dict[str, Any]:
-        return projected_up(layer) | {"core_attention": layer.core_attention}
-
-    def built_reason(self, layer: Any) -> str | None:
+    def module_reason(self, layer: Any) -> str | None:
         return latent_module_reason(layer)
 
     def make(self, layer: Any, config: FluidConfig, backend: str) -> OverlappedLatentAttention:

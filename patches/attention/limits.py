@@ -8,7 +8,6 @@ of TE_LIMITS, Transformer Engine keeps its own exchange.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from megatron_fluid.config import FluidConfig
@@ -24,12 +23,10 @@ __all__ = [
     "LATENT_LIMITS",
     "OVERLAP_LIMITS",
     "TE_LIMITS",
-    "TERequest",
     "bypassed",
     "latent_module_reason",
     "module_reason",
     "projected_up",
-    "te_reason",
 ]
 
 EXCHANGED_COMM_TYPE = "a2a"  # the cp_comm_type that is served
@@ -101,17 +98,11 @@ LATENT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class TERequest:
-    """What Megatron asks of Transformer Engine's attention."""
+_EXCHANGED_PRECISION = "heads are exchanged in the activations' precision"
+_LOGITS = "logits are recorded by Megatron's own module"
 
-    config: Any
-    attn_mask_type: Any
-    attention_type: str
-    cp_comm_type: str | None
-
-
-TE_LIMITS: tuple[Limit[TERequest], ...] = (
+# Of a TransformerConfig with what Megatron asks of Transformer Engine's attention as attributes.
+TE_LIMITS: tuple[Limit[Any], ...] = (
     Limit(
         "cp_backend",
         "Megatron's own path was asked for",
@@ -129,26 +120,14 @@ TE_LIMITS: tuple[Limit[TERequest], ...] = (
     ),
     Limit(
         "attn_mask_type",
-        "a mask of padding or of one's own is not exchanged",
+        "a mask of padding or an arbitrary one is not exchanged",
         lambda r, _: r.attn_mask_type.name not in ("causal", "no_mask"),
     ),
-    Limit(
-        "fp8_dot_product_attention",
-        "heads are exchanged in the activations' precision",
-        lambda r, _: bool(r.config.fp8_dot_product_attention or r.config.fp8_multi_head_attention),
-    ),
-    Limit(
-        "qk_clip",
-        "logits are recorded by Megatron's own module",
-        lambda r, _: bool(r.config.qk_clip or r.config.log_max_attention_logit),
-    ),
+    Limit("fp8_dot_product_attention", _EXCHANGED_PRECISION),
+    Limit("fp8_multi_head_attention", _EXCHANGED_PRECISION),
+    Limit("qk_clip", _LOGITS),
+    Limit("log_max_attention_logit", _LOGITS),
 )
-
-
-def te_reason(request: TERequest, fluid: FluidConfig) -> str | None:
-    """The first setting under which Transformer Engine keeps its own exchange, and why; or None."""
-    hits = (limit for limit in TE_LIMITS if limit.applies(request, fluid))
-    return next((f"{limit.setting}: {limit.reason}" for limit in hits), None)
 
 
 def module_reason(attention: Any) -> str | None:
@@ -194,7 +173,7 @@ def _bypass_reason(
     reason = hooks.replaced() or hooks.overridden() or _parameter_reason(modules)
     for name, known in linears.items():
         reason = reason or _linear_reason(name, modules[name], known)
-    return reason
+    return reason or hooks.foreign()
 
 
 def _parameter_reason(modules: dict[str, Any]) -> str | None:

@@ -27,7 +27,7 @@ from megatron_fluid.attention.choice import overlap_slower_reason
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches.attention import decision
 from megatron_fluid.patches.attention.core import exchanges_of
-from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, bypassed, module_reason
+from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, module_reason
 from megatron_fluid.patches.attention.overlapped import OverlappedAttention
 from megatron_fluid.topology import real_group
 
@@ -51,22 +51,12 @@ class _SelfAttentionDecisions(decision.AttentionDecisions[OverlappedAttention]):
 
         return real_group(parallel_state.get_tensor_and_context_parallel_group())
 
-    def setting_reason(self, config: FluidConfig, layer: Any) -> str | None:
-        return super().setting_reason(config, layer) or _groups_reason(layer)
-
-    def describe(self, backend: str, layer: Any) -> str:
+    def overlap_text(self, backend: str) -> str:
         how = "over NVLink" if backend == "nvlink" else "in peer rounds"
         return f"heads move {how}, beside the projections"
 
-    def modules(self, layer: Any) -> dict[str, Any]:
-        return bypassed(layer)
-
-    def reads(self, config: FluidConfig, layer: Any) -> tuple[str, ...]:
-        # Its backward computes in such pieces, whoever exchanges them.
-        return ("defer_weight_grads", "dx_chunks")
-
-    def built_reason(self, layer: Any) -> str | None:
-        return module_reason(layer)
+    def module_reason(self, layer: Any) -> str | None:
+        return _groups_reason(layer) or module_reason(layer)
 
     def make(self, layer: Any, config: FluidConfig, backend: str) -> OverlappedAttention:
         return OverlappedAttention(layer, config, backend)

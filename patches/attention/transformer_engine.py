@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron_fluid.config import current_config
@@ -26,12 +27,13 @@ from megatron_fluid.patches.attention.core import (
     softmax_offset,
     with_offset,
 )
-from megatron_fluid.patches.attention.limits import TERequest, te_reason
+from megatron_fluid.patches.attention.limits import TE_LIMITS
 from megatron_fluid.patches.attention.packed_sequences import (
     Reorder,
     pack_order,
     unserved_pack_reason,
 )
+from megatron_fluid.patches.limits import first_reason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,8 +105,8 @@ def _exchanges(core: Any, config: Any, given: dict[str, Any]) -> Exchanges | Non
     """
     asked = current_config().cp_backend
     channels = given["k_channels"], given["v_channels"]
-    mask, kind, comm = (given[n] for n in ("attn_mask_type", "attention_type", "cp_comm_type"))
-    reason = te_reason(TERequest(config, mask, kind, comm), current_config())
+    request = SimpleNamespace(**{**vars(config), **given, "cp_backend": asked})
+    reason = first_reason(TE_LIMITS, request, current_config())
     if reason is not None and asked in ("nvlink", "rounds", "collective"):
         raise ConfigError.of("cp_backend", asked, f"auto, megatron: {reason}")
     if reason is None:

@@ -67,7 +67,7 @@ _STRICT = _Switch(
 _VERBOSE = _Switch(
     "--fluid-verbose",
     "MEGATRON_FLUID_VERBOSE",
-    "Print every patch and every layer's reasons at start-up, in place of three lines.",
+    "Print Megatron's patches and every layer's reasons at start-up, in place of three lines.",
 )
 
 

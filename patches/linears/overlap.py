@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.config import current_config
-from megatron_fluid.patches.overlap_decision import FeatureReport
+from megatron_fluid.patches.features import FeatureReport
 from megatron_fluid.patches.weight_gradients import into_main_grad
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from megatron_fluid.tensor_parallel.choice import backend_for
@@ -31,7 +31,7 @@ REPORT = FeatureReport("tensor-parallel overlap", by_class=True)
 def note(linear: Any, on: bool, reason: str) -> None:
     """Record what became of a linear; rank 0 prints each finding once, since sizes are known only
     after the start-up table."""
-    REPORT.note(linear, on, reason, say=True)
+    REPORT.note(linear, on, reason, ranks=(0,))
 
 
 class LinearCall(NamedTuple):

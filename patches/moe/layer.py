@@ -66,23 +66,23 @@ __all__ = [
 
 
 def init(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `MoELayer.__init__`: announce for the start-up table what the built layer will do.
+    """Wrap `MoELayer.__init__`: announce for the start-up report what the built layer will do, and
+    begin to compile its kernels.
 
     The new __init__ raises ConfigError where a backend is asked for by name and the configuration
     rules it out.
     """
+    announcing = DECISIONS.announcing(original)
 
     @functools.wraps(original)
     def fluid_init(self: MoELayer, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        DECISIONS.announce_built(self)
-        weight = next(self.experts.parameters(), None)
-        backend = backend_of(self)[0]
-        ours = experts_reason_of(self) is None and backend not in ("rounds", "megatron")
-        if weight is not None and ours:
-            sends, hidden = backend != "local", self.config.hidden_size
-            compile_ahead(weight.device, weight.dtype, hidden, "swiglu", sends=sends)
-            compile_fp8_kernels_ahead(self, weight.device)
+        announcing(self, *args, **kwargs)
+        weight, backend = next(self.experts.parameters(), None), DECISIONS.backend(self)
+        if weight is None or backend in (None, "rounds") or experts_reason_of(self) is not None:
+            return
+        sends, hidden = backend != "local", self.config.hidden_size
+        compile_ahead(weight.device, weight.dtype, hidden, "swiglu", sends=sends)
+        compile_fp8_kernels_ahead(self, weight.device)
 
     return fluid_init
 
@@ -304,10 +304,7 @@ def _exchanged(layer: MoELayer, config: FluidConfig, backend: str, ours: bool) -
 
 
 DECISIONS: MoEDecisions[OverlappedLayer | ExchangedLayer | SeparateExperts] = MoEDecisions(
-    {name: functools.partial(OverlappedLayer, backend=name) for name in BACKENDS},
-    _exchanged,
-    SeparateExperts,
-    _serve_phases,
+    OverlappedLayer, _exchanged, SeparateExperts, _serve_phases
 )
 
 
@@ -323,8 +320,16 @@ def path_of(layer: MoELayer) -> OverlappedLayer | ExchangedLayer | SeparateExper
     return decision.path
 
 
-backend_of = DECISIONS.exchange_of
-experts_reason_of = DECISIONS.experts_reason_of
+def backend_of(layer: MoELayer) -> tuple[str, str | None]:
+    """Who moves the tokens of a layer: a backend and None, or "megatron" and why. Before its first
+    forward, who is about to."""
+    backend = DECISIONS.backend(layer)
+    return ("megatron", DECISIONS.parts_of(layer).exchange) if backend is None else (backend, None)
+
+
+def experts_reason_of(layer: MoELayer) -> str | None:
+    """Why a layer has Megatron's experts; None where it has this package's."""
+    return DECISIONS.parts_of(layer).experts
 
 
 # The choices of Megatron's router as it makes them, [T, K], without the dense maps [T, E] that it

@@ -1,12 +1,12 @@
-"""What rules out this package's parts of an MoE layer: the tables LAYER_LIMITS, EXCHANGE_LIMITS,
-EXPERT_LIMITS and FUSION_LIMITS, and what each part asks of a layer's modules.
+"""Settings under which parts of an MoE layer stay Megatron's: the tables LAYER_LIMITS,
+EXCHANGE_LIMITS, EXPERT_LIMITS and FUSION_LIMITS.
 
-    ruled out       exchange      experts
-    nothing         ours          ours          fused and overlapped (layer.py)
-    the fusion      ours          ours          phase by phase (token_dispatcher.py)
-    the experts     ours          Megatron's    phase by phase
-    the exchange    Megatron's    ours          phase by phase
-    both            Megatron's    Megatron's
+    a limit of      exchange          experts
+    (none)          megatron_fluid    megatron_fluid    fused and overlapped (layer.py)
+    the fusion      megatron_fluid    megatron_fluid    phase by phase (token_dispatcher.py)
+    the experts     megatron_fluid    Megatron          phase by phase
+    the exchange    Megatron          megatron_fluid    phase by phase
+    the layer       Megatron          Megatron
 
 parts.py applies them to a layer. `fluid` is everywhere the settings that the layer keeps, not those
 in force.
@@ -33,7 +33,6 @@ __all__ = [
     "EXPERT_LIMITS",
     "FUSION_LIMITS",
     "LAYER_LIMITS",
-    "LIMITS",
     "PARTS",
     "PHASES",
     "bounded_unsupported_reason",
@@ -112,7 +111,7 @@ def _captures_experts(config: TransformerConfig, fluid: FluidConfig) -> bool:
 
 
 def _offloads_as_megatron_alone(config: TransformerConfig, _: FluidConfig) -> bool:
-    """Whether offloading takes part in experts in a way that ours do not have."""
+    """Whether offloading takes part in experts in a way that only Megatron's have."""
     if offloads(config, "fused_group_mlp"):
         return True
     again = config.recompute_granularity == "full" or config.fp8 or held_by_graphs(config).experts
@@ -124,9 +123,15 @@ def offloads_in_experts(config: TransformerConfig) -> bool:
     return offloads(config, "expert_fc1", "moe_act")
 
 
+def _nvlink_activation(config: TransformerConfig) -> bool:
+    from megatron_fluid.kernels.activation.kernel import ACTIVATIONS
+
+    return activation_name(config) in ACTIVATIONS
+
+
 def _asks_for_flex(config: TransformerConfig, fluid: FluidConfig) -> bool:
-    """Whether Megatron's flex dispatcher, which is never a default, is wanted as it is: no backend
-    of ours was asked for by name."""
+    """Whether Megatron's flex dispatcher, which is never a default, is wanted as it is: no
+    --fluid-moe-backend was named."""
     return config.moe_token_dispatcher_type == "flex" and not names_exchange(fluid)
 
 
@@ -153,11 +158,30 @@ LAYER_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit("batch_invariant_mode", "its kernels are Megatron's own"),
 )
 
+_ON_HOST = "read row counts on the host"
+_BETWEEN_HOSTS = ("rounds", "hierarchical")
+
 EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
+        "cuda_graph_impl",
+        "graphs of whole layers may hold one on one expert-parallel rank, with moe_backend=local",
+        lambda c, fluid: held_by_graphs(c) is Held.LAYER and fluid.moe_backend != "local",
+    ),
+    Limit(
+        "cuda_graph_impl",
+        f"backends rounds and hierarchical {_ON_HOST}",
+        lambda c, _: held_by_graphs(c).experts,
+        over=_BETWEEN_HOSTS,
+    ),
+    Limit(
+        "cuda_graph_impl",
+        f"layers over symmetric memory need --fluid-moe-capacity-factor in a graph, or {_ON_HOST}",
+        lambda c, fluid: held_by_graphs(c).experts and not bounds_rows(c, fluid),
+        over=("nvlink",),
+    ),
+    Limit(
         "moe_token_dispatcher_type",
-        "flex is asked for by name (with a --fluid-moe-backend that is named, too, ours takes its "
-        "place)",
+        "flex is asked for by name (a --fluid-moe-backend that is named, too, takes its place)",
         _asks_for_flex,
     ),
     Limit(
@@ -175,12 +199,12 @@ EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
 EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "fp8",
-        "e4m3 is the format of fp8 experts here, with the recipe blockwise",
+        "megatron_fluid's fp8 experts have the format e4m3, with the recipe blockwise",
         lambda c, _: bool(c.fp8) and c.fp8 != "e4m3",
     ),
     Limit(
         "fp8_recipe",
-        "blockwise is the recipe of fp8 experts here",
+        "megatron_fluid's fp8 experts have the recipe blockwise",
         lambda c, _: (
             bool(c.fp8) and str(getattr(c.fp8_recipe, "value", c.fp8_recipe)) != "blockwise"
         ),
@@ -189,6 +213,11 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
         "fp8_param",
         "fp8 experts are cast from bf16 parameters, not from primary weights in fp8",
         lambda c, _: bool(c.fp8 and c.fp8_param),
+    ),
+    Limit(
+        "fp8",
+        "backends rounds and hierarchical have experts in the parameters' precision",
+        over=_BETWEEN_HOSTS,
     ),
     Limit("fp4", _PRECISION),
     Limit("enable_autocast", _PRECISION),
@@ -207,13 +236,12 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "use_transformer_engine_op_fuser",
         "Transformer Engine's fused expert leaves clamp and offset of SwiGLU out, and gives quick "
-        "GeGLU an offset of 1 and, where none is set, a clamp (where that is what is set it is "
-        "ours)",
+        "GeGLU an offset of 1 and, where none is set, a clamp (honoured where these are set)",
         _fuses_other_bounds,
     ),
     Limit(
         "activation_func_clamp_value",
-        "Megatron's fused SwiGLU leaves the clamp out (without bias_activation_fusion it is ours)",
+        "Megatron's fused SwiGLU leaves the clamp out (honoured without bias_activation_fusion)",
         _fuses_without_clamp,
     ),
     Limit(
@@ -259,16 +287,31 @@ FUSION_LIMITS: tuple[Limit[TransformerConfig], ...] = (
         "the layer's own projections stand before and after the exchange",
         is_given("moe_latent_size"),
     ),
+    Limit(
+        "offload_modules",
+        "only backend local offloads rows and activations of experts in a fused layer",
+        lambda c, _: offloads_in_experts(c),
+        over=("nvlink", *_BETWEEN_HOSTS),
+    ),
+    Limit(
+        "moe_apply_probs_on_input",
+        "fused by backend rounds; the others apply probabilities before fc2",
+        over=("local", "nvlink", "hierarchical"),
+    ),
+    Limit(
+        "activation_func",
+        "the fused layer over symmetric memory has no such activation",
+        lambda c, _: not _nvlink_activation(c),
+        over=("nvlink",),
+    ),
 )
 
-LIMITS = LAYER_LIMITS + EXCHANGE_LIMITS + EXPERT_LIMITS + FUSION_LIMITS
-
-# Whose exchange and whose experts a layer has under the settings of each table.
+# Who runs the exchange, and who the experts, under the settings of each table.
 PARTS: tuple[tuple[str, str, tuple[Limit[TransformerConfig], ...]], ...] = (
     ("Megatron's", "Megatron's", LAYER_LIMITS),
-    ("Megatron's", "ours", EXCHANGE_LIMITS),
-    ("ours", "Megatron's", EXPERT_LIMITS),
-    ("ours", "ours, phase by phase", FUSION_LIMITS),
+    ("Megatron's", "megatron_fluid's", EXCHANGE_LIMITS),
+    ("megatron_fluid's", "Megatron's", EXPERT_LIMITS),
+    ("megatron_fluid's", "megatron_fluid's, phase by phase", FUSION_LIMITS),
 )
 
 # A subclass that overrides one of these expects it to be called.

@@ -170,7 +170,7 @@ def _te(rank: int, ranks: int) -> dict[str, Any]:
 
     from megatron_fluid.config import FluidConfig, set_config
     from megatron_fluid.errors import ConfigError
-    from megatron_fluid.patches import overlap_decision
+    from megatron_fluid.patches import features as recorded
     from megatron_fluid.patches import startup_report as startup
 
     Patched, causal = patched_core(), AttnMaskType.causal
@@ -217,7 +217,7 @@ def _te(rank: int, ranks: int) -> dict[str, Any]:
         "cpu": (causal, "a2a", {}),
     }
     for name, (mask, kind, settings) in cases.items():
-        overlap_decision._features.clear()
+        recorded._features.clear()
         config = _setup(ranks, 2, **settings)
         assert type(Patched(config, 1, mask, "self", cp_comm_type=kind)) is Patched
         [(feature, on, found[name], count)] = startup.features()
@@ -237,10 +237,11 @@ def test_transformer_engines_attention_is_given_whole_sequences_and_a_share_of_t
     for found in run_ranks(_te, ranks):
         assert found.pop("worst") == pytest.approx(0.0, abs=5e-6)
         assert {name: text.partition(": ")[2] for name, text in found.items()} == {
-            "p2p": "cp_comm_type: p2p, all_gather and a2a+p2p are other algorithms than a2a, "
+            "p2p": "cp_comm_type='p2p': p2p, all_gather and a2a+p2p are other algorithms than a2a, "
             "which is served",
-            "mask": "attn_mask_type: a mask of padding or of one's own is not exchanged",
-            "clip": "qk_clip: logits are recorded by Megatron's own module",
+            "mask": "attn_mask_type='padding': a mask of padding or an arbitrary one is not "
+            "exchanged",
+            "clip": "qk_clip=True: logits are recorded by Megatron's own module",
             "cpu": "symmetric memory is on CUDA devices, not on cpu",
         }
 

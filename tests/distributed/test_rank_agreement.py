@@ -82,30 +82,15 @@ def test_ranks_that_disagree_name_it_within_the_timeout() -> None:
     assert "rank 1 did not come" in text
 
 
-def _left_out(rank: int, world_size: int) -> str:
-    from tests.support import tiny_gpt
-
-    tiny_gpt.parallel(expert_model_parallel_size=world_size)
-    if rank == 1:
-        patches.disable("moe-layer")
-    with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=TIMEOUT_S):
-        layer = tiny_gpt.moe_layer(tiny_gpt.config_of())
-        return _call(layer)[1] if rank == 0 else ""
-
-
-def test_a_rank_that_leaves_the_patch_out_is_named_with_its_reason() -> None:
-    text, _ = run_ranks(_left_out, 2)
-    assert "rank 1: the patch moe-layer is left out: turned off by the user" in text
-
-
 def _fall_back_elsewhere(rank: int, world_size: int, lost: bool) -> str:
     """Two expert-parallel groups of two ranks; a hook on rank 3's experts is found in the first
     call, a setting of rank 2's and 3's layer when it is built. What this rank prints."""
-    from megatron_fluid.patches import overlap_decision, startup_report
+    from megatron_fluid.patches import features as recorded
+    from megatron_fluid.patches import startup_report
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel(expert_model_parallel_size=2)
-    overlap_decision._features.clear()
+    recorded._features.clear()
     os.environ["MEGATRON_FLUID_VERBOSE"] = "1"
     printed = io.StringIO()
     with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=TIMEOUT_S if lost else 120.0):

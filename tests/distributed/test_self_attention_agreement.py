@@ -132,14 +132,14 @@ def test_rounds_by_name_are_refused_on_all_ranks_for_what_one_finds_in_the_first
 def _without_the_patch(rank: int, ranks: int) -> list[Any]:
     from megatron_fluid import patches
     from megatron_fluid.errors import ConfigError
-    from megatron_fluid.patches import overlap_decision
+    from megatron_fluid.patches import features as recorded
     from megatron_fluid.patches import startup_report as startup
     from megatron_fluid.patches.attention import self_attention
     from megatron_fluid.patches.layer_specs import FluidSelfAttention
 
     start(ranks)
     patches.disable("self-attention")
-    overlap_decision._features.clear()
+    recorded._features.clear()
     build(Case(), ranks, "auto")
     noted = startup.features()
     with pytest.raises(ConfigError) as caught:

@@ -46,7 +46,7 @@ def _left(rank: int, ranks: int) -> None:
 
     from megatron_fluid.config import FluidConfig, set_config
     from megatron_fluid.errors import ConfigError
-    from megatron_fluid.patches import overlap_decision
+    from megatron_fluid.patches import features as recorded
     from megatron_fluid.patches import startup_report as startup
     from megatron_fluid.patches.attention import self_attention
 
@@ -61,7 +61,7 @@ def _left(rank: int, ranks: int) -> None:
         return on, reason
 
     for wanted, case in LEFT.items():
-        overlap_decision._features.clear()
+        recorded._features.clear()
         asked = next(
             (backend for backend in ("collective", "megatron") if backend in wanted), "auto"
         )
@@ -77,11 +77,11 @@ def _left(rank: int, ranks: int) -> None:
                 build(case, ranks, "rounds")
 
     def again(attention: Any) -> str:
-        overlap_decision._features.clear()
+        recorded._features.clear()
         assert self_attention.DECISIONS.announce(attention).backend is None
         return said()[1]
 
-    overlap_decision._features.clear()
+    recorded._features.clear()
     attention = build(Case(), ranks, "auto")
     assert self_attention.overlapped(attention) == "rounds", "on a CPU"
     assert startup.features() == [
@@ -101,7 +101,7 @@ def _left(rank: int, ranks: int) -> None:
     attention.k_layernorm.__class__ = type("Odd", (torch.nn.RMSNorm,), {})
     assert again(attention).startswith("k_layernorm is a Odd; ")
 
-    overlap_decision._features.clear()
+    recorded._features.clear()
     assert self_attention.overlapped(build(Case(), 1, "auto", alone)) is None
     assert not startup.features(), "there is nothing to exchange on one rank"
     set_config(FluidConfig())

@@ -19,7 +19,7 @@ pytest.importorskip("megatron.core")
 def _own_forward(rank: int, world_size: int) -> dict[str, Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 
-    from megatron_fluid.patches import overlap_decision
+    from megatron_fluid.patches import features as recorded
     from megatron_fluid.patches.moe import layer as seam
     from tests.frameworks.stand_ins import OwnForward
     from tests.support import tiny_gpt
@@ -39,7 +39,7 @@ def _own_forward(rank: int, world_size: int) -> dict[str, Any]:
             grads = [parameter.grad for parameter in layer.parameters()]
             found[f"{on}"], found["calls"] = [y.detach(), *grads], len(calls)
     found["reasons"] = seam.backend_of(layer), seam.experts_reason_of(layer)
-    found["report"] = overlap_decision.features()
+    found["report"] = recorded.features()
     return found
 
 

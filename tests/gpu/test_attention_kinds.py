@@ -253,7 +253,7 @@ def _packs(rank: int, world: int, left: bool) -> None:
 
     from megatron_fluid import patches
     from megatron_fluid.patches.attention import self_attention
-    from megatron_fluid.patches.overlap_decision import features
+    from megatron_fluid.patches.features import features
 
     patches.apply_all()
     reason = start_megatron(context_parallel_size=world)

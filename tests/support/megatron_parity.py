@@ -345,7 +345,7 @@ def layer_both(rank: int, case: Layer) -> dict[str, Any]:
             result["copies"] = GroupedTensor.copies - copies
             result["exchange"] = moe_layer.backend_of(layer)
             result["experts"] = moe_layer.experts_reason_of(layer)
-            result["fusion"] = moe_layer.DECISIONS.fusion_reason_of(layer)
+            result["fusion"] = moe_layer.DECISIONS.parts_of(layer).fusion
     stock, ours = values
     assert stock.keys() == ours.keys()
     result["differences"] = {

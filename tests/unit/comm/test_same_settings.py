@@ -18,7 +18,7 @@ from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from megatron_fluid.low_latency.all_to_all import AllToAll
 from megatron_fluid.moe.layer import MoEBaseline, MoELayer
-from megatron_fluid.patches.rank_findings import Finding, exchange
+from megatron_fluid.patches.overlap_decision import Finding, exchange
 from megatron_fluid.transformer_layer import TransformerLayer
 from tests.support.launch import run_ranks, run_ranks_outcomes
 

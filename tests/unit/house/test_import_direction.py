@@ -34,12 +34,12 @@ WING = "megatron_fluid.patches"
 WING_FLOORS = (
     ("engine", "limits", "dataset_helpers", "known_settings")
     + ("fused_weight_gradients",)
-    + ("children", "profile_steps", "rank_findings"),
+    + ("children", "features", "profile_steps"),
     ("cpu", "failed_waits", "optimizer_step", "versions"),
     ("__init__",),
     ("arguments", "gradient_readiness", "overlap_decision", "weight_gradients"),
     ("linears", "moe"),
-    ("attention", "unused_settings"),
+    ("attention",),
     ("layer_specs", "startup_report"),
 )
 WING_FLOOR = {room: number for number, rooms in enumerate(WING_FLOORS) for room in rooms}

@@ -178,19 +178,19 @@ def test_on_gpus_auto_overlaps_where_that_is_not_slower(
 
     found: Any = {"self_attention": self_attention, "latent": latent}[decisions].DECISIONS
     monkeypatch.setattr(type(found), "limits", ())
-    monkeypatch.setattr(decision, "_own_exchange_reason", lambda layer: None)
-    monkeypatch.setattr(self_attention, "_groups_reason", lambda layer: None)
-    monkeypatch.setattr(found, "_backend", lambda config, layer: ("nvlink", None))
+    monkeypatch.setattr(type(found), "module_reason", lambda self, layer: None)
+    monkeypatch.setattr(decision, "exchanges_of", lambda core: core)
     two = SimpleNamespace(size=lambda: 2)
     latent_sizes = {"q_lora_rank": 96, "kv_lora_rank": 32, "qk_head_dim": 8}
     latent_sizes |= {"qk_pos_emb_head_dim": 4, "v_head_dim": 8}
     layer = SimpleNamespace(
         pg_collection=SimpleNamespace(tp=two, cp=two),
         config=SimpleNamespace(**latent_sizes, **model),
+        core_attention=SimpleNamespace(nvlink_unsupported_reason=None),
     )
 
     def reason(**settings: Any) -> str | None:
-        return found.setting_reason(FluidConfig(**settings), layer)
+        return found.reason(FluidConfig(**settings), layer)
 
     assert reason() is None, "CPUs overlap whatever they can"
     monkeypatch.setattr(decision, "cpu_mode_active", lambda: False)

@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("megatron.core")
 
 from megatron_fluid.config import FluidConfig, set_config
-from megatron_fluid.patches import overlap_decision
+from megatron_fluid.patches import features as recorded
 from megatron_fluid.patches.linears import megatron as tensor_parallel
 from megatron_fluid.patches.linears import overlap
 from megatron_fluid.patches.linears import transformer_engine as te_linears
@@ -194,14 +194,14 @@ def test_what_on_leaves_out_is_never_left_out_without_a_word(serving: list[str])
 def test_a_linear_is_counted_once_with_what_was_last_true_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(overlap_decision, "_features", {})
+    monkeypatch.setattr(recorded, "_features", {})
     first, second = torch.nn.Identity(), torch.nn.Identity()
     for _ in range(5):
         overlap.note(first, True, "collective")
         overlap.note(second, True, "collective")
         overlap.note(first, False, "its weight is frozen")
     named = overlap.REPORT.feature, "Identity: "
-    assert overlap_decision.features() == [
+    assert recorded.features() == [
         (named[0], True, named[1] + "collective", 1),
         (named[0], False, named[1] + "its weight is frozen", 1),
     ]

@@ -178,7 +178,7 @@ def test_what_a_validation_before_training_makes_serves_training(
 
     def unsupported(*_: Any) -> PartReasons:
         found.append(torch.is_inference_mode_enabled())
-        return PartReasons(exchange="of this test", experts="of this test", fusion=None)
+        return PartReasons(exchange="of this test", experts="of this test")
 
     monkeypatch.setattr(decision, "part_reasons", unsupported)
     with torch.inference_mode():
@@ -190,7 +190,7 @@ def _without_the_patch(rank: int, world_size: int) -> dict[str, Any]:
     """The forward's patch alone is left out: what is told, and what is refused, of Megatron's layer
     and of the spec's."""
     from megatron_fluid import get_fluid_custom_layers, patches
-    from megatron_fluid.patches import overlap_decision
+    from megatron_fluid.patches import features as recorded
     from megatron_fluid.patches import startup_report as startup
     from megatron_fluid.patches.layer_specs import FluidMoELayer
     from megatron_fluid.patches.moe import layer as moe_layer
@@ -204,11 +204,10 @@ def _without_the_patch(rank: int, world_size: int) -> dict[str, Any]:
             tiny_gpt.moe_layer(tiny_gpt.config_of())
         found[name] = str(caught.value)
 
-    refused("nvlink beside a CPU", "nvlink")
     patches.disable("moe-layer")
     refused("rounds", "rounds")
     refused("nvlink", "nvlink")
-    overlap_decision._features.clear()
+    recorded._features.clear()
     with tiny_gpt.plug_in(True, moe_backend="auto"):
         found["auto"] = moe_layer.backend_of(tiny_gpt.moe_layer(tiny_gpt.config_of()))
     found["features"] = startup.features()
@@ -232,66 +231,6 @@ def test_without_the_forwards_patch_nothing_is_said_to_be_overlapped_but_a_specs
             == f"moe_backend: found '{backend}', allowed: auto or megatron, because {reason}"
         )
     assert found["spec"] == (("rounds", None), 1)
-
-
-def _without_inits_patch(rank: int, world_size: int, left_out: list[str]) -> tuple[list[Any], int]:
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    from megatron_fluid import patches
-    from megatron_fluid.patches import overlap_decision
-    from megatron_fluid.patches import startup_report as startup
-    from tests.support import tiny_gpt
-
-    tiny_gpt.parallel(expert_model_parallel_size=1)
-    patches.disable(*left_out)
-    with tiny_gpt.plug_in(
-        True, moe_backend="auto" if "moe-layer" in left_out else "rounds"
-    ) as calls:
-        model = tiny_gpt.gpt(tiny_gpt.config_of())
-        overlap_decision._features.clear()
-        startup.setup_model_and_optimizer(lambda: ([model], None, None))()
-        told = startup.features()
-        next(module for module in model.modules() if isinstance(module, MoELayer))(
-            torch.randn(5, 2, 32)
-        )
-        return told, len(calls)
-
-
-def test_without_inits_patch_the_start_up_table_tells_of_the_layers_all_the_same() -> None:
-    (found,) = run_ranks(_without_inits_patch, 1, ["moe-layer-init"])
-    assert found == ([("overlapped MoE layer", True, "rounds, 1 expert-parallel rank", 2)], 1)
-    (found,) = run_ranks(_without_inits_patch, 1, ["moe-layer-init", "moe-layer"])
-    reason = "the patch moe-layer is left out: turned off by the user"
-    assert found == ([("overlapped MoE layer", False, reason, 2)], 0)
-
-
-def _phases_without_inits_patch(rank: int, world_size: int) -> list[str]:
-    from megatron_fluid import patches
-    from megatron_fluid.patches import startup_report as startup
-    from tests.support import tiny_gpt
-
-    tiny_gpt.parallel(expert_model_parallel_size=1)
-    patches.disable("moe-layer-init")
-    with tiny_gpt.plug_in(True, moe_backend="rounds"):
-        config = tiny_gpt.config_of()
-        config.overlap_moe_expert_parallel_comm = True
-        model = tiny_gpt.gpt(config)
-        startup.setup_model_and_optimizer(lambda: ([model], None, None))()
-        return [type(layer.mlp.token_dispatcher).__name__ for layer in model.decoder.layers]
-
-
-def test_phases_called_one_by_one_reach_our_exchange_without_inits_patch() -> None:
-    assert run_ranks(_phases_without_inits_patch, 1) == [["FluidTokenDispatcher"] * 2]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU there is no NVLink path")
-def test_where_the_nvlink_path_alone_cannot_be_had_rounds_are_named() -> None:
-    (found,) = run_ranks(_without_the_patch, 1)
-    expected = (
-        "moe_backend: found 'nvlink', allowed: auto, rounds or megatron, because CUDA is not "
-        "available"
-    )
-    assert found["nvlink beside a CPU"] == expected
 
 
 @pytest.mark.parametrize("modules", [["moe_router"], ["moe_router", "moe_preprocess"]])

@@ -31,7 +31,7 @@ from megatron_fluid.patches.moe.limits import (
     LAYER_LIMITS,
 )
 from megatron_fluid.patches.moe.parts import PartReasons, part_reasons
-from megatron_fluid.patches.rank_findings import Finding
+from megatron_fluid.patches.overlap_decision import Decision, Finding
 
 LAYER: dict[str, tuple[Any, Any]] = {
     "use_kitchen": (True, False),
@@ -74,9 +74,9 @@ SETTINGS = LAYER | EXCHANGE | EXPERTS | FUSION
 
 
 def reasons(
-    config: Any, fluid: FluidConfig | None = None, transport: str | None = None
+    config: Any, fluid: FluidConfig | None = None, backend: str | None = None
 ) -> PartReasons:
-    return part_reasons(config, fluid or FluidConfig(), transport=transport)
+    return part_reasons(config, fluid or FluidConfig(), backend=backend)
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +96,13 @@ def supported() -> TransformerConfig:
 
 
 def test_every_limit_is_tried_here() -> None:
-    assert [limit.setting for limit in LAYER_LIMITS] == list(LAYER)
-    assert [limit.setting for limit in EXCHANGE_LIMITS] == list(EXCHANGE)
-    assert [limit.setting for limit in FUSION_LIMITS] == list(FUSION)
-    assert [limit.setting for limit in EXPERT_LIMITS] == list(EXPERTS)
+    tables = zip(
+        (LAYER_LIMITS, EXCHANGE_LIMITS, FUSION_LIMITS, EXPERT_LIMITS),
+        (LAYER, {"cuda_graph_impl": None} | EXCHANGE, FUSION, EXPERTS),
+        strict=True,
+    )
+    for limits_, tried in tables:
+        assert [limit.setting for limit in limits_ if not limit.over] == list(tried)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -157,7 +160,7 @@ def test_offloading_is_ours_but_of_what_is_fp8_recomputed_or_captured_as_a_whole
             setattr(other, name, value)
         reason = reasons(other).experts
         assert reason is not None and reason.startswith("offload_modules="), changed
-        assert reasons(other).exchange is None
+        assert (reasons(other).exchange is None) is ("cuda_graph_impl" not in changed)
 
 
 def test_layers_whose_experts_offload_are_fused_on_one_rank_alone(
@@ -166,9 +169,9 @@ def test_layers_whose_experts_offload_are_fused_on_one_rank_alone(
     config = copy.copy(supported)
     for chosen, whole in ((["core_attn"], True), (["moe_act"], False), (["expert_fc1"], False)):
         config.fine_grained_activation_offloading, config.offload_modules = True, chosen
-        assert reasons(config, transport="local").fusion is None
+        assert reasons(config, backend="local").fusion is None
         for backend in ("rounds", "hierarchical"):
-            reason = reasons(config, transport=backend).fusion
+            reason = reasons(config, backend=backend).fusion
             assert (reason is None) is whole
             assert reason is None or reason.startswith("offload_modules=")
 
@@ -187,24 +190,23 @@ def test_a_graph_of_the_router_leaves_megatrons_experts_megatrons_exchange(
 ) -> None:
     config = copy.copy(supported)
     config.cuda_graph_impl = "transformer_engine"
-    layer: Any = SimpleNamespace(config=config)
     for names, words in ((("attn",), None), (("attn", "moe_router"), "holds moe_router")):
         config.cuda_graph_modules = [SimpleNamespace(name=name) for name in names]
         config.fp8 = None
-        assert moe_layer.DECISIONS._exchange_reason(FluidConfig(), layer) is None
+        assert reasons(config).exchange is None
         config.fp8 = "hybrid"
-        reason = moe_layer.DECISIONS._exchange_reason(FluidConfig(), layer)
+        reason = reasons(config).exchange
         assert reason is words is None or words in str(reason)
 
 
 @pytest.mark.parametrize(
     ("impl", "backend", "ranks", "words"),
     [
-        ("local", "auto", 1, "by moe_backend=local"),
-        ("transformer_engine", "auto", 1, "by moe_backend=local"),
+        ("local", "auto", 1, "moe_backend=local"),
+        ("transformer_engine", "auto", 1, "moe_backend=local"),
         ("local", "local", 1, None),
         ("full_iteration", "auto", 1, None),
-        ("full_iteration", "rounds", 1, "reads row counts on the host"),
+        ("full_iteration", "rounds", 1, "read row counts on the host"),
     ],
 )
 def test_graphs_of_layers_hold_ours_where_local_is_asked_for(
@@ -212,10 +214,13 @@ def test_graphs_of_layers_hold_ours_where_local_is_asked_for(
 ) -> None:
     config = copy.copy(supported)
     config.cuda_graph_impl, config.cuda_graph_modules = impl, []
-    group = SimpleNamespace(size=lambda: ranks)
-    layer: Any = SimpleNamespace(config=config, ep_group=group)
-    reason = moe_layer.DECISIONS.setting_reason(FluidConfig(moe_backend=backend), layer)
+    reason = asked(config, FluidConfig(moe_backend=backend)).exchange
     assert (reason is None) if words is None else (words in str(reason))
+
+
+def asked(config: Any, fluid: FluidConfig) -> PartReasons:
+    """Why parts of a layer stay Megatron's over the backend that was asked for."""
+    return reasons(config, fluid, None if fluid.moe_backend == "auto" else fluid.moe_backend)
 
 
 @pytest.fixture
@@ -235,29 +240,21 @@ class Layer:
         self.ep_group = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
 
 
-def _reason(config: FluidConfig, layer: Any, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    monkeypatch.setattr(decision, "nvlink_unsupported_reason", lambda config: None)
-    return moe_layer.DECISIONS.setting_reason(config, layer)
-
-
 @pytest.mark.parametrize("backend", ["auto", "nvlink"])
 def test_a_graph_of_an_iteration_holds_layers_of_several_ranks_with_bounded_room(
-    supported: TransformerConfig,
-    backend: str,
-    bounded: FluidConfig,
-    monkeypatch: pytest.MonkeyPatch,
+    supported: TransformerConfig, backend: str, bounded: FluidConfig
 ) -> None:
     layer: Any = Layer(supported, 2)
     config = dataclasses.replace(bounded, moe_backend=backend)
     assert limits.bounds_rows(layer.config, config)
     assert reasons(layer.config, config).fused is None
-    assert _reason(config, layer, monkeypatch) is None
+    assert asked(layer.config, config).exchange is None
     assert not limits.bounds_rows(layer.config, FluidConfig())
     for reason in (
         reasons(layer.config).fused,
         reasons(layer.config).exchange,
         reasons(layer.config).experts,
-        _reason(FluidConfig(moe_backend=backend), layer, monkeypatch),
+        asked(layer.config, FluidConfig(moe_backend=backend)).exchange,
     ):
         assert reason is not None and reason.startswith("cuda_graph_impl='full_iteration'")
         assert "with --fluid-moe-capacity-factor" in reason
@@ -274,34 +271,28 @@ def test_a_graph_of_an_iteration_holds_layers_of_several_ranks_with_bounded_room
     ids=str,
 )
 def test_bounded_room_serves_neither_biases_nor_varying_lengths_nor_graphs_of_layers(
-    supported: TransformerConfig,
-    settings: dict[str, Any],
-    bounded: FluidConfig,
-    monkeypatch: pytest.MonkeyPatch,
+    supported: TransformerConfig, settings: dict[str, Any], bounded: FluidConfig
 ) -> None:
     layer: Any = Layer(supported, 2, **settings)
     assert limits.bounds_rows(layer.config, bounded) is ("cuda_graph_impl" in settings)
     for reason in (
         reasons(layer.config, bounded).exchange,
         reasons(layer.config, bounded).experts,
-        _reason(bounded, layer, monkeypatch),
+        asked(layer.config, bounded).exchange,
     ):
         assert reason is not None and reason.startswith("cuda_graph_impl=")
 
 
 @pytest.mark.parametrize("backend", ["rounds", "hierarchical"])
 def test_bounded_room_is_for_symmetric_memory_alone(
-    supported: TransformerConfig,
-    backend: str,
-    bounded: FluidConfig,
-    monkeypatch: pytest.MonkeyPatch,
+    supported: TransformerConfig, backend: str, bounded: FluidConfig
 ) -> None:
     config = dataclasses.replace(bounded, moe_backend=backend)
     layer: Any = Layer(supported, 2)
-    reason = _reason(config, layer, monkeypatch)
-    assert f"backend {backend} reads row counts on the host" in str(reason)
+    reason = asked(layer.config, config).exchange
+    assert "backends rounds and hierarchical read row counts on the host" in str(reason)
     layer.config.cuda_graph_impl = "none"
-    assert _reason(config, layer, monkeypatch) is None
+    assert asked(layer.config, config).exchange is None
 
 
 @pytest.mark.parametrize(
@@ -309,23 +300,18 @@ def test_bounded_room_is_for_symmetric_memory_alone(
     [
         ("full_iteration", "nvlink", None),
         ("full_iteration", "auto", None),
-        ("full_iteration", "rounds", "reads row counts on the host"),
-        ("local", "nvlink", "by moe_backend=local"),
-        ("transformer_engine", "nvlink", "by moe_backend=local"),
-        ("transformer_engine", "auto", "by moe_backend=local"),
+        ("full_iteration", "rounds", "read row counts on the host"),
+        ("local", "nvlink", "moe_backend=local"),
+        ("transformer_engine", "nvlink", "moe_backend=local"),
+        ("transformer_engine", "auto", "moe_backend=local"),
     ],
 )
 def test_on_one_rank_bounded_room_leaves_graphs_of_layers_to_the_local_path(
-    supported: TransformerConfig,
-    impl: str,
-    backend: str,
-    words: str | None,
-    bounded: FluidConfig,
-    monkeypatch: pytest.MonkeyPatch,
+    supported: TransformerConfig, impl: str, backend: str, words: str | None, bounded: FluidConfig
 ) -> None:
     layer: Any = Layer(supported, 1, cuda_graph_impl=impl)
     config = dataclasses.replace(bounded, moe_backend=backend)
-    reason = _reason(config, layer, monkeypatch)
+    reason = asked(layer.config, config).exchange
     assert (reason is None) if words is None else (words in str(reason))
 
 
@@ -336,20 +322,21 @@ def test_where_auto_ends_at_another_backend_a_graphed_layer_is_megatrons_by_name
     bounded: FluidConfig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(moe_layer.DECISIONS, "_whole", lambda *_: path)
+    monkeypatch.setattr(decision, "choose_transport", lambda *_: Choice(backend, None))
     started: list[bool] = []
     path = SimpleNamespace(start=started.extend)
-    whole = dict.fromkeys(("nvlink", "hierarchical", "rounds"), lambda layer, config: path)
-    monkeypatch.setattr(moe_layer.DECISIONS, "_whole", whole)
-    monkeypatch.setattr(decision, "choose_transport", lambda *_: Choice(backend, None))
-    findings = [Finding(None, decision._Found(None, None, None, None, False))] * 2
     for impl in ("full_iteration", "none"):
         layer: Any = Layer(supported, 2, cuda_graph_impl=impl)
+        monkeypatch.setitem(moe_layer.DECISIONS._decisions, layer, Decision(bounded))
+        parts_over = {backend: reasons(layer.config, bounded, backend)}
+        findings = [Finding(None, decision._Found(None, parts_over, False))] * 2
         found = moe_layer.DECISIONS.decide(bounded, layer, findings)
         if impl == "none" or backend == "nvlink":
             assert found is path and started == [False, False]
         else:
-            reason = f"cuda_graph_impl='{impl}': backend {backend} reads row counts on the host"
-            assert found == reason and not started
+            reason = f"cuda_graph_impl='{impl}': backends rounds and hierarchical read row counts"
+            assert str(found).startswith(reason) and not started
         started.clear()
 
 
@@ -359,9 +346,7 @@ def test_experts_of_ours_alone_are_not_captured_with_bounded_room(
     layer: Any = Layer(supported, 2)
     assert "row counts are read on the host" in str(parts.graphed_phases_reason(layer.config))
     layer.config.moe_latent_size = 8  # phase by phase
-    assert "row counts are read on the host" in str(
-        moe_layer.DECISIONS._exchange_reason(bounded, layer)
-    )
+    assert "row counts are read on the host" in str(reasons(layer.config, bounded).exchange)
 
 
 @pytest.mark.parametrize(
@@ -503,9 +488,7 @@ def test_graphs_that_leave_the_experts_out_keep_the_overlapped_path(
 ) -> None:
     from megatron.core.transformer.enums import CudaGraphModule
 
-    from megatron_fluid.patches.moe.limits import LIMITS
-
-    (limit,) = (limit for limit in LIMITS if limit.setting == "cuda_graph_impl")
+    (limit,) = (limit for limit in LAYER_LIMITS if limit.setting == "cuda_graph_impl")
     config: Any = SimpleNamespace(
         cuda_graph_impl=impl,
         cuda_graph_modules=[CudaGraphModule[name] for name in modules],

@@ -102,7 +102,7 @@ def _steps(
         layer = model.decoder.layers[0].mlp
         found["ours"] = moe_layer.experts_reason_of(layer)
         found["exchange"] = moe_layer.backend_of(layer)[0]
-        found["phases"] = moe_layer.DECISIONS.fusion_reason_of(layer)
+        found["phases"] = moe_layer.DECISIONS.parts_of(layer).fusion
         manager = PipelineOffloadManager.get_instance()
         found["summary"] = dict(manager.offload_summary_bytes) if modules else {}
         found["parameters"] = len(list(model.parameters()))

@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from megatron_fluid.config import FluidConfig
-from megatron_fluid.patches import overlap_decision
+from megatron_fluid.patches import features as recorded
 from megatron_fluid.patches import startup_report as startup
 from megatron_fluid.patches.engine.patch import Patch, Row
-from megatron_fluid.patches.moe import decision
 from megatron_fluid.patches.moe.limits import EXPERT_LIMITS, PARTS
-from megatron_fluid.patches.moe.parts import PartReasons
-from megatron_fluid.patches.startup_report import startup_lines, startup_table, text_table
-from megatron_fluid.patches.unused_settings import unused_settings
+from megatron_fluid.patches.startup_report import (
+    startup_lines,
+    startup_table,
+    text_table,
+    unused_settings,
+)
 from tools.settings_table import limits_table, parts_table, patches_table
 
 ROWS = [
@@ -34,23 +36,12 @@ def test_columns_are_aligned() -> None:
     ]
 
 
-def test_a_group_takes_one_line_unless_something_of_it_was_turned_off() -> None:
-    applied = Row(
-        "CPU mode", "cpu-barrier", "torch.distributed:barrier", "applied", "gloo refuses device_ids"
-    )
-    short = startup_table([*ROWS, applied], [])
-    assert "CPU mode   2 not needed, 1 applied" in short
-    assert "cpu-stream" not in short
-    mixed = startup_table(
-        [
-            *ROWS[:2],
-            Row("CPU mode", "cpu-event", "torch:cuda.Event", "off", "turned off by the user"),
-        ],
-        [],
-    )
-    assert "cpu-stream" in mixed
-    assert "turned off by the user" in mixed
-    assert "24" in short.splitlines()[3]
+def test_patches_of_cpu_mode_are_in_the_verbose_table_where_they_were_turned_off() -> None:
+    short = startup_table(ROWS, [])
+    assert "cpu-stream" not in short and "24" in short.splitlines()[3]
+    event = Row("CPU mode", "cpu-event", "torch:cuda.Event", "off", "turned off by the user")
+    mixed = startup_table([*ROWS[:2], event], [])
+    assert "cpu-stream" not in mixed and "cpu-event" in mixed and event.reason in mixed
 
 
 def test_features_are_counted_by_reason() -> None:
@@ -65,7 +56,7 @@ def test_features_are_counted_by_reason() -> None:
 
 @pytest.fixture
 def fresh_startup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap_decision, "_features", {})
+    monkeypatch.setattr(recorded, "_features", {})
     monkeypatch.setattr(startup, "_calls", itertools.count())
 
 
@@ -78,7 +69,7 @@ def test_the_report_is_printed_once_after_the_model_is_built(
     layers = torch.nn.Identity(), torch.nn.Identity()
 
     def build(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        report = overlap_decision.FeatureReport("overlapped MoE layer")
+        report = recorded.FeatureReport("overlapped MoE layer")
         for layer in layers:
             report.note(layer, True, "rounds")
         print("built")
@@ -190,9 +181,13 @@ def test_settings_without_effect_are_named_with_why(monkeypatch: pytest.MonkeyPa
     assert "found p2p" in told["--fluid-cp-backend rounds"]
     args.sequence_parallel, args.cp_comm_type, args.num_experts = True, ["a2a"], 8
     assert unused_settings() == {}
-    assert set(unused_settings({"defer_weight_grads"})) == {"--fluid-dx-chunks 2"}
-    assert unused_settings({"defer_weight_grads", "dx_chunks"}) == {}
-    assert set(unused_settings(())) == {"--fluid-dx-chunks 2", "--fluid-defer-weight-grads"}
+    nvlink = (MOE, True, "nvlink, 2 expert-parallel ranks", 1)
+    assert set(unused_settings([nvlink])) == {"--fluid-dx-chunks 2"}
+    rounds = (MOE, True, "rounds, 2 expert-parallel ranks (ranks 0-1)", 1)
+    for row in (rounds, (ATTENTION, True, "heads move over NVLink", 1)):
+        assert unused_settings([nvlink, row]) == {}
+    both = {"--fluid-dx-chunks 2", "--fluid-defer-weight-grads"}
+    assert set(unused_settings([(MOE, False, "fp8", 1), (ATTENTION, False, "fp8", 1)])) == both
 
 
 @pytest.mark.parametrize(
@@ -211,50 +206,28 @@ def test_the_precision_of_weight_gradients_says_where_nothing_reads_it(
     assert unused_settings().get("--fluid-moe-fp8-weight-grads bf16") == why
 
 
+MOE, ATTENTION = "overlapped MoE layer", "overlapped attention"
+
+
 @pytest.mark.parametrize(
-    ("experts", "biases", "read", "why"),
+    ("experts", "biases", "text", "why"),
     [
-        (None, False, None, "the model has no MoE layer"),
-        (8, True, None, "experts with biases take as many rows as arrive"),
-        (8, False, {"defer_weight_grads"}, "fused layers over symmetric memory read it"),
-        (8, False, {"moe_capacity_factor"}, None),
-        (8, False, None, None),  # nothing is known yet
+        (None, False, "", "the model has no MoE layer"),
+        (8, True, "", "experts with biases take as many rows as arrive"),
+        (8, False, "rounds, 2 expert-parallel ranks", "fused layers over symmetric memory read it"),
+        (8, False, "nvlink, 2 ranks; phase by phase: no", "fused layers over symmetric memory"),
+        (8, False, "nvlink where all GPUs reach each other, 2 expert-parallel ranks", None),
+        (8, False, "", None),  # nothing is known yet
     ],
 )
 def test_room_for_rows_says_where_nothing_reads_it(
-    monkeypatch: pytest.MonkeyPatch,
-    experts: int | None,
-    biases: bool,
-    read: set[str] | None,
-    why: str | None,
+    monkeypatch: pytest.MonkeyPatch, experts: int | None, biases: bool, text: str, why: str | None
 ) -> None:
     given = FluidConfig(moe_capacity_factor=1.5)
     job(monkeypatch, given, num_experts=experts, add_bias_linear=biases)
-    found = unused_settings(read).get("--fluid-moe-capacity-factor 1.5")
+    rows: list[startup.Feature] = [(MOE, True, text, 2)] if text else []
+    found = unused_settings(rows).get("--fluid-moe-capacity-factor 1.5")
     assert found is why is None or why in str(found)
-
-
-@pytest.mark.parametrize(
-    ("transport", "parts", "read"),
-    [
-        ("nvlink", {}, {"moe_capacity_factor"}),
-        ("nvlink", {"experts": "fp4=True; and more"}, set()),
-        ("nvlink", {"fusion": "moe_latent_size=8"}, set()),
-        ("rounds", {}, {"dx_chunks"}),
-        ("rounds", {"fusion": "moe_latent_size=8"}, set()),
-        ("local", {}, set()),
-    ],
-)
-def test_a_layer_says_which_settings_it_reads(
-    transport: str, parts: dict[str, str], read: set[str]
-) -> None:
-    reasons = PartReasons(**{"exchange": None, "experts": None, "fusion": None, **parts})
-    assert set(decision._reads(transport, reasons)) == read | {"defer_weight_grads"}
-    report, layers = overlap_decision.FeatureReport("of this test"), [torch.nn.Identity()]
-    report.note(layers[0], True, "on", reads=decision._reads(transport, reasons))
-    assert read <= overlap_decision.settings_read()
-    report.note(layers[0], False, "off")
-    assert not overlap_decision._reads[layers[0]]
 
 
 def test_the_tables_of_the_docs_name_everything() -> None:

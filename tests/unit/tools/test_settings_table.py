@@ -38,9 +38,9 @@ def test_what_the_overlapped_path_does_not_honour_is_called_so() -> None:
     states = {setting.name: setting.state for setting in SETTINGS}
     words = {
         ("Megatron's", "Megatron's"): "left to Megatron",
-        ("Megatron's", "ours"): "megatron_fluid's experts",
-        ("ours", "Megatron's"): "megatron_fluid's exchange",
-        ("ours", "ours, phase by phase"): "phase by phase",
+        ("Megatron's", "megatron_fluid's"): "megatron_fluid's experts",
+        ("megatron_fluid's", "Megatron's"): "megatron_fluid's exchange",
+        ("megatron_fluid's", "megatron_fluid's, phase by phase"): "phase by phase",
     }
     for exchange, experts, limits in PARTS:
         state = words[exchange, experts]
