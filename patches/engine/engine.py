@@ -197,11 +197,17 @@ class Engine:
 
     def _on_import(self, module: ModuleType) -> None:
         if self._armed and not self._quiet:
-            self._apply_lot([p for p in self._open() if p.waits_for == module.__name__])
+            lot = [p for p in self._open() if p.waits_for == module.__name__]
+            self._apply_lot(lot, everywhere=False)
 
-    def _apply_lot(self, lot: Sequence[Patch], late: bool = False) -> None:
+    def _apply_lot(self, lot: Sequence[Patch], late: bool = False, everywhere: bool = True) -> None:
         """Check every patch of the lot, then apply those that fit; on any error undo all changes of
-        this engine."""
+        this engine.
+
+        Args:
+            late: the modules were imported before the patches were armed.
+            everywhere: whether other packages may hold functions of the modules.
+        """
         try:
             if not lot or not self._version_serves():
                 return
@@ -217,7 +223,7 @@ class Engine:
                     change.new = self._build(change)
             changes = [c for c in changes if self._rows[c.patch.name].state != MISFIT]
             for change in changes:
-                self._install(change)
+                self._install(change, everywhere)
         except BaseException as error:
             self._undo(self._changes)
             for patch in self._in_state(ARMED, APPLIED, REVERTED):
@@ -338,11 +344,11 @@ class Engine:
                 new = kind(new)
         return new
 
-    def _install(self, change: Change) -> None:
+    def _install(self, change: Change, everywhere: bool) -> None:
         setattr(change.owner, change.attribute, change.new)
         self._changes.append(change)
         if isinstance(change.owner, ModuleType):
-            self._rebind(change.original, change.new)
+            self._rebind(change.patch, change.original, change.new, everywhere)
 
     def _undo(self, changes: Sequence[Change]) -> list[str]:
         """Restore, last change first. Returns the targets that other code has replaced since."""
@@ -357,16 +363,21 @@ class Engine:
             else:
                 setattr(change.owner, change.attribute, change.before)
             if isinstance(change.owner, ModuleType):
-                self._rebind(change.new, change.original)
+                self._rebind(change.patch, change.new, change.original)
         return foreign
 
-    def _rebind(self, old: Any, new: Any) -> None:
-        """Replace the old object in every module that holds it, other packages' too, since `from
-        module import function` copies the reference."""
+    def _rebind(self, patch: Patch, old: Any, new: Any, everywhere: bool = True) -> None:
+        """Replace the old object in every module that holds it, since `from module import function`
+        copies the reference; if not everywhere, in those of its own package. Functions of torch
+        (in CPU mode) are replaced in Megatron alone."""
         if not callable(old) or not callable(new):
             return  # a flag or a number may be the same object elsewhere
-        for module in list(sys.modules.values()):
-            if isinstance(module, ModuleType):
+        package = patch.module.partition(".")[0]
+        near = ("megatron" if package == "torch" else package, "__main__")
+        everywhere = everywhere and package != "torch"
+        for name, module in list(sys.modules.items()):
+            searched = everywhere or name.partition(".")[0] in near
+            if searched and isinstance(module, ModuleType):
                 for key in [key for key, value in list(vars(module).items()) if value is old]:
                     setattr(module, key, new)
 
