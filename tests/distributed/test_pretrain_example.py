@@ -274,7 +274,15 @@ def test_ctrl_c_saves_and_sums_up_and_the_run_resumes(folder: Path) -> None:
     assert 3 <= saved < 1000
     assert "--resume" in done.output.split("next ")[1].split("\n")[1]
 
-    resumed = forked_short(folder, 2, [*flags, str(saved + 2), "--resume"])
+    done_again = subprocess.run(
+        short_command(2, [*flags, str(saved + 2), "--resume"]),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    resumed = Run(done_again.returncode, done_again.stdout)
     assert resumed.code == 0, resumed.output[-3000:]
     assert len(resumed.output.splitlines()) < 100, "the terminal shows little; the log has it all"
     assert f"iteration {saved + 1}/{saved + 2}  loss " in resumed.output

@@ -121,16 +121,6 @@ def test_a_run_that_is_ended_leaves_no_namespace(how: signal.Signals, tmp_path: 
     assert f"fluid-hosts-{run.pid}-" not in namespaces()
 
 
-@pytest.mark.process
-def test_what_a_killed_run_left_is_removed_by_the_next(hosts: EmulatedHosts) -> None:
-    dead = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    dead.wait()
-    name = f"fluid-hosts-{dead.pid}-h0"
-    subprocess.run(["ip", "netns", "add", name], check=True)
-    assert name in emulated_hosts.remove_stale()
-    assert name not in namespaces() and hosts.names[0] in namespaces()
-
-
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_tiny_case_is_measured_over_two_hosts(tmp_path: Path, hosts: EmulatedHosts) -> None:
