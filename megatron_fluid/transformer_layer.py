@@ -37,13 +37,6 @@ __all__ = ["TransformerLayer", "TransformerLayerConfig"]
 _NORMS: dict[str, Callable[..., nn.Module]] = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}
 
 
-class _PlainMoE(MoEBaseline):
-    """The all-to-all baseline with the weight layout of the overlapped layer, so that state dicts
-    are interchangeable."""
-
-    layout = "out_in"
-
-
 @dataclass(frozen=True)
 class TransformerLayerConfig(FieldsConfig):
     """The shape and settings of a TransformerLayer.
@@ -156,7 +149,7 @@ class TransformerLayer(nn.Module):
             config.attention(), group=cp_group, scheduler=scheduler, name=name, **made
         )
         self.pre_mlp_layernorm = norm(size, eps=config.norm_eps, **made)
-        experts = MoELayer if config.overlap else _PlainMoE
+        experts = MoELayer if config.overlap else MoEBaseline
         self.mlp = experts(config.moe(), self.ep_group, layer_id=layer_id, **made)
         compare_settings(self.ep_group, type(self).__name__, vars(config))
         self.init_weights(config.init_std, layer_id)

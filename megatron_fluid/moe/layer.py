@@ -43,7 +43,7 @@ __all__ = ["MoEBaseline", "MoELayer", "moe_multicard_p2p_overlap_forward"]
 class _MoEModule(nn.Module):
     """Router, experts and shared expert; what differs is how tokens get to the experts."""
 
-    layout = "out_in"
+    takes_fp8 = True
 
     def __init__(
         self,
@@ -70,10 +70,9 @@ class _MoEModule(nn.Module):
             c.hidden_size, c.num_experts, c.top_k, c.score_function, c.pre_softmax, c.scaling,
             c.aux_loss_coefficient, name=f"{self.name} router", **kwargs,  # type: ignore[arg-type]
         )  # fmt: skip
-        shapes = [(gates * c.ffn_hidden_size, c.hidden_size), (c.hidden_size, c.ffn_hidden_size)]
-        if self.layout == "in_out":
-            shapes = [(columns, rows) for rows, columns in shapes]
-        self.weight1, self.weight2 = (weight(self.num_local_experts, *shape) for shape in shapes)
+        hidden, ffn, local = c.hidden_size, c.ffn_hidden_size, self.num_local_experts
+        self.weight1 = weight(local, gates * ffn, hidden)
+        self.weight2 = weight(local, hidden, ffn)
         self._mark_experts()
         self._taken: Form | None = None  # the last input's dtype and device that were looked at
         where = {"dtype": self.weight1.dtype, "device": self.weight1.device.type}
@@ -86,7 +85,7 @@ class _MoEModule(nn.Module):
         like = self.weight1
         compile_ahead(like.device, like.dtype, c.hidden_size, activation, sends=several)
         if c.fp8_recipe is not None:
-            if self.layout == "in_out":
+            if not self.takes_fp8:
                 raise ConfigError.of("fp8_recipe of MoEBaseline", c.fp8_recipe, "None")
             compile_fp8_ahead(self.weight1.device)
             if (c.fp8_weight_grads or current_config().moe_fp8_weight_grads) == "fp8":
@@ -103,22 +102,6 @@ class _MoEModule(nn.Module):
         copied = copy_sharing(self, memo, self.rounds, self.rounds.group)
         copied._mark_experts()  # torch copies a parameter without its attributes
         return copied
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if (metadata := getattr(destination, "_metadata", None)) is not None:
-            metadata.setdefault(prefix[:-1], {})["layout"] = self.layout
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any
-    ) -> None:
-        """MoELayer and MoEBaseline keep weight1 and weight2 transposed to each other. Matrices that
-        are square would load as they are."""
-        if local_metadata.get("layout", self.layout) != self.layout:
-            for name in (f"{prefix}weight1", f"{prefix}weight2"):
-                if name in state_dict:
-                    state_dict[name] = state_dict[name].transpose(-2, -1)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _MoEModule:
         self._taken = None  # parameters may get another dtype or device
@@ -145,7 +128,7 @@ class _MoEModule(nn.Module):
         weight, kept = getattr(self, name), self._kept[number]
         if kept is not None and not kept.fits(weight):
             kept = None
-        given = self.num_local_experts, self.layout, f"{self.name}: {name}"
+        given = self.num_local_experts, "out_in", f"{self.name}: {name}"
         made = ExpertWeights(weight, *given, kept=kept)
         self._kept[number] = made.kept
         return made
@@ -162,13 +145,8 @@ class _MoEModule(nn.Module):
             target.normal_(std=self.config.init_std, generator=generator)
 
         for e in range(self.num_local_experts):
-            # Drawn as [out, in] in both layouts, so that MoEBaseline and MoELayer start from the
-            # same numbers.
             for number, weight in enumerate((self.weight1, self.weight2)):
-                matrix = weight[e].t() if self.layout == "in_out" else weight[e]
-                drawn = torch.empty(matrix.shape, device=matrix.device, dtype=matrix.dtype)
-                draw(drawn, 2 * (first + e) + number)
-                matrix.copy_(drawn)
+                draw(weight[e], 2 * (first + e) + number)
         others = (self.router.weight, self.shared_weight1, self.shared_weight2)
         for number, parameter in enumerate(others):
             if parameter is not None:
@@ -208,8 +186,7 @@ class MoEBaseline(_MoEModule):
         layer_id: number of the layer; names it in errors and seeds its weights.
 
     Attributes:
-        weight1: [El, H, F1]; weight2: [El, F, H]: the layout that moe_multicard_p2p_overlap_forward
-            takes.
+        weight1: [El, F1, H]; weight2: [El, H, F], as MoELayer's.
         router.weight: [E, H]
 
     Raises:
@@ -217,7 +194,7 @@ class MoEBaseline(_MoEModule):
             ranks that differ in their settings; tokens that do not fit.
     """
 
-    layout = "in_out"
+    takes_fp8 = False
 
     @tells_peers
     def forward(self, tokens: Tensor) -> Tensor:
@@ -272,8 +249,6 @@ class MoELayer(_MoEModule):
             a backend that cannot be had or lacks a setting, more tokens than the buffers hold;
             ranks that differ in their settings; tokens that do not fit.
     """
-
-    layout = "out_in"
 
     _backend: Backend | None = None  # chosen by the first forward
 

@@ -34,8 +34,7 @@ def plain_layer(
     for weight in (layer.weight1, layer.weight2):
         parts = [torch.empty_like(weight) for _ in range(world)]
         dist.all_gather(parts, weight.detach())
-        whole = torch.cat(parts)
-        stacks.append(whole.transpose(1, 2).contiguous() if layer.layout == "in_out" else whole)
+        stacks.append(torch.cat(parts))
     main = [t.detach().clone().requires_grad_() for t in (layer.router.weight, *stacks)]
     shared = [
         w.detach().clone().requires_grad_()
@@ -87,11 +86,9 @@ def layer_body(rank: int, world: int, kind: str, deferred: bool, extra: dict[str
                 close(xs[m].grad, x.grad)
                 close(ys[m], plain.outputs[-1])  # type: ignore[attr-defined]
     local = slice(rank * layer.num_local_experts, (rank + 1) * layer.num_local_experts)
-    turned = layer.layout == "in_out"
     for weight, reference in ((layer.weight1, main[1]), (layer.weight2, main[2])):
         assert reference.grad is not None
-        part = reference.grad[local]
-        close(weight.grad, part.transpose(1, 2) if turned else part)
+        close(weight.grad, reference.grad[local])
     # Router and shared expert are replicated: the sum over ranks is the whole gradient.
     for parameter, reference in zip(
         [layer.router.weight, layer.shared_weight1, layer.shared_weight2],
@@ -150,28 +147,6 @@ def test_layers_start_alike_on_any_number_of_ranks() -> None:
     found = [run_ranks(same_start_body, world, timeout_s=LIMIT_S)[0] for world in (1, 2, 3)]
     assert found[1] == pytest.approx(found[0])
     assert found[2] == pytest.approx(found[0])
-
-
-def other_layout_body(rank: int, world: int) -> None:
-    """Square experts, whose transposed weights have the same shapes."""
-    sizes = {"hidden_size": 8, "ffn_hidden_size": 8, "num_experts": 2 * world, "top_k": 2}
-    config = {**sizes, "activation": "gelu"}
-    kinds = MoELayer, MoEBaseline
-    for source, target in (kinds, kinds[::-1], (MoELayer, MoELayer)):
-        saved = source(config, group(), dtype=F64, layer_id=1)
-        loaded = target(config, group(), dtype=F64, layer_id=7)
-        with torch.no_grad():
-            saved.weight1 *= 20
-        stored = saved.state_dict()
-        kept = {name: value.clone() for name, value in stored.items()}
-        loaded.load_state_dict(stored)
-        x = torch.randn(6, 8, dtype=F64, generator=torch.Generator().manual_seed(rank))
-        close(loaded(x), saved(x))
-        assert all(torch.equal(stored[name], value) for name, value in kept.items())
-
-
-def test_the_overlapped_layer_and_the_baseline_load_each_others_weights() -> None:
-    run_ranks(other_layout_body, 2, timeout_s=LIMIT_S)
 
 
 # ---- the seed's function

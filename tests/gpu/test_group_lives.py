@@ -40,9 +40,7 @@ def _gradients(layer: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
     assert x.grad is not None
     found = {"x": x.grad.float()}
     for name, parameter in layer.named_parameters():
-        grad = parameter.grad.float()
-        turned = layer.layout == "in_out" and name in ("weight1", "weight2")
-        found[name] = grad.transpose(1, 2) if turned else grad
+        found[name] = parameter.grad.float()
     return found
 
 
@@ -51,11 +49,7 @@ def _one_life(life: int, rank: int, group: Any, device: torch.device) -> float:
     config = _config(life)
     layer = MoELayer(config, group, device=device, dtype=torch.bfloat16)
     right = MoEBaseline(config, group, device=device, dtype=torch.float32)
-    values = dict(layer.named_parameters())
-    with torch.no_grad():
-        for name, parameter in right.named_parameters():
-            turned = name in ("weight1", "weight2")
-            parameter.copy_(values[name].transpose(1, 2) if turned else values[name])
+    right.load_state_dict(layer.state_dict())
     draws = torch.Generator().manual_seed(97 * life + rank)
     tokens = (300, 0, 77)[(life + rank) % 3] + 5 * life
     x = torch.randn(tokens, config.hidden_size, generator=draws).to(device, torch.bfloat16)
