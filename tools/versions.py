@@ -10,12 +10,14 @@ which the table of docs/compatibility.md is made.
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib.machinery
 import json
 import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,46 @@ def under(folder: Path, what: str, timeout_s: float = 600) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def signature_in_source(target: str) -> Any:
+    """The parameters of "package.module:function" or "package.module:Class.method" as its source
+    file defines it. Imports nothing.
+
+    None if the source does not show them (inherited, made at run time, defined under a condition,
+    no such file).
+    """
+    from megatron_fluid.patches.engine import signatures
+
+    module, _, path = target.partition(":")
+    file = _source_file(module)
+    if file is None:
+        return None
+    body: Sequence[ast.stmt] = ast.parse(file.read_bytes()).body
+    *classes, function = path.split(".")
+    for name in classes:
+        found = [node for node in body if isinstance(node, ast.ClassDef) and node.name == name]
+        body = found[-1].body if found else []
+    plain = [
+        node
+        for node in body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function
+    ]
+    return signatures.of_arguments(plain[-1].args) if plain else None
+
+
+def _source_file(module: str) -> Path | None:
+    """Where the import system would find the module's source. Does not import parent packages
+    either."""
+    search: Sequence[str] | None = sys.path
+    origin: str | None = None
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:depth]), search)
+        if spec is None:
+            return None
+        search, origin = spec.submodule_search_locations, spec.origin
+    return Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
 def _signatures() -> dict[str, Any]:
     """The rows of Megatron's training and core that do not fit the sources on the path, with why.
     Imports nothing of Megatron but its version."""
@@ -86,7 +128,7 @@ def _signatures() -> dict[str, Any]:
         if not (source.with_suffix(".py").is_file() or (source / "__init__.py").is_file()):
             misfits[patch.name] = "no such module"
         elif patch.signature is not None:
-            found = signatures.in_source(patch.target)
+            found = signature_in_source(patch.target)
             if not signatures.fits(signatures.parse(patch.signature), found):
                 misfits[patch.name] = f"found {signatures.describe(found)}"
     return {"version": info.__version__, "misfits": misfits}

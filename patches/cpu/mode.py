@@ -94,7 +94,7 @@ def cpu_patch(
     """A patch of CPU mode; one of torch's is applied when Megatron is imported."""
     trigger = None if target.startswith("megatron.") else "megatron.core"
     return Patch(
-        f"cpu-{name}", target, replacement, reason, signature, None, trigger, when, condition, GROUP
+        f"cpu-{name}", target, replacement, reason, signature, trigger, when, condition, GROUP
     )
 
 

@@ -1,13 +1,12 @@
 """The engine that applies and reverts a table of patches (patch.py).
 
 Arming registers an import hook for every module that a patch waits for, and imports nothing. When
-the first of these modules is imported (or already was), the whole table is checked: Megatron's
-version, and each target's signature (in its source file, if its module is not imported yet). Then
-the patches that wait for this module are applied, and others when their modules are imported. One
-that does not fit is left out, with those that require it: a warning and the report name the patch,
-the target and both signatures. A version outside the supported range turns all patches off, with a
-warning. In strict mode both raise a `PatchError` instead, and every change is undone. Reverting
-restores the original objects.
+one of these modules is imported (or already was), Megatron's version is checked, and the signature
+of each target in it; then the patches that wait for it are applied. One that does not fit is left
+out, with those that require it: a warning and the report name the patch, the target and both
+signatures. A version outside the supported range turns all patches off, with a warning. In strict
+mode both raise a `PatchError` instead, and every change is undone. Reverting restores the original
+objects.
 `apply()` imports all modules, checks all patches, then applies them.
 """
 
@@ -72,7 +71,6 @@ class Engine:
     _changes: list[Change] = field(default_factory=list, init=False)
     _hooked: set[str] = field(default_factory=set, init=False)
     _armed: bool = field(default=False, init=False)
-    _sources_checked: bool = field(default=False, init=False)
     _quiet: bool = field(default=False, init=False)  # hooks do nothing while apply() imports
 
     def __post_init__(self) -> None:
@@ -211,8 +209,6 @@ class Engine:
         try:
             if not lot or not self._version_serves():
                 return
-            if not self._sources_checked:
-                self._check_sources([patch for patch in self._open() if patch not in lot])
             changes = []
             for patch in lot:
                 with self._leaving_out(patch):
@@ -278,27 +274,11 @@ class Engine:
         return False
 
     def _needed(self, patch: Patch) -> bool:
-        found, wanted = self.version(), patch.versions
-        if wanted and not self.allow_unsupported() and not _matches(found, wanted):
-            self._set(patch, NOT_NEEDED, f"for megatron-core {wanted}, found {found}")
-            return False
         if patch.when is not None and not patch.when():
             reason = f"only {patch.condition}" if patch.condition else "not needed here"
             self._set(patch, NOT_NEEDED, reason)
             return False
         return True
-
-    def _check_sources(self, later: Sequence[Patch]) -> None:
-        """Check signatures of targets that are not imported yet in their source, so that no error
-        comes late."""
-        for patch in later:
-            if patch.signature is None or patch.module in sys.modules or not self._needed(patch):
-                continue
-            found = signatures.in_source(patch.target)
-            if found is not None:
-                with self._leaving_out(patch):
-                    self._check_signature(patch, found)
-        self._sources_checked = True
 
     def _resolve(self, patch: Patch) -> Change:
         """Find the target and check its signature. Changes nothing."""

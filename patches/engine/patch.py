@@ -38,8 +38,6 @@ class Patch:
             parameters may be missing (signatures.fits). None: not checked, for a flag or a
             replacement that passes all arguments on.
         requires: names of patches without which this one is not applied.
-        versions: megatron-core versions that need it, "0.19.*" or a specifier such as
-            ">=0.19.1,<0.20". None: every supported version.
         trigger: the module after whose import it is applied. Default: the module of its target.
         when: called at that moment; returns whether the patch is needed.
         condition: what `when` checks, in words, for the report.
@@ -53,7 +51,6 @@ class Patch:
     replacement: str | Callable[[Any], Any]
     reason: str
     signature: str | None = None
-    versions: str | None = None
     trigger: str | None = None
     when: Callable[[], bool] | None = None
     condition: str = ""

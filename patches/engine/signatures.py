@@ -7,16 +7,13 @@ on them.
 """
 
 import ast
-import importlib.machinery
 import inspect
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from megatron_fluid.errors import PatchError
 
-__all__ = ["Parameters", "describe", "fits", "in_source", "of", "parse"]
+__all__ = ["Parameters", "describe", "fits", "of", "of_arguments", "parse"]
 
 Parameters = inspect.Signature  # without annotations, every default the same
 
@@ -36,12 +33,12 @@ def parse(text: str) -> Parameters:
         PatchError: the text is no signature.
     """
     try:
-        return _of_arguments(ast.parse(f"def _{text}: ...").body[0].args)  # type: ignore[attr-defined]
+        return of_arguments(ast.parse(f"def _{text}: ...").body[0].args)  # type: ignore[attr-defined]
     except SyntaxError as error:
         raise PatchError(f"not a signature: {text!r} ({error})") from None
 
 
-def _of_arguments(arguments: ast.arguments) -> Parameters:
+def of_arguments(arguments: ast.arguments) -> Parameters:
     """The parameters of a function definition in a syntax tree. Removes the tree's annotations and
     values of defaults."""
     arguments.defaults = [ast.Constant(0) for _ in arguments.defaults]
@@ -86,41 +83,3 @@ def fits(expected: Parameters, found: Parameters | None) -> bool:
 def describe(parameters: Parameters | None) -> str:
     """The text of a signature, for messages."""
     return "(unknown)" if parameters is None else str(parameters)
-
-
-def in_source(target: str) -> Parameters | None:
-    """The parameters of "package.module:function" or "package.module:Class.method" as its source
-    file defines it. Imports nothing.
-
-    None if the source does not show them (inherited, made at run time, defined under a condition,
-    no such file): the engine checks them when the module is imported.
-    """
-    module, _, path = target.partition(":")
-    file = _source_file(module)
-    if file is None:
-        return None
-    body: Sequence[ast.stmt] = ast.parse(file.read_bytes()).body
-    *classes, function = path.split(".")
-    for name in classes:
-        found = [node for node in body if isinstance(node, ast.ClassDef) and node.name == name]
-        body = found[-1].body if found else []
-    plain = [
-        node
-        for node in body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function
-    ]
-    return _of_arguments(plain[-1].args) if plain else None
-
-
-def _source_file(module: str) -> Path | None:
-    """Where the import system would find the module's source. Does not import parent packages
-    either."""
-    search: Sequence[str] | None = sys.path
-    origin: str | None = None
-    parts = module.split(".")
-    for depth in range(1, len(parts) + 1):
-        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:depth]), search)
-        if spec is None:
-            return None
-        search, origin = spec.submodule_search_locations, spec.origin
-    return Path(origin) if origin is not None and origin.endswith(".py") else None

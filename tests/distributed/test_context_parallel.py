@@ -249,7 +249,8 @@ def test_transformer_engines_attention_is_given_whole_sequences_and_a_share_of_t
 def test_the_patch_fits_megatrons_source_even_where_transformer_engine_is_absent() -> None:
     from megatron_fluid import patches
     from megatron_fluid.patches.engine import signatures
+    from tools.versions import signature_in_source
 
     [patch] = [p for p in patches.PATCHES if p.name == "context-parallel-te-attention"]
     assert patch.signature is not None
-    assert signatures.in_source(patch.target) == signatures.parse(patch.signature)
+    assert signature_in_source(patch.target) == signatures.parse(patch.signature)

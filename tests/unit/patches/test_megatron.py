@@ -13,6 +13,7 @@ import pytest
 from megatron_fluid import patches
 from megatron_fluid.patches.engine import signatures
 from tests.support.fresh_program import run_code
+from tools.versions import signature_in_source
 
 pytestmark = pytest.mark.skipif(
     not patches.megatron_installed(), reason="megatron-core is not installed"
@@ -111,7 +112,7 @@ def test_the_order_of_the_imports_does_not_matter(order: str) -> None:
 
 def test_signatures_in_the_source_are_those_of_the_imported_objects() -> None:
     wanted = [p for p in patches.PATCHES if p.signature and p.target.startswith("megatron.")]
-    in_source = {p.name: signatures.in_source(p.target) for p in wanted}
+    in_source = {p.name: signature_in_source(p.target) for p in wanted}
     assert {name for name, found in in_source.items() if found is not None} == {
         p.name for p in wanted
     }
