@@ -174,40 +174,18 @@ def _te(rank: int, ranks: int) -> dict[str, Any]:
     from megatron_fluid.patches import startup_report as startup
 
     Patched, causal = patched_core(), AttnMaskType.causal
-    found: dict[str, Any] = {"worst": 0.0}
+    found: dict[str, Any] = {}
     set_config(FluidConfig(cp_backend="collective"))
-    for groups in (1, 2, HEADS):
-        config = _setup(ranks, groups)
-        split = Patched(config, 1, causal, "self", cp_comm_type="a2a")
-        assert (
-            isinstance(split, Patched.__base__)
-            and type(split) is not Patched
-            and not list(split.children())
-        )
-        alone = copy.copy(config)
-        alone.context_parallel_size = 1
-        whole = Patched(alone, 1, causal, "self", cp_comm_type="a2a")
-        assert type(whole) is Patched
-        torch.manual_seed(groups)
-        length = 4 * ranks
-        rows = SequenceLayout(length, ranks, "zigzag").positions(rank)
-        inputs = [
-            torch.randn(length, BATCH, n, WIDTH).requires_grad_() for n in (HEADS, groups, groups)
-        ]
-        parts = [x.detach()[rows].requires_grad_() for x in inputs]
-        split.eval()
-        y, expected = split(*parts, None, causal), whole(*inputs, None, causal)
-        assert not split.alone(1).training and split.calls == 0
-        upstream = torch.randn_like(expected)
-        expected.backward(upstream)
-        y.backward(upstream[rows])
-        pairs = [(y, expected), *((a.grad, b.grad) for a, b in zip(parts, inputs, strict=True))]
-        found["worst"] = max(
-            found["worst"], *(float((a - b[rows]).abs().max() / b.abs().max()) for a, b in pairs)
-        )
-        with pytest.raises(AssertionError):  # of the stand-in itself
-            split(*parts, None, causal, packed_seq_params=SimpleNamespace(qkv_format="sbhd"))
-        assert split.calls == 1, "packs of another format are Transformer Engine's own affair"
+    split = Patched(_setup(ranks, 2), 1, causal, "self", cp_comm_type="a2a")
+    assert isinstance(split, Patched.__base__) and type(split) is not Patched
+    assert not list(split.children())
+    inputs = [torch.randn(4, BATCH, n, WIDTH) for n in (HEADS, 2, 2)]
+    split.eval()
+    split(*inputs, None, causal)
+    assert not split.alone(1).training and split.calls == 0
+    with pytest.raises(AssertionError):  # of the stand-in itself
+        split(*inputs, None, causal, packed_seq_params=SimpleNamespace(qkv_format="sbhd"))
+    assert split.calls == 1, "packs of another format are Transformer Engine's own affair"
 
     set_config(FluidConfig())
     cases: dict[str, tuple[Any, str, dict[str, Any]]] = {
@@ -230,12 +208,9 @@ def _te(rank: int, ranks: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_transformer_engines_attention_is_given_whole_sequences_and_a_share_of_the_heads(
-    ranks: int,
-) -> None:
-    for found in run_ranks(_te, ranks):
-        assert found.pop("worst") == pytest.approx(0.0, abs=5e-6)
+def test_transformer_engines_attention_is_exchanged_or_the_reason_is_told() -> None:
+    """Its results: test_self_attention_patch.py."""
+    for found in run_ranks(_te, 2):
         assert {name: text.partition(": ")[2] for name, text in found.items()} == {
             "p2p": "cp_comm_type='p2p': p2p, all_gather and a2a+p2p are other algorithms than a2a, "
             "which is served",
