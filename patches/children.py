@@ -25,11 +25,13 @@ except ImportError as error:
 
 
 class _Import:
-    """Runs that code where it is unpickled."""
+    """Runs that code where it is unpickled. folder: where this package lies."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
-        package = str(sys.modules["megatron_fluid"].__file__)
-        return exec, (_CODE.format(argv=sys.argv, folder=str(Path(package).parents[1])),)
+        return exec, (_CODE.format(argv=sys.argv, folder=self.folder),)
 
 
 def reach_children() -> None:
@@ -41,10 +43,12 @@ def reach_children() -> None:
 
 def _add_import(spawn: ModuleType) -> None:
     original = spawn.get_preparation_data
+    package = Path(str(sys.modules["megatron_fluid"].__file__))
+    first = {"megatron_fluid": _Import(str(package.parents[1]))}
 
     @functools.wraps(original)
     def get_preparation_data(name: str) -> dict[str, Any]:
         """What a child unpickles first."""
-        return {"megatron_fluid": _Import(), **original(name)}
+        return first | original(name)
 
     spawn.get_preparation_data = get_preparation_data  # type: ignore[attr-defined]

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fluid import topology
-from megatron_fluid.errors import ConfigError
-from megatron_fluid.topology import partners, round_robin
+from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.topology import partners, real_group, round_robin
 
 
 def check(rounds: list[list[tuple[int, int]]], num_ranks: int) -> None:
@@ -98,3 +100,22 @@ def test_hosts_of_one_name_differ_by_their_boot(
     assert len(domains) == 2, "containers of one name are no NVLink domain"
     monkeypatch.setattr(topology, "BOOT_ID", str(tmp_path / "absent"))
     assert topology.host_identity() == "container"
+
+
+class _Wrapped(dist.ProcessGroup):
+    def __init__(self, **held: object) -> None:
+        super().__init__(0, 1)
+        vars(self).update(held)
+
+
+def test_the_group_that_a_wrapper_holds_is_found() -> None:
+    """Also in a wrapper that is no process group itself; what wraps nothing stays what it is."""
+    plain = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    other = SimpleNamespace(size=lambda: 1)
+    assert real_group(plain) is plain
+    assert real_group(_Wrapped(inner=plain, ranks=[0])) is plain
+    assert real_group(SimpleNamespace(group=plain)) is plain
+    assert real_group(other) is other
+    for held in ({"inner": None}, {"inner": plain, "spare": plain}):
+        with pytest.raises(FluidError, match=r"^process group: found a _Wrapped .* allowed: one"):
+            real_group(_Wrapped(**held))

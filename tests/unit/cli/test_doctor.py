@@ -5,11 +5,13 @@ import importlib
 import importlib.metadata
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from megatron_fluid.cli import doctor, main, nvshmem_checks
 from megatron_fluid.cli.arguments import install_command
@@ -47,6 +49,19 @@ def test_doctor_fails_where_something_required_is_too_old(
     text = capsys.readouterr()
     assert "missing: core, which lacks torch: see above" in text.err
     assert re.search(r"^torch +- +2.9.1 found, 2.10 or newer needed", text.out, re.MULTILINE)
+
+
+def test_the_torch_of_nvidias_containers_is_new_enough(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For doctor, and for pip, which would replace it otherwise."""
+    version = "2.10.0a0+b558c986e8.nv25.11"
+    monkeypatch.setattr(torch, "__version__", version)
+    assert main(["doctor"]) == 0
+    assert re.search(rf"^torch +ok +{re.escape(version)}", capsys.readouterr().out, re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (wanted,) = (r for r in map(Requirement, project["dependencies"]) if r.name == "torch")
+    assert wanted.specifier.contains(version)
 
 
 def test_doctor_survives_a_broken_installation(monkeypatch: pytest.MonkeyPatch) -> None:
