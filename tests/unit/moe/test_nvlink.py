@@ -28,6 +28,11 @@ from tests.support.simulated_workspace import SimulatedWorkspace
 pytestmark = pytest.mark.interpreter
 
 
+def agree(found: list[Tensor], expected: list[Tensor]) -> None:
+    for value, right in zip(found, expected, strict=True):
+        assert torch.allclose(value, right, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("activation", "capacity"), [("swiglu", None), ("swiglu", T * K), ("relu2", None)]
 )
@@ -39,10 +44,7 @@ def test_outputs_and_gradients_agree_with_the_reference(
     found = gradients(
         nvlink_moe(buffers, x, ids, probs, w1, w2, activation, capacity), leaves, grad
     )
-    for value, expected in zip(
-        found, gradients(reference(ids, leaves, activation), leaves, grad), strict=True
-    ):
-        assert torch.allclose(value, expected, atol=1e-4)
+    agree(found, gradients(reference(ids, leaves, activation), leaves, grad))
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
@@ -53,8 +55,7 @@ def test_every_schedule_agrees_with_the_reference(name: str) -> None:
     expected = gradients(reference(ids, leaves, "swiglu"), leaves, grad)
     for _ in range(2):
         found = gradients(nvlink_moe(buffers, x, ids, probs, w1, w2), leaves, grad)
-        for value, right in zip(found, expected, strict=True):
-            assert torch.allclose(value, right, atol=1e-4)
+        agree(found, expected)
     buffers.workspace.check_errors()
 
 
@@ -114,10 +115,7 @@ def test_what_is_not_kept_is_made_again(what: tuple[str, ...], schedule: Schedul
     assert settled == ("rows" in what), (
         "peers have read what landed, before the gradient lands there"
     )
-    for value, right in zip(
-        found, gradients(reference(ids, leaves, "swiglu"), leaves, grad), strict=True
-    ):
-        assert torch.allclose(value, right, atol=1e-4)
+    agree(found, gradients(reference(ids, leaves, "swiglu"), leaves, grad))
 
 
 def test_weights_that_change_before_the_backward_are_named() -> None:
@@ -252,12 +250,7 @@ def test_a_recomputation_replays_its_plan() -> None:
 
     y = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)
     plans = buffers.plan_flags.counter.item()
-    for value, expected in zip(
-        gradients(y, leaves, grad),
-        gradients(reference(ids, leaves, "swiglu"), leaves, grad),
-        strict=True,
-    ):
-        assert torch.allclose(value, expected, atol=1e-4)
+    agree(gradients(y, leaves, grad), gradients(reference(ids, leaves, "swiglu"), leaves, grad))
     assert buffers.plan_flags.counter.item() == plans
 
 
@@ -286,8 +279,7 @@ def test_a_call_with_more_tokens_than_fit_goes_on_in_larger_buffers(
     assert given == [T]
     for y, inputs, tokens in ((before, small, few), (after, leaves, T)):
         expected = gradients(reference(ids[:tokens], inputs, "swiglu"), inputs, grad[:tokens])
-        for value, right in zip(gradients(y, inputs, grad[:tokens]), expected, strict=True):
-            assert torch.allclose(value, right, atol=1e-4)
+        agree(gradients(y, inputs, grad[:tokens]), expected)
     whole.workspace.check_errors()
 
 
@@ -410,10 +402,7 @@ def test_one_token_a_rank() -> None:
     x, probs, w1, w2 = leaves
     grad = torch.ones(1, H, device=DEVICE)
     found = gradients(nvlink_moe(buffers, x, ids[1:2], probs, w1, w2), leaves, grad)
-    for value, expected in zip(
-        found, gradients(reference(ids[1:2], leaves, "swiglu"), leaves, grad), strict=True
-    ):
-        assert torch.allclose(value, expected, atol=1e-4)
+    agree(found, gradients(reference(ids[1:2], leaves, "swiglu"), leaves, grad))
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -443,6 +432,5 @@ def test_rows_are_sent_by_the_gemm_itself_where_it_can(
     w1, w2 = weights if stacked else ([m.clone() for m in w.flip(0)][::-1] for w in weights)
     found = gradients(nvlink_moe(buffers, x, ids, probs, w1, w2), leaves, grad)
     assert sent == ([(E, F, H), (E, 2 * F, H)] if able and stacked else [])
-    for value, right in zip(found, expected, strict=True):
-        assert torch.allclose(value, right, atol=1e-4)
+    agree(found, expected)
     buffers.workspace.check_errors()
