@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_fluid.errors import ConfigError, PatchError
 from megatron_fluid.patches.engine import signatures
-from megatron_fluid.patches.engine.changes import ABSENT, Change, built_before, own
+from megatron_fluid.patches.engine.changes import ABSENT, Change, own
 from megatron_fluid.patches.engine.patch import (
     APPLIED,
     ARMED,
@@ -98,7 +98,7 @@ class Engine:
             self._set(patch, ARMED, f"takes effect when {patch.waits_for} is imported")
         waiting = list(dict.fromkeys(patch.waits_for for patch in self._open()))
         imported = [name for name in waiting if _imported(name)]
-        self._apply_lot([patch for patch in self._open() if patch.waits_for in imported], late=True)
+        self._apply_lot([patch for patch in self._open() if patch.waits_for in imported])
         for name in waiting:
             if name not in imported and name not in self._hooked:
                 import wrapt  # only where something is to be hooked
@@ -198,12 +198,11 @@ class Engine:
             lot = [p for p in self._open() if p.waits_for == module.__name__]
             self._apply_lot(lot, everywhere=False)
 
-    def _apply_lot(self, lot: Sequence[Patch], late: bool = False, everywhere: bool = True) -> None:
+    def _apply_lot(self, lot: Sequence[Patch], everywhere: bool = True) -> None:
         """Check every patch of the lot, then apply those that fit; on any error undo all changes of
         this engine.
 
         Args:
-            late: the modules were imported before the patches were armed.
             everywhere: whether other packages may hold functions of the modules.
         """
         try:
@@ -225,12 +224,8 @@ class Engine:
             for patch in self._in_state(ARMED, APPLIED, REVERTED):
                 self._set(patch, OFF, f"nothing is patched: {error}")
             raise
-        notes = built_before(changes) if late else {}
         for change in changes:
-            note = notes.get(change.patch.name, "")
-            self._set(change.patch, APPLIED, "; ".join(filter(None, [change.patch.reason, note])))
-            if note:
-                warnings.warn(f"megatron_fluid: {change.patch.name}: {note}", stacklevel=2)
+            self._set(change.patch, APPLIED, change.patch.reason)
 
     @contextmanager
     def _leaving_out(self, patch: Patch) -> Iterator[None]:

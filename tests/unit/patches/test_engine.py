@@ -1,7 +1,6 @@
 """The patch engine, on a small package made for each test."""
 
 import functools
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -378,35 +377,6 @@ def test_objects_are_counted(fakemega: Any) -> None:
     made.count("double")
     made.count("double")
     assert made.report()[0].instances == 2
-
-
-def test_objects_built_before_a_patched_constructor_are_reported(fakemega: Any) -> None:
-    layers = fakemega("layers")
-    kept = [layers.Layer(1), layers.Layer(2)]
-    made = engine(
-        Patch("init", "fakemega.layers:Layer.__init__", lambda original: original, "test")
-    )
-    with pytest.warns(UserWarning, match="2 Layer built before it were made without it"):
-        made.arm()
-    assert "2 Layer built before" in made.report()[0].reason
-    assert len(kept) == 2
-
-
-def test_objects_are_walked_once_for_all_patched_constructors(
-    fakemega: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers = fakemega("layers")
-    kept = [layers.Layer(1)]
-    walks = []
-    real = gc.get_objects
-    monkeypatch.setattr(gc, "get_objects", lambda: walks.append(1) or real())
-    constructors = "fakemega.layers:Layer.__init__", "fractions:Fraction.__init__"
-    made = engine(
-        *(Patch(target, target, lambda original: original, "t") for target in constructors)
-    )
-    with pytest.warns(UserWarning, match="1 Layer built before it were made without it"):
-        made.arm()
-    assert len(walks) == len(kept) == 1
 
 
 def test_a_module_that_cannot_be_imported_is_an_error_of_the_patch() -> None:
