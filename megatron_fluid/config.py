@@ -8,7 +8,6 @@ whoever speaks last wins.
 import dataclasses
 import functools
 import inspect
-import math
 import operator
 import os
 import re
@@ -74,11 +73,7 @@ CHOICES = {
     "tp_overlap": TP_OVERLAP,
     "cp_backend": CP_BACKENDS,
 }
-# What a setting that is None or a number may be.
-_ABOVE_ZERO = {
-    "timeout_s": "a number of seconds above 0, at most 31536000 (a year)",
-    "moe_capacity_factor": "a finite number above 0",
-}
+_YEAR_S = 31_536_000
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -174,10 +169,8 @@ class FluidConfig:
         end_on_timeout: under Megatron's training loop: end the process with status 75 where its
             main thread waits for longer than that bound, also in a collective that is not ours, and
             a rank is missing or all ranks wait. False: the missing rank is only named.
-        moe_capacity_factor: under Megatron: a rank has room for that many times the rows of a
-            balanced routing, and the host never waits for their number, so that a CUDA graph may
-            hold an iteration of several expert-parallel ranks over symmetric memory. More rows are
-            an error before the optimizer steps. None: as many as arrive.
+        graph: under Megatron: run forward and backward of all microbatches as one CUDA graph. Turns
+            on what that needs (--cuda-graph-impl full_iteration and more).
         moe_fp8: under Megatron: whose fp8 experts (e4m3, recipe blockwise) stand behind our
             exchange: "ours" this package's (moe/fp8_experts.py), where it has them, "megatron"
             Transformer Engine's.
@@ -203,7 +196,7 @@ class FluidConfig:
     moe_fp8: str = "ours"
     machine: str = "auto"
     moe_fp8_weight_grads: str = "fp8"
-    moe_capacity_factor: float | None = None
+    graph: bool = False
 
     def __post_init__(self) -> None:
         for name in _fields():
@@ -279,11 +272,11 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
     elif name == "dx_chunks":
         fits = is_number and isinstance(value, int) and value >= 1
         allowed = "an integer of at least 1"
-    elif name in _ABOVE_ZERO:
+    elif name == "timeout_s":
         # Above a year, clocks of torch and of kernels overflow.
-        limit = 31_536_001 if name == "timeout_s" else math.inf
-        fits = value is None or (is_number and isinstance(value, int | float) and 0 < value < limit)
-        allowed = _ABOVE_ZERO[name]
+        number = is_number and isinstance(value, int | float)
+        fits = value is None or (number and 0 < value <= _YEAR_S)  # type: ignore[operator]
+        allowed = f"a number of seconds above 0, at most {_YEAR_S} (a year)"
     elif name == "profile_steps":
         text = isinstance(value, str) and re.fullmatch(r"[1-9]\d*:[1-9]\d*", value)
         fits = value is None or (bool(text) and operator.le(*profile_range(str(value))))

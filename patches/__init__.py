@@ -139,6 +139,14 @@ PATCHES: tuple[Patch, ...] = (
         reason="the same before a checkpoint is written",
     ),
     Patch(
+        name="iteration-graph",
+        target="megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__",
+        signature="(self, *args, **kwargs)",
+        replacement="megatron_fluid.patches.iteration_graph:graphed_iteration",
+        reason="an iteration that sends a rank more expert rows than its graph has room for runs "
+        "again, eagerly, before the optimizer steps",
+    ),
+    Patch(
         name="dataset-helpers",
         target="megatron.core.datasets.utils:compile_helpers",
         signature="()",

@@ -23,6 +23,7 @@ from megatron_fluid.config import (
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.cpu.mode import hint_at_cpu_mode
 from megatron_fluid.patches.engine.switches import add_switches
+from megatron_fluid.patches.iteration_graph import turn_on_graph
 from megatron_fluid.patches.profile_steps import check_profile
 
 __all__ = ["add_fluid_arguments", "config_from_args", "configure", "microbatch_room", "parse_args"]
@@ -46,11 +47,10 @@ _HELP = {
         "dispatched tokens, by another dispatch), hidden (the output of fc1, by another GEMM), "
         "both, none."
     ),
-    "moe_capacity_factor": (
-        "Over symmetric memory: room for that many times the rows of a balanced routing on each "
-        "rank, whose number the host then never waits for: --cuda-graph-impl full_iteration "
-        "holds the layers of several expert-parallel ranks. More rows are an error before the "
-        "optimizer steps. None: as many as arrive."
+    "graph": (
+        "One CUDA graph for forward and backward of all microbatches, under any routing: turns on "
+        "--cuda-graph-impl full_iteration and what that needs. An iteration that sends a rank more "
+        "expert rows than the graph has room for runs again without it."
     ),
     "moe_fp8": (
         "Whose experts compute --fp8-format e4m3 --fp8-recipe blockwise: ours, megatron "
@@ -100,7 +100,6 @@ _HELP = {
 # How argparse reads fields that are no switches and have no named choices.
 _SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
 _READS: dict[str, dict[str, Any]] = {
-    "moe_capacity_factor": {"type": float, "metavar": "FACTOR"},
     "dx_chunks": {"type": int, "metavar": "N"},
     "timeout_s": {"type": float, "metavar": "SECONDS"},
     "machine": {"metavar": "FIGURES"},
@@ -194,6 +193,7 @@ def parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
         hint_at_cpu_mode()
         configure(args)
         check_profile(args)
+        turn_on_graph(args)
         patches.disable(*getattr(args, "fluid_disable_patch", ()))
         return args
 

@@ -234,8 +234,6 @@ def _unused_in_other_loops() -> dict[str, str]:
 
 def _unused_reasons(args: Any, config: FluidConfig, rows: Sequence[Feature]) -> dict[str, str]:
     """Why each setting has no effect, "" where it may have."""
-    from megatron_fluid.patches.moe.limits import bounded_unsupported_reason
-
     linears = heads = ""
     if config.tp_overlap == "off":
         linears = "--fluid-tp-overlap is off"
@@ -255,18 +253,15 @@ def _unused_reasons(args: Any, config: FluidConfig, rows: Sequence[Feature]) -> 
     fused = {why.replace(",", " ").split()[0] for why in moe if ";" not in why}
     attention = [on for name, on, *_ in rows if name in _ATTENTION]
     known = bool(attention) or any(name == _MOE for name, *_ in rows)
-    pieces = room = idle = ""
+    pieces = idle = ""
     if known and "rounds" not in fused and not any(attention):
         pieces = "fused layers over rounds and overlapped attention read it, and there are none"
-    if known and "nvlink" not in fused:
-        room = "fused layers over symmetric memory read it, and there are none"
     if known and not moe and not any(attention):
         idle = "nothing that reads it is overlapped"
     return {
         **dict.fromkeys(("tp_overlap", "deterministic"), linears),
         "cp_backend": heads,
         **dict.fromkeys(("moe_backend", "moe_recompute"), experts),
-        "moe_capacity_factor": experts or bounded_unsupported_reason(args) or room,
         "moe_fp8": fp8,
         "moe_fp8_weight_grads": fp8 or precision,
         "dx_chunks": neither or pieces,

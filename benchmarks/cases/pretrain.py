@@ -69,7 +69,7 @@ class Variant:
 
     ``fluid``: megatron_fluid is imported and overlaps; else nothing of ours is in the process.
     ``needs``: modules without which the variant cannot be run. ``without``: flags of
-    common_flags that it leaves out. ``several``: flags beside them on several ranks.
+    common_flags that it leaves out.
     """
 
     fluid: bool = False
@@ -77,7 +77,6 @@ class Variant:
     environment: Mapping[str, str] = field(default_factory=dict)
     needs: Sequence[str] = ()
     without: Sequence[str] = ()
-    several: Sequence[str] = ()
 
     def missing(self) -> str | None:
         """Why this machine cannot run the variant, or None."""
@@ -94,15 +93,10 @@ _GRAPH = [
 # to overlap. On four, losses with both were not those of an eager run to the last bit.
 _UNCHECKED = ["--no-check-for-nan-in-loss-and-grad"]
 # A graph replays the fused optimizer; eager iterations of Megatron are left as one finds them.
-_WHOLE_GRAPH = [
-    *("--cuda-graph-impl", "full_iteration", "--te-rng-tracker", *_UNCHECKED),
-    "--fluid-fused-optimizer",
-]
+_WHOLE_GRAPH = ["--fluid-graph", "--fluid-fused-optimizer"]
 _OVERLAPS = ["--overlap-grad-reduce", "--overlap-param-gather"]
 _FP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise"]
 _ENGINE = ["transformer_engine"]
-# The host asks for no number of rows then. Forced balancing stays within a few percent of it.
-_BOUNDED = ["--fluid-moe-capacity-factor", "1.25"]
 _APEX = "fused_weight_gradient_mlp_cuda"
 # All experts' weights of a layer as two parameters. Megatron asks for the fused operation with it,
 # and Transformer Engine for both variables.
@@ -137,11 +131,9 @@ VARIANTS = {
     "megatron_graph_fp8": Variant(flags=[*_GRAPH, *_FP8], needs=_ENGINE),
     "fluid": Variant(fluid=True),
     "fluid_graph": Variant(fluid=True, flags=_GRAPH, needs=_ENGINE),
-    "fluid_whole_graph": Variant(
-        fluid=True, flags=_WHOLE_GRAPH, needs=_ENGINE, without=_OVERLAPS, several=_BOUNDED
-    ),
+    "fluid_whole_graph": Variant(fluid=True, flags=_WHOLE_GRAPH, needs=_ENGINE, without=_OVERLAPS),
     "fluid_whole_graph_fp8": Variant(
-        fluid=True, flags=[*_WHOLE_GRAPH, *_FP8], needs=_ENGINE, without=_OVERLAPS, several=_BOUNDED
+        fluid=True, flags=[*_WHOLE_GRAPH, *_FP8], needs=_ENGINE, without=_OVERLAPS
     ),
     "fluid_grouped_weight": Variant(fluid=True, **_GROUPED_WEIGHT),
     "fluid_fp8": Variant(fluid=True, flags=_FP8, needs=_ENGINE),
@@ -187,7 +179,7 @@ def common_flags(case: PretrainCase, ranks: int, iterations: int, gpu: bool) -> 
 
 def flags_of(variant: Variant, ranks: int, gpu: bool) -> list[str]:
     """The flags of one variant beside :func:`common_flags`."""
-    flags = [*variant.flags, *(variant.several if ranks > 1 else ())]
+    flags = list(variant.flags)
     # Megatron refuses the fusion without Apex, where ours has a kernel of its own.
     if not (gpu and variant.fluid) and _APEX not in variant.needs:
         flags.append("--no-gradient-accumulation-fusion")

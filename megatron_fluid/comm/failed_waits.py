@@ -22,9 +22,6 @@ thread here: every second it asks for reports, and ends the process if there is 
 device is stuck. A wait of gloo cannot be interrupted; it ends when the process of the reporting
 rank does, and its error names the report.
 
-What else a workspace's owner has added (ErrorWords.further), an error of a kernel that cannot raise
-either, is raised and printed there, too; the thread ends no process for it.
-
 Only workspaces whose memory several processes share are watched here.
 """
 
@@ -73,8 +70,7 @@ class ErrorWords:
 
     words: int64 [W, 2], visible to the host. peers: the agreement of the workspace's ranks, None
     where one process holds them all. abort: int32 [1], on the device: not 0 once a wait has been
-    given up. further: give other errors of the workspace's kernels, None where there is none; they
-    must not hold the workspace.
+    given up.
 
     Args:
         rank, world_size: of the workspace.
@@ -93,21 +89,16 @@ class ErrorWords:
         # The same memory, read without an operation of torch.
         self.on_host = (ctypes.c_int64 * (2 * world_size)).from_address(self.words.data_ptr())
         self.abort = torch.zeros(1, dtype=torch.int32, device=device)
-        self.further: list[Callable[[], Exception | None]] = []
         self.peers: Agreement | None = None
         self.raised = False  # once it was raised, nothing else ends the process
         self.seen_at: float | None = None  # when the watching thread found a record
 
     def failed(self) -> bool:
-        """Return whether a record or another error is there. Reads host memory only, and may lag a
-        kernel."""
-        return any(self.on_host) or (bool(self.further) and self._other() is not None)
+        """Return whether a record is there. Reads host memory only, and may lag a kernel."""
+        return any(self.on_host)
 
-    def _other(self) -> Exception | None:
-        return next((found for look in self.further if (found := look()) is not None), None)
-
-    def error(self) -> Exception | None:
-        """Return the first record as an error, else another one; None if there is none."""
+    def error(self) -> PeerTimeoutError | None:
+        """Return the first record as an error, None if there is none."""
         for peer, (head, tail) in enumerate(self.words.tolist()):
             if head & _RECORD:
                 return PeerTimeoutError(
@@ -118,10 +109,10 @@ class ErrorWords:
                     timeout_s=self.timeout_s,
                     detail=f"expected generation {tail >> 32}, seen {tail & 0xFFFFFFFF}",
                 )
-        return self._other()
+        return None
 
     def check(self) -> None:
-        """Raise the first record as PeerTimeoutError, else another error that is there."""
+        """Raise the first record as PeerTimeoutError."""
         if self.failed() and (error := self.error()) is not None:
             self.raised = True
             raise error
@@ -166,8 +157,7 @@ def _forget_if_sound(errors: ErrorWords) -> None:
 
 
 def raise_if_failed(synchronize: bool = False) -> None:
-    """Raise PeerTimeoutError if a kernel of this process has given up a wait for a peer, or another
-    error that workspaces have been given (ErrorWords.further).
+    """Raise PeerTimeoutError if a kernel of this process has given up a wait for a peer.
 
     Args:
         synchronize: first wait for the work of the current stream (not while it is captured into a
@@ -256,8 +246,7 @@ def look(
     stuck: Callable[[torch.device], bool] | None = None,
 ) -> None:
     """Look at all records once at time `now` (seconds, monotonic): report new ones, and `end` what
-    has not raised a failed wait in time, or is `stuck` in a wait for a rank that has failed. Other
-    errors leave no main thread waiting inside NCCL."""
+    has not raised it in time, or is `stuck` in a wait for a rank that has failed."""
     global _asked_at
     if asks := now - _asked_at >= _PEERS_EVERY_S:
         _asked_at = now

@@ -257,8 +257,7 @@ class Workspace:
 
     # ---- errors
     def check_errors(self) -> None:
-        """Raise PeerTimeoutError if a kernel of this rank gave up waiting, or another error that
-        ErrorWords.further gives.
+        """Raise PeerTimeoutError if a kernel of this rank gave up waiting.
 
         Reads host memory only, so it is cheap and may lag a kernel.
         """

@@ -36,6 +36,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.expert_weights import ExpertWeights, Matrices, RowGroups, grouped_product
+from megatron_fluid.moe.room import LayerRoom
 
 __all__ = [
     "Backend",
@@ -184,8 +185,7 @@ class LayerShape:
         name: of the layer, for errors and to identify exchanges.
         dx_chunks: as in MoEConfig.
         capacity_factor: of bounded mode, None for exact mode.
-        capacity_setting: the setting that an overflow is raised under before the next optimizer
-            step; None: the next forward raises it.
+        captured: the rows that calls in a CUDA graph have room for; None where none is captured.
         room: how many times the tokens of the first call buffers are made for.
     """
 
@@ -196,7 +196,7 @@ class LayerShape:
     name: str
     dx_chunks: int = 1
     capacity_factor: float | None = None
-    capacity_setting: str | None = None
+    captured: LayerRoom | None = None
     room: int = 1
 
 

@@ -34,13 +34,14 @@ from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.kernels.grouped_gemm.launch import compile_ahead
 from megatron_fluid.moe.autograd import start_experts
 from megatron_fluid.moe.backends import BACKENDS, LayerShape, MakeTransport
+from megatron_fluid.moe.room import LayerRoom
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.engine.module_hooks import routes_as_megatron
 from megatron_fluid.patches.moe.choices import check_count, chosen_of, kept_choices
 from megatron_fluid.patches.moe.decision import MoEDecisions
 from megatron_fluid.patches.moe.fp8 import compile_fp8_kernels_ahead
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
-from megatron_fluid.patches.moe.limits import bounded_unsupported_reason
+from megatron_fluid.patches.moe.limits import bounds_rows
 from megatron_fluid.patches.moe.offload import offload_of
 from megatron_fluid.patches.moe.own_experts import Looked, OwnExperts, Projections
 from megatron_fluid.patches.moe.separate_experts import SeparateExperts
@@ -178,7 +179,7 @@ class OverlappedLayer(OwnExperts):
         self._indices: Tensor | None = None  # of each expert, its index in `columns`. [E]
         self.captures, self.capturing = capture_of(c), is_graph_capturing
         self.rounds = shared_rounds(layer.ep_group, config.timeout_s)
-        bounded = kind.exact_over is None and bounded_unsupported_reason(c) is None
+        captured = backend == "nvlink" and bounds_rows(c)
         shape = LayerShape(
             group=real_group(layer.ep_group),
             num_experts=int(c.num_moe_experts),
@@ -186,8 +187,7 @@ class OverlappedLayer(OwnExperts):
             ffn=int(c.moe_ffn_hidden_size),
             name=self.name,
             dx_chunks=config.dx_chunks,
-            capacity_factor=config.moe_capacity_factor if bounded else None,
-            capacity_setting="moe_capacity_factor",
+            captured=LayerRoom() if captured else None,
             room=microbatch_room(),
         )
         self.transports = kind(shape, self.rounds)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_fluid import patches
 from megatron_fluid.config import FluidConfig, names_exchange
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.limits import Limit, is_given, offloads
@@ -79,7 +80,13 @@ def _replays_in_recomputation(config: TransformerConfig, _: FluidConfig) -> bool
 
 
 def bounded_unsupported_reason(config: TransformerConfig) -> str | None:
-    """Why room for the rows of a layer over symmetric memory cannot be bounded, or None."""
+    """Why a CUDA graph of an iteration cannot hold layers over symmetric memory, or None."""
+    if (off := patches.off_reason("iteration-graph")) is not None:
+        return f"the patch iteration-graph: {off}"
+    if config.pipeline_model_parallel_size > 1:
+        return "pipeline stages"
+    if config.fp8 and config.fp8_recipe == "delayed":
+        return "fp8_recipe 'delayed': its histories cannot be put back for a second run"
     if config.add_bias_linear:
         return "experts with biases take as many rows as arrive"
     if config.variable_seq_lengths:
@@ -93,10 +100,10 @@ def bounded_unsupported_reason(config: TransformerConfig) -> str | None:
     return None
 
 
-def bounds_rows(config: TransformerConfig, fluid: FluidConfig) -> bool:
-    """Whether fused layers over symmetric memory have room for a bounded number of rows, which the
-    host never asks for."""
-    return fluid.moe_capacity_factor is not None and bounded_unsupported_reason(config) is None
+def bounds_rows(config: TransformerConfig) -> bool:
+    """Whether a CUDA graph of an iteration holds fused layers over symmetric memory, with room for
+    a bounded number of rows (patches/iteration_graph.py)."""
+    return config.cuda_graph_impl == "full_iteration" and not bounded_unsupported_reason(config)
 
 
 def _captures_experts(config: TransformerConfig, fluid: FluidConfig) -> bool:
@@ -107,7 +114,7 @@ def _captures_experts(config: TransformerConfig, fluid: FluidConfig) -> bool:
         return held is Held.PHASES
     if config.expert_model_parallel_size == 1:
         return False  # on one rank the host reads nothing
-    return held is Held.LAYER or not bounds_rows(config, fluid)
+    return held is Held.LAYER or not bounds_rows(config)
 
 
 def _offloads_as_megatron_alone(config: TransformerConfig, _: FluidConfig) -> bool:
@@ -146,8 +153,8 @@ LAYER_LIMITS: tuple[Limit[TransformerConfig], ...] = (
         "cuda_graph_impl",
         "graphs may hold attention and, with transformer_engine, the router, but not the experts, "
         "whose row counts the host reads; on one expert-parallel rank whole layers and iterations "
-        "may be captured, on several, over symmetric memory and without biases, whole iterations "
-        "with --fluid-moe-capacity-factor",
+        "may be captured, on several, over symmetric memory, whole iterations (--fluid-graph), but "
+        "not with biases, variable_seq_lengths or pipeline stages",
         _captures_experts,
     ),
     Limit(
@@ -175,8 +182,8 @@ EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     ),
     Limit(
         "cuda_graph_impl",
-        f"layers over symmetric memory need --fluid-moe-capacity-factor in a graph, or {_ON_HOST}",
-        lambda c, fluid: held_by_graphs(c).experts and not bounds_rows(c, fluid),
+        f"a graph holds layers over symmetric memory only as --fluid-graph says; else {_ON_HOST}",
+        lambda c, _: held_by_graphs(c).experts and not bounds_rows(c),
         over=("nvlink",),
     ),
     Limit(

@@ -57,7 +57,7 @@ def _nvlink(space: Any, sizes: list[int]) -> Iterator[None]:
         mock.patch.object(decision, "nvlink_unsupported_reason", return_value=None),
         mock.patch.dict(choose.TRANSPORTS, nvlink=lambda case: None),
         mock.patch.object(buffers, "shared_buffers", make),
-        tiny_gpt.plug_in(True, moe_backend="nvlink", moe_capacity_factor=1.0),
+        tiny_gpt.plug_in(True, moe_backend="nvlink"),
     ):
         yield
 

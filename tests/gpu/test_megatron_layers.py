@@ -142,7 +142,6 @@ CASES: dict[str, dict[str, Case]] = {
         "te, main_grad, deferred, shared beside": _over_nvlink(
             FUSED | SHARED_BESIDE, fluid=NVLINK | DEFERRED
         ),
-        "te, main_grad, bounded": _over_nvlink(FUSED, fluid=NVLINK | {"moe_capacity_factor": 4.0}),
     },
     "rounds": {
         "local modules": Case(fluid={"moe_backend": "rounds"}, exchange="rounds"),
@@ -161,7 +160,7 @@ NAMES = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
 # Of these a small model is trained, too.
 TRAINED = {
     "one rank, single parameters": ("weights",),
-    "shared GPUs": ("deferred", "te, main_grad, deferred, shared beside", "te, main_grad, bounded"),
+    "shared GPUs": ("deferred", "te, main_grad, deferred, shared beside"),
     "rounds": ("te, main_grad, deferred, shared beside", "local modules, deferred, chunks"),
 }
 

@@ -1,5 +1,6 @@
-"""A rank of the end-to-end benchmark whose routers send every token to the first experts, which one
-expert-parallel rank holds, from iteration FROM on.
+"""A rank of the end-to-end benchmark whose routers turn uneven: from the iterations of TURNS on
+they send every token to the first experts, then to the last ones. One expert-parallel rank holds
+them.
 
 Run as a module under torchrun with Megatron's flags, among them --moe-router-enable-expert-bias.
 """
@@ -10,8 +11,8 @@ import functools
 import importlib
 from typing import Any
 
-FROM = 6
-"""The first uneven iteration, counted from 1; Megatron captures an iteration in the fourth."""
+TURNS = (6, 9)
+"""The first uneven iterations, counted from 1; Megatron captures an iteration in the fourth."""
 
 
 def main() -> None:
@@ -23,11 +24,12 @@ def main() -> None:
 
     @functools.wraps(step)
     def turning(forward_step: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if next(steps) == FROM:
+        if (now := next(steps)) in TURNS:
             routers = [one for chunk in model for one in chunk.modules() if isinstance(one, router)]
             assert routers
             for one in routers:
-                one.expert_bias[: one.topk] = 10.0
+                first = slice(None, one.topk) if now == TURNS[0] else slice(-one.topk, None)
+                one.expert_bias[first] = 10.0 * (1 + TURNS.index(now))
         return step(forward_step, data, model, *args, **kwargs)
 
     training.train_step = turning

@@ -33,8 +33,7 @@ def _forget_config() -> Iterator[None]:
         ("timeout_s", float("nan")),
         ("timeout_s", "300"),
         ("timeout_s", 1e308),
-        *(("moe_capacity_factor", value) for value in (0, -1.5, True, "1.5", [1.5])),
-        *(("moe_capacity_factor", float(text)) for text in ("inf", "-inf", "nan")),
+        ("graph", 1),
         ("profile_steps", "5"),
         ("profile_steps", "0:2"),
         ("profile_steps", "5:3"),
@@ -49,11 +48,6 @@ def test_a_value_out_of_range_is_refused_by_name(setting: str, value: object) ->
     assert repr(value) in str(caught.value)
     assert "allowed" in str(caught.value)
     assert isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize("value", [None, 1, 0.5, 1.25, 64.0])
-def test_room_for_rows_is_any_finite_number_above_zero(value: float | None) -> None:
-    assert FluidConfig(moe_capacity_factor=value).moe_capacity_factor == value
 
 
 def test_what_may_differ_between_hosts_is_not_shared() -> None:
@@ -86,13 +80,13 @@ def test_every_field_is_read_from_the_environment() -> None:
         "MEGATRON_FLUID_MOE_FP8": "ours",
         "MEGATRON_FLUID_MACHINE": "reference",
         "MEGATRON_FLUID_MOE_FP8_WEIGHT_GRADS": "bf16",
-        "MEGATRON_FLUID_MOE_CAPACITY_FACTOR": "1.25",
+        "MEGATRON_FLUID_GRAPH": "1",
     }
     fields = {field.name for field in dataclasses.fields(FluidConfig)}
     assert {name.removeprefix("MEGATRON_FLUID_").lower() for name in environ} == fields
     assert FluidConfig.from_environment(environ) == FluidConfig(
         *("rounds", 4, True, 2.5, True, "off", "collective", "hidden", "3:5", "pages", True),
-        *("ours", "reference", "bf16", 1.25),
+        *("ours", "reference", "bf16", True),
     )
     assert FluidConfig.from_environment({}) == FluidConfig()
 
@@ -104,7 +98,7 @@ def test_every_field_is_read_from_the_environment() -> None:
         ("MEGATRON_FLUID_TIMEOUT_S", "long"),
         ("MEGATRON_FLUID_DETERMINISTIC", "maybe"),
         ("MEGATRON_FLUID_MOE_BACKEND", "foo"),
-        ("MEGATRON_FLUID_MOE_CAPACITY_FACTOR", "much"),
+        ("MEGATRON_FLUID_GRAPH", "much"),
     ],
 )
 def test_an_unreadable_variable_is_named(variable: str, text: str) -> None:
@@ -114,13 +108,10 @@ def test_an_unreadable_variable_is_named(variable: str, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["0", "-1", "inf", "nan"])
 def test_a_variable_out_of_range_is_named_with_what_is_allowed(text: str) -> None:
-    for name, allowed in (
-        ("MOE_CAPACITY_FACTOR", "a finite number above 0"),
-        ("TIMEOUT_S", r"a number of seconds above 0, at most 31536000 \(a year\)"),
-    ):
-        words = f"^MEGATRON_FLUID_{name}: found {float(text)}, allowed: {allowed}$"
-        with pytest.raises(ConfigError, match=words):
-            FluidConfig.from_environment({f"MEGATRON_FLUID_{name}": text})
+    allowed = r"a number of seconds above 0, at most 31536000 \(a year\)"
+    words = f"^MEGATRON_FLUID_TIMEOUT_S: found {float(text)}, allowed: {allowed}$"
+    with pytest.raises(ConfigError, match=words):
+        FluidConfig.from_environment({"MEGATRON_FLUID_TIMEOUT_S": text})
 
 
 @pytest.mark.filterwarnings("error")

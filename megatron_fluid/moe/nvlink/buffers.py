@@ -111,7 +111,6 @@ class NvlinkBuffers:
         on_gpu = device.type == "cuda"
         # Written by the plan, read by the host.
         self.overflow = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
-        self._overflow_raised: set[tuple[float, str]] = set()
         # The offsets, and the most tokens that a rank brings.
         self.told = torch.zeros(self.local_experts + 1, dtype=torch.int32, pin_memory=on_gpu)
         words = (ctypes.c_int32 * self.told.numel()).from_address(self.told.data_ptr())
@@ -226,8 +225,7 @@ class NvlinkBuffers:
         memory only; may lag the device.
         """
         if wanted := int(self.overflow[0]):
-            if not self._overflow_raised:  # else it is still to be raised there
-                self.overflow.zero_()
+            self.overflow.zero_()
             raise FluidError(
                 f"rank {self.rank}: the routing wanted {wanted} expert rows, more than the "
                 "capacity of this layer's bounded mode; the rows above it were left out. Raise the "
@@ -237,31 +235,6 @@ class NvlinkBuffers:
     def bounded_rows(self, factor: float) -> int:
         """Expert rows of a rank in bounded mode: `factor` times those of a balanced routing."""
         return math.ceil(min(self.most_rows, factor * self.max_tokens * self.top_k))
-
-    def raise_overflow(self, factor: float, setting: str) -> None:
-        """Have a call that wanted more than bounded_rows(factor) raised as a ConfigError of
-        `setting` wherever a failed wait is (comm/failed_waits.py): before the optimizer steps."""
-        if (factor, setting) in self._overflow_raised:
-            return
-        self._overflow_raised.add((factor, setting))
-        # Without self: records outlive the workspace, which these buffers hold. With the tensor: it
-        # keeps the memory that is read.
-        words = (ctypes.c_int32 * 1).from_address(self.overflow.data_ptr()), self.overflow
-        rank, balanced, room = self.rank, self.max_tokens * self.top_k, self.bounded_rows(factor)
-
-        def found() -> ConfigError | None:
-            if (wanted := words[0][0]) <= room:  # or of a layer with less room
-                return None
-            enough = math.ceil(100 * wanted / balanced) / 100
-            return ConfigError.of(
-                setting,
-                factor,
-                f"at least {enough:g}, since rank {rank} of its group had room for {room} expert "
-                f"rows and the routing sent it {wanted}, or none: room for what arrives. What the "
-                "rows above would have given is missing in the results",
-            )
-
-        self.workspace.errors.further.append(found)
 
     def check(self, x: Tensor, ids: Tensor, probs: Tensor, bounded: bool = False) -> None:
         """Raise ConfigError where the arguments of a call do not fit these buffers. That tokens are

@@ -37,6 +37,7 @@ from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.expert_weights import Matrices, RowGroups, computed_dtype, grouped_product
 from megatron_fluid.moe.nvlink import steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle, SizedBuffers
+from megatron_fluid.moe.room import LayerRoom
 from megatron_fluid.moe.transport import (
     Backend,
     Exchange,
@@ -66,6 +67,7 @@ class NvlinkTransport(TokenTransport):
         capacity: None for exact mode, or the rows of bounded mode.
         grow: makes larger buffers, on all ranks at once, where one has more tokens than these hold
             (SizedBuffers.grow). In exact mode; None refuses such a call on every rank.
+        room: of the layer, which is told the rows of exact mode.
     """
 
     recomputable = ("rows", "hidden")
@@ -73,10 +75,10 @@ class NvlinkTransport(TokenTransport):
 
     def __init__(
         self, buffers: NvlinkBuffers, ids: Tensor, handle: RoutingHandle | None = None,
-        capacity: int | None = None, grow: Grow | None = None,
+        capacity: int | None = None, grow: Grow | None = None, room: LayerRoom | None = None,
     ) -> None:  # fmt: skip
         self.buffers, self.ids, self.handle, self.capacity = buffers, ids, handle, capacity
-        self._grow = grow
+        self._grow, self._room = grow, room
 
     def check_experts(self, activation: Activation, num_experts: int, biased: bool) -> None:
         if not activation.built_in or activation.name not in ACTIVATIONS:
@@ -109,7 +111,9 @@ class NvlinkTransport(TokenTransport):
             self.handle = steps.publish(self.buffers, self.ids, probs, self.capacity)
             if self.capacity is None:
                 again = functools.partial(self._publish_again, probs)
-        return _NvlinkExchange(self.buffers, self.handle, x, plan=not planned, again=again)
+        return _NvlinkExchange(
+            self.buffers, self.handle, x, plan=not planned, again=again, room=self._room
+        )
 
     def _publish_again(self, probs: Tensor, wanted: int) -> tuple[NvlinkBuffers, RoutingHandle]:
         """The same call on larger buffers, when the plan says that a rank's tokens do not fit."""
@@ -140,15 +144,17 @@ class _NvlinkExchange(Exchange):
         again: the host reads the experts' row counts, and where a rank has more tokens than the
             buffers hold, this publishes the call on larger ones.
         graded: the combine brings the gradients of the probabilities, too.
+        room: is told the rows that the host reads.
     """
 
     def __init__(
         self, buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, *,
         plan: bool = False, graded: bool = False,
         again: Callable[[int], tuple[NvlinkBuffers, RoutingHandle]] | None = None,
+        room: LayerRoom | None = None,
     ) -> None:  # fmt: skip
         self.buffers, self.handle, self.x = buffers, handle, x
-        self.plan, self.graded, self.again = plan, graded, again
+        self.plan, self.graded, self.again, self.room = plan, graded, again, room
         self.results: list[Tensor] = []
 
     def segments(self) -> Iterator[Segment]:
@@ -167,6 +173,8 @@ class _NvlinkExchange(Exchange):
                 self.buffers, self.handle = self.again(wanted)
                 yield from self.segments()
                 return
+            if self.room is not None:
+                self.room.saw(handle.ends[-1])
         rows = _receive(buffers, handle, x)
         bounded = handle.ends is None and not self.graded
         likely = buffers.earlier_offsets() if bounded else None
@@ -253,7 +261,7 @@ def send_back(
 
 def plan_nvlink(
     buffers: NvlinkBuffers, topk_ids: Tensor, probs: Tensor, capacity: int | None = None,
-    grow: Grow | None = None,
+    grow: Grow | None = None, room: LayerRoom | None = None,
 ) -> RoutingHandle:  # fmt: skip
     """The routing of one call, for its NvlinkTransport and for that of its recomputation.
     Collective. It belongs to the buffers that `grow` made last, if it did.
@@ -261,7 +269,7 @@ def plan_nvlink(
     topk_ids integers [T, K], -1 where dropped, and no expert twice for a token; probs [T, K] (their
     values are part of the plan). The call of this handle comes before the next plan on the same
     buffers (and before any other call of the same workspace): peers may still read what was
-    published here until that call.
+    published here until that call. room: of the layer, which is told the rows of exact mode.
     """
     while True:
         steps.take_turn(buffers, "plan")
@@ -271,6 +279,8 @@ def plan_nvlink(
             return handle
         handle.ends = buffers.read_offsets()
         if (wanted := buffers.most_wanted()) is None:
+            if room is not None:
+                room.saw(handle.ends[-1])
             return handle
         buffers = _grown(buffers, grow, topk_ids.shape[0], wanted)
 
@@ -295,17 +305,16 @@ class NvlinkBackend(Backend):
     ) -> MakeTransport:
         buffers, capacity = self.sized.of(x.shape[0], x.shape[1], computed_dtype(x)), None
         if (factor := self.shape.capacity_factor) is not None:
-            if self.shape.capacity_setting is None:
-                buffers.check_overflow()
-            else:
-                buffers.raise_overflow(factor, self.shape.capacity_setting)
+            buffers.check_overflow()
             capacity = buffers.bounded_rows(factor)
-        handle, grow = None, self.sized.grow
+        elif self.shape.captured is not None:
+            capacity = self.shape.captured.capacity(buffers)
+        handle, grow, room = None, self.sized.grow, self.shape.captured
         if again:
-            handle = plan_nvlink(buffers, ids, probs, capacity, grow=grow)
+            handle = plan_nvlink(buffers, ids, probs, capacity, grow, room)
             assert self.sized.buffers is not None
             buffers = self.sized.buffers
-        return functools.partial(NvlinkTransport, buffers, ids, handle, capacity, grow)
+        return functools.partial(NvlinkTransport, buffers, ids, handle, capacity, grow, room)
 
     def check_overflow(self) -> None:
         if self.sized.buffers is not None:

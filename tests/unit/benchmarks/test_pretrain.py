@@ -84,15 +84,6 @@ def test_what_cannot_be_run_is_named_with_its_reason(monkeypatch: pytest.MonkeyP
     assert VARIANTS["megatron_graph_apex"].missing() is None
 
 
-def test_a_graph_of_several_ranks_bounds_their_rows() -> None:
-    for name in ("fluid_whole_graph", "fluid_whole_graph_fp8"):
-        bounded = [
-            "--fluid-moe-capacity-factor" in flags_of(VARIANTS[name], ranks, gpu=True)
-            for ranks in (1, 4)
-        ]
-        assert bounded == [False, True]
-
-
 def test_the_warm_up_is_left_out_of_every_round() -> None:
     one = {"flops": 4e12, "tokens": 100, "peak_bytes": 2**30, "losses": [6.0, 5.0], "overlap": []}
     measured = pretrain.Measured(

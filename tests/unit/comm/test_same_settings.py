@@ -92,26 +92,6 @@ def test_every_rank_names_the_settings_that_differ() -> None:
     assert not any("timeout_s" in text or "profile_dir" in text for text in first)
 
 
-def _other_room(rank: int, world: int) -> list[str]:
-    """What ranks are told whose layers under Megatron have room for other numbers of rows."""
-    texts, group = [], dist.group.WORLD
-    for factors in ((1.5, 2.0), (1.5, None)):
-        config = FluidConfig(moe_capacity_factor=factors[rank], timeout_s=50.0 + rank)
-        # One rank alone is not served in a CUDA graph, as far as it knows.
-        mine = Finding(None if factors[rank] else "cuda_graph_impl='full_iteration'")
-        with pytest.raises(ConfigError) as caught:
-            exchange(mine, group, config, "overlapped MoE layer", "1")
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_ranks_with_room_for_other_numbers_of_rows_are_told_before_they_choose_a_path() -> None:
-    words = "overlapped MoE layer: moe_capacity_factor: found 1.5 on rank 0, {} on rank 1; allowed"
-    for texts in run_ranks(_other_room, 2):
-        for text, other in zip(texts, ("2.0", "None"), strict=True):
-            assert text.startswith(words.format(other)), text
-
-
 def _one_layer_more(rank: int, world: int) -> str:
     _moe()
     if rank == 0:

@@ -36,7 +36,7 @@ WING_FLOORS = (
     + ("fused_weight_gradients",)
     + ("children", "features", "profile_steps"),
     ("cpu", "failed_waits", "optimizer_step", "versions"),
-    ("__init__",),
+    ("__init__", "iteration_graph"),
     ("arguments", "gradient_readiness", "overlap_decision", "weight_gradients"),
     ("linears", "moe"),
     ("attention",),

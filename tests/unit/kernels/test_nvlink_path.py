@@ -4,8 +4,6 @@ interpreter on a CPU, random routings.
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm import failed_waits
-from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.errors import FluidError
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 from megatron_fluid.moe.nvlink.steps import (
@@ -333,77 +330,3 @@ def test_rows_over_capacity_are_counted_and_leave_zeros(schedule: Schedule) -> N
         reduce(ranks.buffers[r], ranks.handles[r], out, grads)
         assert torch.allclose(out.cpu(), x.cpu() * kept[r].sum(1)[:, None])
         assert torch.equal(grads.cpu(), kept[r])
-
-
-@contextmanager
-def planned(case: Case, factors: tuple[float, ...]) -> Iterator[list[NvlinkBuffers]]:
-    """The buffers of all ranks after one plan with room of the first factor, which `raise_overflow`
-    has been told, and the others."""
-    ranks = Ranks(case, 16, watched=True)
-    for buffers in ranks.buffers:
-        for factor in (*factors, *factors):  # of two calls
-            buffers.raise_overflow(factor, "moe_capacity_factor")
-    ranks.plan(ranks.buffers[0].bounded_rows(factors[0]))
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    yield ranks.buffers
-    for rank in range(ranks.count):
-        failed_waits.forget(ranks.world.rank(rank).errors)
-
-
-@pytest.fixture
-def _no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failed_waits, "look", lambda now: None)
-
-
-@pytest.mark.usefixtures("_no_thread")
-def test_more_rows_than_the_factor_allows_are_an_error_on_the_rank_that_is_short_of_room() -> None:
-    """All of 2 ranks' 8 tokens go to the first rank, twice: 32 rows, where 16 are balanced."""
-    case = make_case(3, "one rank", ranks=2, capacity=8)
-    with planned(case, (1.25,)) as (first, second):
-        words = (
-            r"^moe_capacity_factor: found 1.25, allowed: at least 2, since rank 0 of its group had "
-            r"room for 20 expert rows and the routing sent it 32, "
-        )
-        second.workspace.check_errors()
-        # A layer on plain torch that shares the buffers says it, too, and takes nothing away.
-        with pytest.raises(FluidError, match="wanted 32 expert rows"):
-            first.check_overflow()
-        for raises in (first.workspace.check_errors, failed_waits.check_for_failed_waits):
-            with pytest.raises(ConfigError, match=words):
-                raises()
-
-
-@pytest.mark.usefixtures("_no_thread")
-@pytest.mark.parametrize("factor", [2.0, 7.5, 1e308])
-def test_a_routing_that_fits_the_factor_is_no_error(factor: float) -> None:
-    case = make_case(3, "one rank", ranks=2, capacity=8)
-    with planned(case, (factor,)) as (first, _):
-        assert first.bounded_rows(factor) == first.most_rows == 32
-        failed_waits.check_for_failed_waits()
-
-
-@pytest.mark.usefixtures("_no_thread")
-def test_an_overflow_is_registered_once_for_each_factor_and_names_one_that_was_too_small() -> None:
-    case = make_case(3, "one rank", ranks=2, capacity=8)
-    with planned(case, (1.25, 2.0, 1.5)) as (first, _):
-        further = first.workspace.errors.further
-        for factor in (2.0, 1.25, 1.5):
-            first.raise_overflow(factor, "moe_capacity_factor")
-        assert len(further) == 3
-        found = [look() for look in further]
-        assert [error is None for error in found] == [False, True, False]
-
-
-@pytest.mark.usefixtures("_no_thread")
-def test_an_overflow_is_told_when_the_buffers_and_their_workspace_are_gone() -> None:
-    case = make_case(3, "one rank", ranks=2, capacity=8)
-    with planned(case, (1.0,)) as all_buffers:
-        errors = [buffers.workspace.errors for buffers in all_buffers]
-        gone = [weakref.ref(thing) for b in all_buffers for thing in (b, b.workspace)]
-    world = SimulatedWorkspace(2, DEVICE, watched=True)
-    gone.append(weakref.ref(world.rank(0)))
-    del all_buffers, world
-    gc.collect()
-    assert [thing() for thing in gone] == [None] * 5
-    assert isinstance(errors[0].error(), ConfigError) and errors[1].error() is None

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_fluid import FluidConfig, current_config, patches, set_config
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches import arguments
+from megatron_fluid.patches import arguments, iteration_graph
 from megatron_fluid.patches.engine import switches
 
 
@@ -41,15 +41,47 @@ def test_every_field_has_a_flag() -> None:
     assert arguments.config_from_args(args) == FluidConfig("rounds", 4, True, 2.5, True)
 
 
-def test_room_for_rows_is_given_by_flag_and_refused_by_its_name() -> None:
-    flag = "--fluid-moe-capacity-factor"
-    assert arguments.config_from_args(parse(flag, "1.5")) == FluidConfig(moe_capacity_factor=1.5)
-    for text in ("0", "-1", "inf", "nan"):
-        words = f"^{flag}: found {float(text)}, allowed: a finite number above 0$"
-        with pytest.raises(ConfigError, match=words):
-            arguments.config_from_args(parse(f"{flag}={text}"))
-    with pytest.raises(SystemExit):
-        parse(flag, "much")
+def _parsed(**settings: Any) -> Any:
+    given = {
+        "cuda_graph_impl": "none", "cuda_graph_modules": None, "te_rng_tracker": False,
+        "check_for_nan_in_loss_and_grad": True, "pipeline_model_parallel_size": 1,
+    }  # fmt: skip
+    return SimpleNamespace(**given | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cpu", "reason"),
+    [
+        ({}, False, None),
+        ({"cuda_graph_impl": "full_iteration"}, False, None),
+        ({"pipeline_model_parallel_size": 2}, False, "--pipeline-model-parallel-size is above 1"),
+        ({}, True, "CPU mode has no CUDA graphs"),
+    ],
+    ids=str,
+)
+def test_fluid_graph_turns_on_what_a_graph_of_an_iteration_needs_or_says_why_not(
+    settings: dict[str, Any],
+    cpu: bool,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(iteration_graph, "cpu_mode_active", lambda: cpu)
+    monkeypatch.setattr(iteration_graph, "current_config", lambda: FluidConfig(graph=True))
+    args = _parsed(**settings)
+    iteration_graph.turn_on_graph(args)
+    on = (args.cuda_graph_impl, args.te_rng_tracker, args.check_for_nan_in_loss_and_grad)
+    assert on == (("none", False, True) if reason else ("full_iteration", True, False))
+    assert [record.getMessage() for record in caplog.records] == (
+        [f"--fluid-graph has no effect: {reason}"] if reason else []
+    )
+
+
+def test_fluid_graph_refuses_graphs_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iteration_graph, "current_config", lambda: FluidConfig(graph=True))
+    words = "^--cuda-graph-impl: found 'local', allowed: none or full_iteration with --fluid-graph$"
+    with pytest.raises(ConfigError, match=words):
+        iteration_graph.turn_on_graph(_parsed(cuda_graph_impl="local"))
 
 
 def test_a_flag_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from megatron.core import activations
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_fluid import patches
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.moe.activations import ACTIVATIONS
 from megatron_fluid.moe.choose import Choice
@@ -223,12 +223,6 @@ def asked(config: Any, fluid: FluidConfig) -> PartReasons:
     return reasons(config, fluid, None if fluid.moe_backend == "auto" else fluid.moe_backend)
 
 
-@pytest.fixture
-def bounded() -> FluidConfig:
-    """--fluid-moe-capacity-factor 1.5, of a layer; other settings are in force."""
-    return FluidConfig(moe_capacity_factor=1.5)
-
-
 class Layer:
     """What is asked of an MoE layer of `ranks` expert-parallel ranks."""
 
@@ -241,23 +235,14 @@ class Layer:
 
 
 @pytest.mark.parametrize("backend", ["auto", "nvlink"])
-def test_a_graph_of_an_iteration_holds_layers_of_several_ranks_with_bounded_room(
-    supported: TransformerConfig, backend: str, bounded: FluidConfig
+def test_a_graph_of_an_iteration_holds_layers_of_several_ranks(
+    supported: TransformerConfig, backend: str
 ) -> None:
     layer: Any = Layer(supported, 2)
-    config = dataclasses.replace(bounded, moe_backend=backend)
-    assert limits.bounds_rows(layer.config, config)
+    config = FluidConfig(moe_backend=backend)
+    assert limits.bounds_rows(layer.config)
     assert reasons(layer.config, config).fused is None
     assert asked(layer.config, config).exchange is None
-    assert not limits.bounds_rows(layer.config, FluidConfig())
-    for reason in (
-        reasons(layer.config).fused,
-        reasons(layer.config).exchange,
-        reasons(layer.config).experts,
-        asked(layer.config, FluidConfig(moe_backend=backend)).exchange,
-    ):
-        assert reason is not None and reason.startswith("cuda_graph_impl='full_iteration'")
-        assert "with --fluid-moe-capacity-factor" in reason
 
 
 @pytest.mark.parametrize(
@@ -265,29 +250,40 @@ def test_a_graph_of_an_iteration_holds_layers_of_several_ranks_with_bounded_room
     [
         {"add_bias_linear": True},
         {"variable_seq_lengths": True},
+        {"pipeline_model_parallel_size": 2},
+        {"fp8": "hybrid", "fp8_recipe": "delayed"},
         {"cuda_graph_impl": "local"},
         {"cuda_graph_impl": "transformer_engine"},
     ],
     ids=str,
 )
-def test_bounded_room_serves_neither_biases_nor_varying_lengths_nor_graphs_of_layers(
-    supported: TransformerConfig, settings: dict[str, Any], bounded: FluidConfig
+def test_graphs_of_layers_and_of_what_cannot_be_run_again_hold_no_layers_of_several_ranks(
+    supported: TransformerConfig, settings: dict[str, Any]
 ) -> None:
     layer: Any = Layer(supported, 2, **settings)
-    assert limits.bounds_rows(layer.config, bounded) is ("cuda_graph_impl" in settings)
+    config = FluidConfig()
+    assert not limits.bounds_rows(layer.config)
     for reason in (
-        reasons(layer.config, bounded).exchange,
-        reasons(layer.config, bounded).experts,
-        asked(layer.config, bounded).exchange,
+        reasons(layer.config, config).exchange,
+        reasons(layer.config, config).experts,
+        asked(layer.config, config).exchange,
     ):
         assert reason is not None and reason.startswith("cuda_graph_impl=")
 
 
+def test_without_the_patch_that_runs_iterations_again_a_graph_holds_no_layers_of_several_ranks(
+    supported: TransformerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patches, "off_reason", lambda name: f"{name} was turned off")
+    layer: Any = Layer(supported, 2)
+    assert not limits.bounds_rows(layer.config)
+
+
 @pytest.mark.parametrize("backend", ["rounds", "hierarchical"])
 def test_bounded_room_is_for_symmetric_memory_alone(
-    supported: TransformerConfig, backend: str, bounded: FluidConfig
+    supported: TransformerConfig, backend: str
 ) -> None:
-    config = dataclasses.replace(bounded, moe_backend=backend)
+    config = FluidConfig(moe_backend=backend)
     layer: Any = Layer(supported, 2)
     reason = asked(layer.config, config).exchange
     assert "backends rounds and hierarchical read row counts on the host" in str(reason)
@@ -307,20 +303,17 @@ def test_bounded_room_is_for_symmetric_memory_alone(
     ],
 )
 def test_on_one_rank_bounded_room_leaves_graphs_of_layers_to_the_local_path(
-    supported: TransformerConfig, impl: str, backend: str, words: str | None, bounded: FluidConfig
+    supported: TransformerConfig, impl: str, backend: str, words: str | None
 ) -> None:
     layer: Any = Layer(supported, 1, cuda_graph_impl=impl)
-    config = dataclasses.replace(bounded, moe_backend=backend)
+    config = FluidConfig(moe_backend=backend)
     reason = asked(layer.config, config).exchange
     assert (reason is None) if words is None else (words in str(reason))
 
 
 @pytest.mark.parametrize("backend", ["nvlink", "hierarchical", "rounds"])
 def test_where_auto_ends_at_another_backend_a_graphed_layer_is_megatrons_by_name(
-    supported: TransformerConfig,
-    backend: str,
-    bounded: FluidConfig,
-    monkeypatch: pytest.MonkeyPatch,
+    supported: TransformerConfig, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moe_layer.DECISIONS, "_whole", lambda *_: path)
     monkeypatch.setattr(decision, "choose_transport", lambda *_: Choice(backend, None))
@@ -328,10 +321,10 @@ def test_where_auto_ends_at_another_backend_a_graphed_layer_is_megatrons_by_name
     path = SimpleNamespace(start=started.extend)
     for impl in ("full_iteration", "none"):
         layer: Any = Layer(supported, 2, cuda_graph_impl=impl)
-        monkeypatch.setitem(moe_layer.DECISIONS._decisions, layer, Decision(bounded))
-        parts_over = {backend: reasons(layer.config, bounded, backend)}
+        monkeypatch.setitem(moe_layer.DECISIONS._decisions, layer, Decision(FluidConfig()))
+        parts_over = {backend: reasons(layer.config, FluidConfig(), backend)}
         findings = [Finding(None, decision._Found(None, parts_over, False))] * 2
-        found = moe_layer.DECISIONS.decide(bounded, layer, findings)
+        found = moe_layer.DECISIONS.decide(FluidConfig(), layer, findings)
         if impl == "none" or backend == "nvlink":
             assert found is path and started == [False, False]
         else:
@@ -341,12 +334,12 @@ def test_where_auto_ends_at_another_backend_a_graphed_layer_is_megatrons_by_name
 
 
 def test_experts_of_ours_alone_are_not_captured_with_bounded_room(
-    supported: TransformerConfig, bounded: FluidConfig
+    supported: TransformerConfig,
 ) -> None:
     layer: Any = Layer(supported, 2)
     assert "row counts are read on the host" in str(parts.graphed_phases_reason(layer.config))
     layer.config.moe_latent_size = 8  # phase by phase
-    assert "row counts are read on the host" in str(reasons(layer.config, bounded).exchange)
+    assert "row counts are read on the host" in str(reasons(layer.config).exchange)
 
 
 @pytest.mark.parametrize(
@@ -479,7 +472,7 @@ def test_clamp_offset_and_interleaved_gates_are_megatrons(
         ("local", ["attn"], 1, True),
         ("local", ["mlp"], 2, True),
         ("local", ["attn", "moe_router"], 1, False),
-        ("full_iteration", [], 2, False),
+        ("full_iteration", [], 2, True),
         ("full_iteration", [], 1, True),
     ],
 )
@@ -493,12 +486,16 @@ def test_graphs_that_leave_the_experts_out_keep_the_overlapped_path(
         cuda_graph_impl=impl,
         cuda_graph_modules=[CudaGraphModule[name] for name in modules],
         expert_model_parallel_size=ranks,
+        pipeline_model_parallel_size=1,
+        add_bias_linear=False,
+        variable_seq_lengths=False,
+        fp8=None,
     )
     assert limit.applies(config, FluidConfig()) is not served
 
 
 def test_bounded_room_needs_kernels_that_count_rows_on_the_device(
-    supported: TransformerConfig, bounded: FluidConfig, monkeypatch: pytest.MonkeyPatch
+    supported: TransformerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_fluid.kernels.grouped_gemm import launch as grouped_gemm
 
@@ -509,9 +506,9 @@ def test_bounded_room_needs_kernels_that_count_rows_on_the_device(
     monkeypatch.setattr(limits, "cpu_mode_active", lambda: False)
     monkeypatch.setattr(grouped_gemm, "sends_rows", lambda device, dtype: dtype in served)
     layer.config.params_dtype = torch.bfloat16
-    assert limits.bounds_rows(layer.config, bounded)
-    assert reasons(layer.config, bounded).fused is None
+    assert limits.bounds_rows(layer.config)
+    assert reasons(layer.config).fused is None
     layer.config.params_dtype = torch.float32
     reason = limits.bounded_unsupported_reason(layer.config)
     assert reason == "the host counts the rows of experts in torch.float32 on this GPU"
-    assert "cuda_graph_impl='full_iteration'" in str(reasons(layer.config, bounded).fused)
+    assert "cuda_graph_impl='full_iteration'" in str(reasons(layer.config).fused)

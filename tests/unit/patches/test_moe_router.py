@@ -4,6 +4,7 @@ it: one rank on a CPU."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -210,9 +211,9 @@ def test_one_rank_takes_choices_in_the_routers_dtypes_and_only_looks_up_their_or
 
 
 @contextlib.contextmanager
-def over_nvlink(layer: Any, tokens: int, factor: float | None = None) -> Iterator[Any]:
-    """The layer's NVLink path on one rank of a simulated workspace, in fp32; `factor` is
-    --fluid-moe-capacity-factor."""
+def over_nvlink(layer: Any, tokens: int, graphed: bool = False) -> Iterator[Any]:
+    """The layer's NVLink path on one rank of a simulated workspace, in fp32. graphed: in a model
+    whose iterations are captured."""
     from megatron_fluid.config import FluidConfig
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
     from megatron_fluid.patches.moe import layer as seam
@@ -223,8 +224,11 @@ def over_nvlink(layer: Any, tokens: int, factor: float | None = None) -> Iterato
     shape = c.hidden_size, c.moe_router_topk, c.num_moe_experts
     buffers = NvlinkBuffers(space, tokens, *shape, torch.float32)
     rounds = SimpleNamespace(device=torch.device("cpu"))
-    with mock.patch.object(seam, "shared_rounds", return_value=rounds):
-        config = FluidConfig(moe_backend="nvlink", moe_capacity_factor=factor)
+    with (
+        mock.patch.object(seam, "shared_rounds", return_value=rounds),
+        mock.patch.object(seam, "bounds_rows", return_value=graphed),
+    ):
+        config = FluidConfig(moe_backend="nvlink")
         path = seam.OverlappedLayer(layer, config, "nvlink")
         path.start([path.weights.order[0] != 0])
     path.transports.sized = SimpleNamespace(of=lambda *args: buffers, buffers=buffers, grow=None)
@@ -319,90 +323,53 @@ def test_moved_replaced_and_changed_parameters_are_noticed(
 
 
 def _bounded(rank: int, world_size: int) -> dict[str, Any]:
-    """What a layer over NVLink passes to its transport with and without bounded room, and a step
-    of one with it."""
+    """Steps of a layer over NVLink with as much room as its eager ones needed, and with less."""
     from megatron_fluid import patches
-    from megatron_fluid.errors import ConfigError
-    from megatron_fluid.moe.nvlink import transport as nvlink
+    from megatron_fluid.moe.room import ROOMS
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel()
     patches.revert("moe-router-topk", "moe-layer", "moe-layer-init")
     shape = {"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K}
     found: dict[str, Any] = {}
-    cases = (("1.5", 1.5, False), ("none", None, False), ("biases", 1.5, True))
-    for name, factor, biases in cases:
-        layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**shape, add_bias_linear=biases))
-        with over_nvlink(layer, TOKENS, factor) as path:
-            buffers = path.transports.sized.buffers
-            found["rows"] = buffers.bounded_rows(1.5)
-            for again in (False, True):
-                transport = mock.Mock()
-                plans = mock.patch.object(nvlink, "plan_nvlink", transport.plan_nvlink)
-                made = mock.patch.object(nvlink, "NvlinkTransport", transport.NvlinkTransport)
-                fcs = path.weights.matrices()
-                with plans, made:
-                    path.route(layer, torch.randn(TOKENS, 1, 32), None, again, fcs)[0]()
-                planned = transport.plan_nvlink.call_args
-                _, _, handle, capacity, _ = transport.NvlinkTransport.call_args.args
-                found[name, again] = (
-                    planned and planned.args[3],
-                    capacity,
-                    handle is (transport.plan_nvlink.return_value if again else None),
-                )
-            found[name] = len(buffers.workspace.errors.further)
     for recompute in (False, True):
         modules = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
         settings = {**shape, **(modules if recompute else {})}
         layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**settings), grouped=True)
-        stock = _step(lambda x, layer=layer: layer(x)[0], layer)
-        with over_nvlink(layer, TOKENS, 1.0) as path:
-            ours = _step(lambda x, path=path, layer=layer: path.forward(layer, x, None)[0], layer)
-            found["step", recompute] = stock, ours
-            path.transports.sized.buffers.workspace.check_errors()
-        with over_nvlink(layer, TOKENS, 0.5) as path:
-            try:
-                for _ in range(2):
-                    path.forward(layer, torch.randn(TOKENS, 1, 32), None)
-            except ConfigError as error:
-                found["short", recompute] = str(error)
+
+        def forward(x: torch.Tensor, path: Any, layer: Any = layer) -> torch.Tensor:
+            return path.forward(layer, x, None)[0]
+
+        with over_nvlink(layer, TOKENS, graphed=True) as path:
+            step, room = functools.partial(forward, path=path), path.transports.shape.captured
+            buffers = path.transports.sized.buffers
+            eager, rows, room.most = _step(step, layer), room.most, room.most
+            with (
+                mock.patch.multiple(ROOMS, bounded=True, margin=0.0),
+                mock.patch("megatron_fluid.moe.room._LEAST", 1),
+            ):
+                bounded, enough = _step(step, layer), buffers.overflow.item()
+                room.most -= 1
+                _step(step, layer)
+            found[recompute] = eager, bounded, rows, enough, buffers.overflow.item()
     return found
 
 
 @pytest.fixture(scope="module")
-def bounded() -> dict[str, Any]:
+def bounded() -> dict[bool, Any]:
     (found,) = run_ranks(_bounded, 1, timeout_s=300)
     return found
 
 
-def test_with_the_factor_a_layer_passes_its_rows_to_the_call_and_to_its_plan(
-    bounded: dict[str, Any],
-) -> None:
-    rows = TOKENS * TOP_K  # of one rank: no more can arrive
-    assert bounded["rows"] == rows
-    assert bounded["1.5", False] == (None, rows, True)
-    assert bounded["1.5", True] == (rows, rows, True)
-    assert bounded["1.5"] == 1, "registered once"
-
-
-@pytest.mark.parametrize("case", ["none", "biases"])
-def test_without_the_factor_or_with_biases_as_many_rows_as_arrive(
-    bounded: dict[str, Any], case: str
-) -> None:
-    assert bounded[case, False] == bounded[case, True] == (None, None, True)
-    assert bounded[case] == 0
-
-
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_layer_with_room_for_its_rows_is_megatrons_and_one_without_says_so_by_the_next_call(
-    bounded: dict[str, Any], recompute: bool
+def test_a_captured_call_has_room_for_the_rows_that_eager_ones_received(
+    bounded: dict[bool, Any], recompute: bool
 ) -> None:
-    stock, ours = bounded["step", recompute]
-    for name, value in stock.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
-    words = "moe_capacity_factor: found 0.5, allowed: at least 1, since rank 0 of its group "
-    words += "had room for 15 expert rows"
-    assert bounded["short", recompute].startswith(words)
+    eager, captured, rows, enough, lacked = bounded[recompute]
+    assert rows == TOKENS * TOP_K and enough == 0
+    for name, value in eager.items():
+        assert torch.equal(captured[name], value), name
+    assert lacked == rows, "a call with room for one row less did not say so"
 
 
 def _more_tokens(rank: int, world_size: int) -> dict[str, Any]:

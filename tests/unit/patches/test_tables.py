@@ -209,27 +209,6 @@ def test_the_precision_of_weight_gradients_says_where_nothing_reads_it(
 MOE, ATTENTION = "overlapped MoE layer", "overlapped attention"
 
 
-@pytest.mark.parametrize(
-    ("experts", "biases", "text", "why"),
-    [
-        (None, False, "", "the model has no MoE layer"),
-        (8, True, "", "experts with biases take as many rows as arrive"),
-        (8, False, "rounds, 2 expert-parallel ranks", "fused layers over symmetric memory read it"),
-        (8, False, "nvlink, 2 ranks; phase by phase: no", "fused layers over symmetric memory"),
-        (8, False, "nvlink where all GPUs reach each other, 2 expert-parallel ranks", None),
-        (8, False, "", None),  # nothing is known yet
-    ],
-)
-def test_room_for_rows_says_where_nothing_reads_it(
-    monkeypatch: pytest.MonkeyPatch, experts: int | None, biases: bool, text: str, why: str | None
-) -> None:
-    given = FluidConfig(moe_capacity_factor=1.5)
-    job(monkeypatch, given, num_experts=experts, add_bias_linear=biases)
-    rows: list[startup.Feature] = [(MOE, True, text, 2)] if text else []
-    found = unused_settings(rows).get("--fluid-moe-capacity-factor 1.5")
-    assert found is why is None or why in str(found)
-
-
 def test_the_tables_of_the_docs_name_everything() -> None:
     table = patches_table(
         [

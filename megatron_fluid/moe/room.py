@@ -1,0 +1,74 @@
+"""How many expert rows a captured call of a layer has room for.
+
+A CUDA graph cannot size activations by the rows that arrive, and an eager call can. So each layer
+notes the most rows that this rank received in one eager call. A captured call has room for them and
+a margin. Layers and ranks differ in it, as their routing does.
+
+A call that receives more leaves the surplus rows out and records that in `NvlinkBuffers.overflow`.
+Who replays the graph looks there, and runs such an iteration again (patches/iteration_graph.py).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+
+__all__ = ["ROOMS", "LayerRoom", "Rooms"]
+
+_MARGIN = 0.125
+_LEAST = 128
+
+
+class LayerRoom:
+    """The rows of one layer on this rank.
+
+    Attributes:
+        most: the most that one eager call received.
+    """
+
+    def __init__(self) -> None:
+        self.most = 0
+        ROOMS.layers.add(self)
+
+    def saw(self, rows: int) -> None:
+        """An eager call received so many."""
+        if rows > self.most:
+            self.most = rows
+
+    def capacity(self, buffers: NvlinkBuffers) -> int | None:
+        """The rows that a call over `buffers` has room for now; None: as many as arrive."""
+        if not ROOMS.bounded:
+            return None
+        ROOMS.buffers.add(buffers)
+        rows = math.ceil(self.most * (1 + ROOMS.margin))
+        return min(max(rows, _LEAST), buffers.most_rows)
+
+
+class Rooms:
+    """The rooms of all layers of this process.
+
+    Attributes:
+        bounded: whether calls have room for a bounded number of rows now, as captured ones must.
+        margin: room beyond the most rows that were seen, as a share of them.
+        layers: the rooms.
+        buffers: those that bounded calls used.
+    """
+
+    def __init__(self) -> None:
+        self.bounded = False
+        self.margin = _MARGIN
+        self.layers: weakref.WeakSet[LayerRoom] = weakref.WeakSet()
+        self.buffers: weakref.WeakSet[NvlinkBuffers] = weakref.WeakSet()
+
+    def grow(self) -> None:
+        """Double the margin, and forget what was left out so far. The device has to be idle."""
+        self.margin *= 2
+        for buffers in self.buffers:
+            buffers.overflow.zero_()
+
+
+ROOMS = Rooms()

@@ -1,0 +1,241 @@
+"""Forward and backward of all microbatches as one CUDA graph, under any routing.
+
+`FullCudaGraphWrapper` runs some iterations eagerly, captures one and replays it from then on. In a
+graph, layers over symmetric memory have room for a bounded number of expert rows
+(megatron_fluid/moe/room.py). Where the routing sends a rank more than that, the surplus is
+missing from the iteration. So each iteration asks, once the last microbatch's forward is over,
+whether any rank lacked room. If one did, the iteration runs again:
+
+- Gradients are zeroed. Generators, buffers of modules (expert biases and token counts) and sums of
+  losses for the log become what they were.
+- Forward and backward run eagerly on the same data.
+- The margin of all layers' rooms doubles, and the next iteration is captured anew.
+
+The eager iteration before the first capture already has bounded room, so that every kernel of the
+graph has been built and run.
+
+Megatron's PagedStashRunner runs iterations again, too. It does not serve here. It asks dispatchers
+that have HybridEP's manager. It puts neither generators nor router statistics back. It captures
+with the same room again. And it asks at the end of an iteration, when the GPU has nothing to do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fluid.comm.failed_waits import raise_if_failed
+from megatron_fluid.config import current_config
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.room import ROOMS
+from megatron_fluid.patches.cpu.mode import cpu_mode_active
+
+__all__ = ["Overflow", "State", "graphed_iteration", "turn_on_graph"]
+
+_LOGGER = logging.getLogger("megatron_fluid")
+_POLL_S = 5e-5
+_IMPLEMENTATIONS = ("none", "full_iteration")
+
+
+def turn_on_graph(args: Any) -> None:
+    """Set what --fluid-graph needs among Megatron's parsed arguments.
+
+    Raises:
+        ConfigError: a graph of another kind is asked for, too, or this Megatron has none of
+            iterations.
+    """
+    if not current_config().graph:
+        return
+    if not hasattr(args, "cuda_graph_modules"):
+        raise ConfigError.of("--fluid-graph", True, "False before Megatron-Core 0.18")
+    if args.cuda_graph_impl not in _IMPLEMENTATIONS:
+        allowed = f"{' or '.join(_IMPLEMENTATIONS)} with --fluid-graph"
+        raise ConfigError.of("--cuda-graph-impl", args.cuda_graph_impl, allowed)
+    if cpu_mode_active():
+        return _keep_eager("CPU mode has no CUDA graphs")
+    if args.pipeline_model_parallel_size > 1:
+        return _keep_eager("--pipeline-model-parallel-size is above 1")
+    args.cuda_graph_impl = "full_iteration"
+    args.te_rng_tracker = True
+    args.check_for_nan_in_loss_and_grad = False
+
+
+def _keep_eager(reason: str) -> None:
+    _LOGGER.warning("--fluid-graph has no effect: %s", reason)
+
+
+class Overflow:
+    """Whether a rank of the job lacked room in an iteration, told to all hosts.
+
+    Args:
+        device: of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._words = torch.zeros(2, dtype=torch.int32, device=device)  # iterations; lacked room
+        self._told = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        # The same memory, read without an operation of torch.
+        self._on_host = (ctypes.c_int32 * 2).from_address(self._told.data_ptr())
+        self._iterations = 0
+
+    def tell(self) -> None:
+        """Enqueue it on the current stream, which may be captured. Collective over the job."""
+        found = [buffers.overflow for buffers in ROOMS.buffers]
+        device = self._words.device
+        lacked = torch.stack([word.to(device, non_blocking=True) for word in found]).amax(0).sign()
+        dist.all_reduce(lacked, op=dist.ReduceOp.MAX)
+        self._words[1:].copy_(lacked)
+        self._words[:1].add_(1)
+        self._told.copy_(self._words, non_blocking=True)
+
+    def found(self) -> bool:
+        """Wait until the iteration that was launched last has told it."""
+        self._iterations += 1
+        while self._on_host[0] != self._iterations:
+            raise_if_failed()
+            time.sleep(_POLL_S)
+        return self._on_host[1] != 0
+
+
+class State:
+    """What forward and backward change, besides gradients: kept before an iteration, to run it
+    again.
+
+    Args:
+        model: chunks of the model.
+    """
+
+    def __init__(self, model: list[torch.nn.Module]) -> None:
+        # Megatron's DistributedDataParallel has something else by the name of `buffers`.
+        self._buffers = [one for chunk in model for one in torch.nn.Module.buffers(chunk)]
+        self._tensors: list[Tensor] = []
+        self._kept: list[Tensor] = []
+        self._generators: list[tuple[torch.Generator, int]] = []
+
+    def keep(self) -> None:
+        """Copy it as it is now."""
+        tensors = [*self._buffers, *_sums_of_losses()]
+        if list(map(id, tensors)) != list(map(id, self._tensors)):
+            self._tensors, self._kept = tensors, [torch.empty_like(one) for one in tensors]
+        if tensors:
+            torch._foreach_copy_(self._kept, tensors)
+        self._generators = [(one, one.get_offset()) for one in _generators()]
+
+    def restore(self) -> None:
+        """Make it what it was."""
+        if self._tensors:
+            torch._foreach_copy_(self._tensors, self._kept)
+        for generator, offset in self._generators:
+            generator.set_offset(offset)
+
+
+def _sums_of_losses() -> Iterator[Tensor]:
+    """What auxiliary losses and those of multi-token prediction are added to for the log."""
+    from megatron.core.transformer.moe.moe_utils import get_moe_metrics_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    yield from (entry.values for entry in get_moe_metrics_tracker().metrics.values())
+    values = MTPLossLoggingHelper.tracker.values()
+    yield from (value for value in values if isinstance(value, Tensor))
+
+
+def _generators() -> list[torch.Generator]:
+    """The generators of this rank's GPU, each once."""
+    from megatron.core.tensor_parallel.random import get_all_rng_states
+
+    if not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.default_generators[torch.cuda.current_device()]]
+    found += [one for one in get_all_rng_states().values() if isinstance(one, torch.Generator)]
+    return list({id(one): one for one in found}.values())
+
+
+# By stage, as FullCudaGraphWrapper keeps its graphs: evaluations make a wrapper each.
+_overflows: dict[str, Overflow] = {}
+_states: dict[str, State] = {}
+
+
+def graphed_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `FullCudaGraphWrapper.__call__`."""
+
+    @functools.wraps(original)
+    def fluid_iteration(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # One eager iteration shows how many rows arrive, one more has room for as many.
+        self.cuda_graph_warmup_steps = max(self.cuda_graph_warmup_steps, 2)
+        stage = "validation" if kwargs.get("forward_only") else "training"
+        first = self.curr_iter(stage) < self.cuda_graph_warmup_steps - 1
+        if first or not ROOMS.layers:
+            return original(self, *args, **kwargs)
+        return _bounded(self, original, stage, kwargs)
+
+    return fluid_iteration
+
+
+def _bounded(wrapper: Any, original: Callable[..., Any], stage: str, given: dict[str, Any]) -> Any:
+    """An iteration with bounded room: eager, captured or replayed."""
+    chunks = given["model"] if isinstance(given["model"], list) else [given["model"]]
+    device = next(chunks[0].parameters()).device
+    if stage not in _overflows:
+        _overflows[stage], _states[stage] = Overflow(device), State(chunks)
+    overflow, state = _overflows[stage], _states[stage]
+    state.keep()
+    step = _telling(given["forward_step_func"], given["num_microbatches"], overflow)
+    ROOMS.bounded = True
+    try:
+        result = original(wrapper, **{**given, "forward_step_func": step})
+    finally:
+        ROOMS.bounded = False
+    return _again(wrapper, stage, chunks, given) if overflow.found() else result
+
+
+def _telling(step: Callable[..., Any], microbatches: int, overflow: Overflow) -> Any:
+    """A forward step that tells of lacking room behind the last microbatch."""
+    calls = 0
+
+    @functools.wraps(step)
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        result = step(*args, **kwargs)
+        calls += 1
+        if calls == microbatches:
+            overflow.tell()
+        return result
+
+    return telling
+
+
+def _again(wrapper: Any, stage: str, chunks: list[torch.nn.Module], given: dict[str, Any]) -> Any:
+    """The iteration once more, eagerly; the next one is captured with more room."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    raise_if_failed()
+    ROOMS.grow()
+    _states[stage].restore()
+    if stage == "training":
+        for chunk in chunks:
+            chunk.zero_grad_buffer()  # type: ignore[operator]
+    wrapper.reset_cuda_graph(stage)
+    # torch refuses a pool whose graph is gone while blocks of it are left.
+    sys.modules[type(wrapper).__module__]._shared_graph_pool = None  # type: ignore[attr-defined]
+    type(wrapper).curr_iteration[stage] = wrapper.cuda_graph_warmup_steps
+    if dist.get_rank() == 0:
+        _LOGGER.warning(
+            "%s: a rank received more expert rows than the CUDA graph has room for. The iteration "
+            "runs again without it; the next one is captured with room for %d%% more rows than "
+            "were seen in any layer",
+            stage, round(100 * ROOMS.margin),
+        )  # fmt: skip
+    read = wrapper.static_loader.static_buffers[stage][: given["num_microbatches"]]
+    data = given["data_iterator"]
+    data = data if isinstance(data, list) else [data]
+    data = [None if one is None else iter(read) for one in data]
+    return wrapper.forward_backward_func(**{**given, "data_iterator": data})

@@ -1,0 +1,163 @@
+"""Iterations whose graph lacks room, by a stand-in for Megatron's wrapper: no GPU here captures
+one. tests/gpu/test_megatron_graphs.py trains with real ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core")
+
+from megatron_fluid.moe.room import ROOMS, LayerRoom
+from megatron_fluid.patches import iteration_graph
+from megatron_fluid.patches.iteration_graph import graphed_iteration
+
+WARM_UP, MICROBATCHES = 3, 2
+
+
+class Buffers:
+    def __init__(self) -> None:
+        self.overflow = torch.zeros(1, dtype=torch.int32)
+        self.most_rows = 10_000
+
+
+class Model(torch.nn.Module):
+    """A layer that receives `rows` in each microbatch, and drops what it has no room for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.register_buffer("counted", torch.zeros(1))
+        self.main_grad, self.rows, self.learns = torch.zeros(1), 200, True
+        self.room, self.exchange = LayerRoom(), Buffers()
+
+    def zero_grad_buffer(self) -> None:
+        self.main_grad.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        capacity = self.room.capacity(self.exchange)  # type: ignore[arg-type]
+        if capacity is None:
+            self.room.saw(self.rows)
+            capacity = self.rows
+        elif self.rows > capacity:
+            self.exchange.overflow.fill_(self.rows)
+        self.counted += self.rows
+        if self.learns:
+            self.main_grad += x * min(capacity, self.rows)
+        return x * min(capacity, self.rows)
+
+
+class Wrapper:
+    """What FullCudaGraphWrapper does, its graph being the function itself."""
+
+    curr_iteration: dict[str, int]
+
+    def __init__(self, function: Any) -> None:
+        type(self).curr_iteration = {"training": 0, "validation": 0}
+        self.forward_backward_func, self.cuda_graph_warmup_steps = function, WARM_UP
+        self.graphs: dict[str, Any] = {"training": None, "validation": None}
+        self.static_loader = SimpleNamespace(static_buffers={"training": [], "validation": []})
+        self.captures = 0
+
+    def curr_iter(self, stage: str) -> int:
+        return self.curr_iteration[stage]
+
+    def reset_cuda_graph(self, stage: str) -> None:
+        self.graphs[stage], self.curr_iteration[stage] = None, 0
+
+    def __call__(self, **given: Any) -> Any:
+        stage = "validation" if given["forward_only"] else "training"
+        data = [next(given["data_iterator"]) for _ in range(given["num_microbatches"])]
+        self.static_loader.static_buffers[stage] = data
+        given["data_iterator"] = [iter(data)]
+        if self.curr_iter(stage) == self.cuda_graph_warmup_steps:
+            self.captures += 1
+            self.graphs[stage] = functools.partial(self.forward_backward_func)
+        self.curr_iteration[stage] += 1
+        return self.forward_backward_func(**given)
+
+
+def _forward_backward(**given: Any) -> float:
+    return sum(
+        given["forward_step_func"](given["data_iterator"][0], given["model"]).item()
+        for _ in range(given["num_microbatches"])
+    )
+
+
+def _step(data: Iterator[torch.Tensor], model: Model) -> torch.Tensor:
+    found: torch.Tensor = model(next(data) * (1 + 0 * torch.rand(())))
+    return found
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`run(model, rows, forward_only)`: the result of one iteration through the patch."""
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(iteration_graph, "_overflows", {})
+    monkeypatch.setattr(iteration_graph, "_states", {})
+    monkeypatch.setattr(iteration_graph, "_sums_of_losses", lambda: iter(()))
+    monkeypatch.setattr(ROOMS, "layers", type(ROOMS.layers)())
+    monkeypatch.setattr(ROOMS, "buffers", type(ROOMS.buffers)())
+    monkeypatch.setattr(ROOMS, "margin", 0.125)
+    wrapper, call = Wrapper(_forward_backward), graphed_iteration(Wrapper.__call__)
+
+    def one(model: Model, rows: int, forward_only: bool = False) -> float:
+        model.rows = rows
+        if not forward_only:
+            model.zero_grad_buffer()
+        result: float = call(
+            wrapper, model=model, data_iterator=iter([torch.ones(1)] * MICROBATCHES),
+            num_microbatches=MICROBATCHES, seq_length=1, forward_only=forward_only,
+            forward_step_func=_step,
+        )  # fmt: skip
+        return result
+
+    one.wrapper = wrapper  # type: ignore[attr-defined]
+    return one
+
+
+def test_an_iteration_that_lacks_room_gives_what_an_eager_one_does(run: Any) -> None:
+    model = Model()
+    counted = 0.0
+    for rows in (200, 180, 200, 220, 225, 226, 250, 200, 400, 100):
+        assert run(model, rows) == MICROBATCHES * rows
+        assert model.main_grad.item() == MICROBATCHES * rows
+        counted += MICROBATCHES * rows
+        assert model.counted.item() == counted, "a buffer has counted an iteration twice"
+    # 225 rows are 12.5% above 200. Then 25% are room, and after 400 rows 50%.
+    assert run.wrapper.captures == 3 and ROOMS.margin == 0.5
+
+
+def test_the_last_eager_iteration_has_bounded_room_already(run: Any) -> None:
+    model = Model()
+    for rows in (200, 200, 300):
+        assert run(model, rows) == MICROBATCHES * rows
+    assert ROOMS.margin == 0.25 and run.wrapper.captures == 0
+    run(model, 375)
+    assert run.wrapper.captures == 1 and ROOMS.margin == 0.25
+
+
+def test_evaluation_has_a_graph_of_its_own_and_leaves_gradients(run: Any) -> None:
+    model = Model()
+    for rows in (200, 200, 200, 200):
+        run(model, rows)
+    model.learns = False
+    for rows in (200, 200, 200, 200, 300):
+        assert run(model, rows, forward_only=True) == MICROBATCHES * rows
+    assert model.main_grad.item() == MICROBATCHES * 200
+    assert run.wrapper.captures == 2
+
+
+def test_a_model_without_layers_over_symmetric_memory_is_left_alone(run: Any) -> None:
+    model = Model()
+    ROOMS.layers.clear()
+    for rows in (200, 300, 400, 500, 600):
+        run(model, rows)
+    assert not iteration_graph._overflows
