@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["CASES", "VARIANTS", "PretrainCase", "Variant", "common_flags", "flags_of"]
+__all__ = ["CASES", "ROUTINGS", "VARIANTS", "PretrainCase", "Variant", "common_flags", "flags_of"]
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,19 @@ VARIANTS = {
 }
 
 
-def common_flags(case: PretrainCase, ranks: int, iterations: int, gpu: bool) -> list[str]:
-    """What all variants share: the model, one expert-parallel group over all ranks, mock data,
-    forced load balancing (every run does the same work)."""
+ROUTINGS = {
+    "forced": ["--moe-router-force-load-balancing", "--moe-router-load-balancing-type", "none"],
+    "real": ["--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2"],
+}
+"""How experts get their tokens: at random, so that every run does the same work, or as a router
+sends them that an auxiliary loss balances."""
+
+
+def common_flags(
+    case: PretrainCase, ranks: int, iterations: int, gpu: bool, routing: str = "forced"
+) -> list[str]:
+    """What all variants share: the model, one expert-parallel group over all ranks, mock data, and
+    one of ROUTINGS."""
     several = int(ranks > 1)
     flags = [
         *case.model,
@@ -157,8 +167,7 @@ def common_flags(case: PretrainCase, ranks: int, iterations: int, gpu: bool) -> 
         *("--train-iters", str(iterations), "--eval-iters", "0", "--eval-interval", "1000000"),
         *("--log-interval", "1", "--seed", "1234"),
         *("--lr", "1e-4", "--lr-decay-style", "constant"),
-        *("--moe-token-dispatcher-type", "alltoall", "--moe-router-force-load-balancing"),
-        *("--moe-router-load-balancing-type", "none"),
+        *("--moe-token-dispatcher-type", "alltoall", *ROUTINGS[routing]),
         *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu"),
         *("--disable-bias-linear", "--untie-embeddings-and-output-weights"),
         *("--attention-dropout", "0", "--hidden-dropout", "0"),

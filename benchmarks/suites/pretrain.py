@@ -7,7 +7,8 @@ megatron_fluid.
     python -m benchmarks.suites.pretrain --cases tiny --variants megatron,fluid       # on a CPU
 
 One process a variant a round, the variants in turn (A B C, A B C), on mock data and with forced
-load balancing. An iteration is forward, backward and optimizer of all microbatches, timed on the
+load balancing, or with `--routing real` as a router chooses that an auxiliary loss balances. An
+iteration is forward, backward and optimizer of all microbatches, timed on the
 slowest rank; the first ones of each process are left out. A variant that fails is named, and the
 others are measured; one that cannot be run here is named with the reason, in the rows' `absent`,
 too. Rows hold the losses of each step: variants do the same work where these agree. On several
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -35,7 +37,15 @@ from typing import Any
 import torch
 
 from benchmarks.cases.parallel_layouts import LAYOUTS, Layout
-from benchmarks.cases.pretrain import CASES, VARIANTS, PretrainCase, Variant, common_flags, flags_of
+from benchmarks.cases.pretrain import (
+    CASES,
+    ROUTINGS,
+    VARIANTS,
+    PretrainCase,
+    Variant,
+    common_flags,
+    flags_of,
+)
 from benchmarks.harness.options import chosen
 from benchmarks.harness.results import Row, result_path, write_results
 from benchmarks.harness.timing import quantile
@@ -95,7 +105,7 @@ class Measured:
 
 def _measure(
     case: PretrainCase, variant: Variant, layout: Layout, ranks: int, iterations: int,
-    limit_s: float, log: Path, kernels: bool = False,
+    limit_s: float, log: Path, kernels: bool = False, routing: str = "forced",
 ) -> dict[str, Any]:  # fmt: skip
     """One process a rank, from start to end; the report of rank 0.
 
@@ -120,7 +130,11 @@ def _measure(
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", str(ranks), "-m", "benchmarks.cases.pretrain_rank"),
-            *(f for f in common_flags(case, ranks, iterations, gpu) if f not in variant.without),
+            *(
+                flag
+                for flag in common_flags(case, ranks, iterations, gpu, routing)
+                if flag not in variant.without
+            ),
             *flags_of(variant, ranks, gpu),
             *layout.flags,
             *("--data-cache-path", scratch),
@@ -193,6 +207,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--kernels", action="store_true", help="trace one more step: where the GPU's time goes"
     )
     parser.add_argument("--layouts", default="ep", help=f"{', '.join(LAYOUTS)} (%(default)s)")
+    parser.add_argument("--routing", choices=ROUTINGS, default="forced", help="(%(default)s)")
+    parser.add_argument(
+        "--microbatches", type=int, default=None, help="of an iteration (default: the case's)"
+    )
     parser.add_argument("--ranks", type=int, default=None, help="default: NPROC, one a GPU, or 2")
     parser.add_argument("--limit", type=float, default=420.0, help="seconds a process may take")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the processes' logs")
@@ -244,6 +262,9 @@ def _run(
     failed: list[str] = []
     for model, layout in problems:
         case = model if layout == "ep" else f"{model}-{layout}"
+        shape = CASES[model]
+        if options.microbatches is not None:
+            shape = dataclasses.replace(shape, microbatches=options.microbatches)
         measured = {name: Measured() for name in variants}
         done = list(rows)
         for turn in range(options.rounds):
@@ -255,7 +276,7 @@ def _run(
                 try:
                     one.rounds.append(
                         _measure(
-                            CASES[model],
+                            shape,
                             variant,
                             LAYOUTS[layout],
                             ranks,
@@ -263,6 +284,7 @@ def _run(
                             options.limit,
                             logs / f"{case}-{name}-{turn}.txt",
                             options.kernels,
+                            options.routing,
                         )
                     )
                 except RuntimeError as error:
@@ -274,7 +296,8 @@ def _run(
                 rows = done + [
                     kept.row(
                         *(case, label, options.warm_up, ranks),
-                        **_config(CASES[model], ranks, layout),
+                        **_config(shape, ranks, layout),
+                        routing=options.routing,
                         absent=absent,
                     )
                     for label, kept in measured.items()
