@@ -238,15 +238,15 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute",
         signature="(self, hidden_states, probs)",
         replacement="megatron_fluid.patches.moe.phases:routed_experts_compute",
-        reason="our experts behind a token dispatcher: Megatron's, or ours phase by phase",
+        reason="megatron_fluid's experts where exchange and experts run one after the other",
     ),
     Patch(
         name="moe-delayed-gradients",
         target="megatron.core.transformer.moe.moe_layer:MoELayer.backward_dw",
         signature="(self, routed_experts=True, shared_experts=False)",
         replacement="megatron_fluid.patches.moe.phases:backward_dw",
-        reason="the 1F1B expert overlap asks here for weight gradients that it delays, those of "
-        "our experts too",
+        reason="the 1F1B expert overlap asks here for weight gradients that it delays, also "
+        "those of megatron_fluid's experts",
     ),
     Patch(
         name="moe-router-topk",

@@ -53,12 +53,12 @@ _HELP = {
         "expert rows than the graph has room for runs again without it."
     ),
     "moe_fp8": (
-        "Whose experts compute --fp8-format e4m3 --fp8-recipe blockwise: ours, megatron "
-        "(Transformer Engine's, behind our exchange)."
+        "Who computes experts under --fp8-format e4m3 --fp8-recipe blockwise: ours "
+        "(megatron_fluid), megatron (Transformer Engine, behind megatron_fluid's exchange)."
     ),
     "moe_fp8_weight_grads": (
-        "Of our fp8 experts: the precision of their weight gradients: fp8 (a scale for 128 rows "
-        "of each feature), bf16."
+        "The precision of weight gradients of megatron_fluid's fp8 experts: fp8 (a scale for 128 "
+        "rows of each feature), bf16."
     ),
     "dx_chunks": "With rounds: pieces in which dX is computed and sent back in backward.",
     "defer_weight_grads": (
@@ -72,7 +72,7 @@ _HELP = {
     ),
     "deterministic": (
         "Linears under --fluid-tp-overlap on never let NCCL sum, at some cost; every other sum "
-        "of ours has a fixed order anyway."
+        "of megatron_fluid has a fixed order anyway."
     ),
     "tp_overlap": (
         "Hide the collectives of Megatron's own linear layers under tensor and sequence "
@@ -179,8 +179,8 @@ def _escape_bare_percent_signs(parser: argparse.ArgumentParser) -> argparse.Argu
 
 
 def parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `megatron.training.arguments.parse_args`: our flags join the caller's own, and their
-    values are put in force."""
+    """Wrap `megatron.training.arguments.parse_args`: the --fluid-* flags join the caller's
+    own, and their values are put in force."""
 
     @functools.wraps(original)
     def fluid_parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:

@@ -24,8 +24,8 @@ from megatron_fluid.patches.engine.module_hooks import ModuleHooks, is_foreign
 
 __all__ = ["activation_name", "expert_modules_reason", "linears_of", "resolve"]
 
-# (config.activation_func, config.gated_linear_unit): our name. Megatron compares the function
-# object, and so does this.
+# (config.activation_func, config.gated_linear_unit): name of the Activation. Megatron
+# compares the function object, and so does this.
 _ACTIVATIONS: dict[tuple[Callable[..., Any], bool], str] = {
     (F.silu, True): "swiglu",
     (F.gelu, True): "geglu",

@@ -4,9 +4,9 @@ outside of them.
 
 With these modules Megatron captures a layer up to the router, or up to the preprocessing of its
 dispatcher. In a replay it leaves what was captured in the layer's `cudagraph_tensor_store` and
-calls the layer, whose `route` and `shared_experts_compute` then return it. What our path needs of
-the graph is the routing map: with moe_preprocess, too, the graph ends after the router, and the map
-leaves it as an attribute of the dispatcher.
+calls the layer, whose `route` and `shared_experts_compute` then return it. The overlapped
+path needs the routing map of the graph: with moe_preprocess, too, the graph ends after the router,
+and the map leaves it as an attribute of the dispatcher.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _serve_phases(layer: MoELayer) -> None:
-    """Let phases that are called one by one reach our exchange: the 1F1B expert overlap never calls
-    a layer's forward, in which another layer's token dispatcher is replaced."""
+    """Let phases that are called one by one reach this exchange: the 1F1B expert overlap never
+    calls a layer's forward, in which another layer's token dispatcher is replaced."""
     if layer.config.overlap_moe_expert_parallel_comm:
         from megatron_fluid.patches.moe.token_dispatcher import install
 
@@ -147,7 +147,7 @@ def moe_forward(
             path = None
         elif isinstance(looked := path.look(layer), str):
             DECISIONS.refuse_change(layer, looked)
-    if not isinstance(path, OverlappedLayer):  # Megatron's phases, by our token dispatcher or its
+    if not isinstance(path, OverlappedLayer):  # Megatron's phases, by either token dispatcher
         passed = {"intermediate_tensors": intermediate_tensors, "padding_mask": padding_mask}
         return original(layer, hidden_states, **passed)
     if path.captures is not None and path.capturing():
@@ -291,8 +291,8 @@ class OverlappedLayer(OwnExperts):
         return shared.get_output
 
 
-def _exchanged(layer: MoELayer, config: FluidConfig, backend: str, ours: bool) -> ExchangedLayer:
-    """What serves a layer with our exchange behind Megatron's phases, and with our experts or
+def _exchanged(layer: MoELayer, config: FluidConfig, backend: str, experts: bool) -> ExchangedLayer:
+    """What serves a layer whose exchange runs in Megatron's phases, with SeparateExperts or
     Megatron's."""
     from megatron_fluid.patches.moe.token_dispatcher import (  # imports Megatron
         ExchangedLayer,
@@ -300,7 +300,8 @@ def _exchanged(layer: MoELayer, config: FluidConfig, backend: str, ours: bool) -
     )
 
     install(layer, path_of)  # first: the watch over experts compares the dispatcher's class
-    return ExchangedLayer(layer, config, backend, SeparateExperts(layer, config) if ours else None)
+    separate = SeparateExperts(layer, config) if experts else None
+    return ExchangedLayer(layer, config, backend, separate)
 
 
 DECISIONS: MoEDecisions[OverlappedLayer | ExchangedLayer | SeparateExperts] = MoEDecisions(

@@ -1,12 +1,12 @@
 """Megatron's fine-grained activation offloading (`--offload-modules expert_fc1 moe_act`) of experts
-that are ours.
+that megatron_fluid computes.
 
 Its manager copies groups of tensors to the host at the end of a module's forward, and back before
-its backward: of expert_fc1 the input of fc1, of moe_act that of the activation. They are what our
-experts keep, rows and hidden (moe/offloading.py). Megatron's experts tell the manager by autograd
-functions around a module, under hooks for saved tensors. Ours are one function, so it is told from
-within, of both modules at the end of the forward, and in the backward when a part is needed and
-when the layer is done:
+its backward: of expert_fc1 the input of fc1, of moe_act that of the activation. They are what
+megatron_fluid's experts keep, rows and hidden (moe/offloading.py). Megatron's experts tell the
+manager by autograd functions around a module, under hooks for saved tensors. Here it is told from
+within the one autograd function, of both modules at the end of the forward, and in the backward
+when a part is needed and when the layer is done:
 
     forward    group start, the tensors, group commit      which releases their memory
     backward   group commit: waits until they are back; the tensors; group start: fetches the next

@@ -320,7 +320,7 @@ class OwnExperts:
     are read where they are.
 
     Args:
-        layer: an MoELayer whose experts are ours.
+        layer: an MoELayer whose experts megatron_fluid computes.
         config: the settings that the layer keeps.
         ordered: whether the experts may be computed in descending order, as they may lie in memory.
 

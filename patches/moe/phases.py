@@ -1,4 +1,4 @@
-"""The phases of Megatron's MoELayer in which our experts stand alone: between dispatch and combine,
+"""The phases of Megatron's MoELayer in which SeparateExperts compute: between dispatch and combine,
 and where its schedule asks for weight gradients that it delays.
 
 What they are is in separate_experts.py; which layers have them, in decision.py.
@@ -24,7 +24,7 @@ __all__ = ["backward_dw", "delayed_weight_grads", "routed_experts", "routed_expe
 def routed_experts(
     layer: MoELayer, original: Callable[..., Any], hidden_states: Tensor, probs: Tensor
 ) -> Any:
-    """Megatron's phase between dispatch and combine, with our experts where they stand alone.
+    """Megatron's phase between dispatch and combine, with SeparateExperts where the layer has them.
 
     Args:
         original: Megatron's `MoELayer.routed_experts_compute`.
@@ -47,16 +47,17 @@ def routed_experts(
 def delayed_weight_grads(
     layer: MoELayer, original: Callable[..., Any], routed_experts: bool, shared_experts: bool
 ) -> Any:
-    """`MoELayer.backward_dw`, which is `original`, with our experts' gradients where they wait."""
+    """`MoELayer.backward_dw`, which is `original`, with the gradients of SeparateExperts where
+    they wait."""
     queue = delayed_gradients(layer)
     if routed_experts and queue is not None:
-        ours = queue.run() > 0 or DECISIONS.separate_experts(layer, path_of(layer)) is not None
-        routed_experts = not ours
+        done = queue.run() > 0 or DECISIONS.separate_experts(layer, path_of(layer)) is not None
+        routed_experts = not done
     return original(layer, routed_experts=routed_experts, shared_experts=shared_experts)
 
 
 def routed_experts_compute(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace `MoELayer.routed_experts_compute` where the experts alone are ours."""
+    """Replace `MoELayer.routed_experts_compute` where a layer has SeparateExperts."""
 
     @functools.wraps(original)
     def fluid_routed_experts(self: MoELayer, hidden_states: Tensor, probs: Tensor) -> Any:

@@ -1,10 +1,10 @@
 """Our exchange under anybody's experts: a token dispatcher behind Megatron's own interface.
 
-Where a setting or a module rules out the fused path but not our exchange (limits.py), the layer
+Where a setting or a module rules out the fused path but not this exchange (limits.py), the layer
 runs Megatron's forward, and FluidTokenDispatcher takes the place of its token dispatcher. The
-experts are ours (separate_experts.py), or Megatron's modules, called as ever: Transformer Engine's
-in any precision, sequential ones, with biases, with adapters, offloaded. Between them and the
-transports stand two differentiable functions (megatron_fluid/moe/open_exchange.py).
+experts are SeparateExperts, or Megatron's modules, called as ever: Transformer Engine's in any
+precision, sequential ones, with biases, with adapters, offloaded. Between them and the transports
+stand two differentiable functions (megatron_fluid/moe/open_exchange.py).
 
     dispatch_preprocess   choices of the routing map
     token_dispatch        the dispatch
@@ -115,8 +115,8 @@ def install(layer: MoELayer, path_of: Callable[[MoELayer], Any]) -> None:
 
 
 class FluidTokenDispatcher(MoETokenDispatcher):
-    """Megatron's interface of a token dispatcher over this package's transports. Calls that are not
-    ours (inference; a layer that keeps Megatron's path after all) go to Megatron's dispatcher.
+    """Megatron's interface of a token dispatcher over this package's transports. Calls that it does
+    not serve (inference; a layer that keeps Megatron's path after all) go to Megatron's dispatcher.
 
     Args:
         layer: whose dispatcher this is to be; its present one is kept for those calls.
