@@ -147,7 +147,7 @@ CASES: dict[str, dict[str, Layer]] = {
             GROUPED,
             lengths=(16, 24),  # Megatron pads with each rank's own tokens: full tiles of 16
             change=pad_for_quantization,
-            why="fp8='hybrid': e4m3 is the format",
+            why="fp8='hybrid': megatron_fluid's fp8 experts have the format e4m3",
         ),
         # One phase after the other.
         "an overridden phase": Layer(
