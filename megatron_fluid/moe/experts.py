@@ -81,7 +81,7 @@ def weight_grads(fc: ExpertWeights, dy: Tensor, x: Tensor, groups: RowGroups) ->
         return fc.as_gradients(left.new_zeros(fc.num_experts, left.shape[1], right.shape[1]))
     gradient = grouped_weight_grad(left, right, groups.offsets, groups.ends)
     if not sends_rows(left.device, left.dtype):
-        # Other kernels than ours may leave the matrix of an expert without rows unwritten.
+        # Kernels of other packages may leave the matrix of an expert without rows unwritten.
         if groups.ends is None:
             rows = groups.offsets.diff(prepend=groups.offsets.new_zeros(1))
             gradient.masked_fill_((rows == 0).view(-1, 1, 1), 0.0)
