@@ -29,6 +29,7 @@ _MODULES = {
     "megatron_fluid.moe.config": ("MoEConfig",),
     "megatron_fluid.moe.layer": ("MoEBaseline", "MoELayer", "moe_multicard_p2p_overlap_forward"),
     "megatron_fluid.patches.arguments": ("configure",),
+    "megatron_fluid.moe.sharding": ("clip_grad_norm_",),
     "megatron_fluid.patches.layer_specs": ("get_fluid_custom_layers",),
     "megatron_fluid.tensor_parallel.ops": ("all_gather_matmul", "matmul_reduce_scatter"),
     "megatron_fluid.transformer_layer": ("TransformerLayer",),
@@ -63,6 +64,7 @@ if TYPE_CHECKING:  # the same, for type checkers and editors
     from megatron_fluid.moe.layer import (
         moe_multicard_p2p_overlap_forward as moe_multicard_p2p_overlap_forward,
     )
+    from megatron_fluid.moe.sharding import clip_grad_norm_ as clip_grad_norm_
     from megatron_fluid.patches.arguments import configure as configure
     from megatron_fluid.patches.layer_specs import (
         get_fluid_custom_layers as get_fluid_custom_layers,

@@ -31,9 +31,18 @@ from megatron_fluid.config import FieldsConfig, shows_fields_of
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.layer import MoEBaseline, MoELayer
+from megatron_fluid.moe.sharding import (
+    Group,
+    clip_grad_norm_,
+    fill,
+    group_of,
+    is_sharded,
+    local_part,
+)
 
 __all__ = ["TransformerLayer", "TransformerLayerConfig"]
 
+_ATTENTION_SEED = 3087  # apart from the experts' draws
 _NORMS: dict[str, Callable[..., nn.Module]] = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}
 
 
@@ -83,8 +92,12 @@ class TransformerLayerConfig(FieldsConfig):
     def __post_init__(self) -> None:
         if self.norm not in _NORMS:
             raise ConfigError.of("norm", self.norm, ", ".join(_NORMS))
-        if self.head_dim is None and self.num_attention_heads > 0:
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        heads = self.num_attention_heads
+        if self.head_dim is None:
+            if heads < 1 or self.hidden_size % heads:
+                allowed = f"divisors of hidden_size {self.hidden_size}, or head_dim beside it"
+                raise ConfigError.of("num_attention_heads", heads, allowed)
+            object.__setattr__(self, "head_dim", self.hidden_size // heads)
 
     def _shared(self, other: type) -> dict[str, Any]:
         """The fields that ``other`` has too."""
@@ -113,8 +126,8 @@ class TransformerLayer(nn.Module):
 
     Args:
         shape: a TransformerLayerConfig, a dictionary of its fields, or its first five fields.
-        ep_group: the expert-parallel group; None in a process that runs alone, without
-            torch.distributed.
+        ep_group: the expert-parallel group, or a DeviceMesh of one dimension; None in a process
+            that runs alone, without torch.distributed.
         cp_group: the context-parallel group; None: each rank has whole sequences.
         scheduler: as SelfAttention's.
         layer_id: number of the layer; names its exchanges and seeds its experts, so each layer of a
@@ -130,7 +143,7 @@ class TransformerLayer(nn.Module):
     def __init__(
         self,
         *shape: TransformerLayerConfig | Mapping[str, Any] | int,
-        ep_group: dist.ProcessGroup | None = None,
+        ep_group: Group = None,
         cp_group: dist.ProcessGroup | None = None,
         scheduler: WeightGradScheduler | None = None,
         layer_id: int = 0,
@@ -142,7 +155,7 @@ class TransformerLayer(nn.Module):
         self.config = config = TransformerLayerConfig.of(*shape, **fields)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         norm, size = _NORMS[config.norm], config.hidden_size
-        self.cp_group, self.ep_group = cp_group, group_or_lone_rank(ep_group)
+        self.cp_group, self.ep_group = cp_group, group_or_lone_rank(group_of(ep_group))
         self.input_layernorm = norm(size, eps=config.norm_eps, **made)
         name = f"layer {layer_id} attention"
         self.self_attention = SelfAttention(
@@ -150,25 +163,34 @@ class TransformerLayer(nn.Module):
         )
         self.pre_mlp_layernorm = norm(size, eps=config.norm_eps, **made)
         experts = MoELayer if config.overlap else MoEBaseline
-        self.mlp = experts(config.moe(), self.ep_group, layer_id=layer_id, **made)
+        self.mlp = experts(config.moe(), ep_group, layer_id=layer_id, **made)
         compare_settings(self.ep_group, type(self).__name__, vars(config))
-        self.init_weights(config.init_std, layer_id)
+        self.layer_id = layer_id
+        if not self.mlp.weight1.is_meta:
+            self.init_weights()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformerLayer:
         """A layer with parameters of its own and the same process groups."""
         return copy_sharing(self, memo, self.cp_group, self.ep_group)
 
     @torch.no_grad()
-    def init_weights(self, std: float, layer_id: int, seed: int = 4321) -> None:
-        """Draw the attention's projections from a generator of this layer alone, alike on every
-        rank."""
-        attention = self.self_attention
+    def init_weights(self, seed: int = 1234) -> None:
+        """Draw all parameters from generators of this layer alone, alike on any number of ranks,
+        also sharded by FSDP2. A layer that was built on the meta device calls it after to_empty."""
+        attention, std = self.self_attention, self.config.init_std
+        norms = attention.q_layernorm, attention.k_layernorm
+        for norm in (self.input_layernorm, self.pre_mlp_layernorm, *norms):
+            if norm is not None:
+                norm.reset_parameters()
         for number, linear in enumerate((attention.linear_qkv, attention.linear_proj)):
-            generator = torch.Generator(device=linear.weight.device)
-            generator.manual_seed((seed + layer_id) * 1_000_003 + number)
-            linear.weight.normal_(std=std, generator=generator)
+            like = local_part(linear.weight)
+            generator = torch.Generator(device=like.device)
+            generator.manual_seed((seed + _ATTENTION_SEED + self.layer_id) * 1_000_003 + number)
+            whole = torch.empty(linear.weight.shape, device=like.device, dtype=like.dtype)
+            fill(linear.weight, whole.normal_(std=std, generator=generator))
             if linear.bias is not None:
                 linear.bias.zero_()
+        self.mlp.init_weights(seed)
 
     def forward(self, x: Tensor, sequence_length: int | None = None) -> Tensor:
         """x [s, B, H], this rank's rows -> [s, B, H]; for ``sequence_length`` see
@@ -188,8 +210,8 @@ class TransformerLayer(nn.Module):
         return f"hidden_size={self.config.hidden_size}, {ranks}, overlap={self.config.overlap}"
 
     def replicated_parameters(self) -> list[nn.Parameter]:
-        """Parameters that every rank holds whole: all but the routed experts'."""
-        return [p for p in self.parameters() if getattr(p, "allreduce", True)]
+        """Parameters that every rank holds whole: all but the experts of several ranks."""
+        return [p for p in self.parameters() if not is_sharded(p)]
 
     def sum_replicated_gradients(self, group: dist.ProcessGroup | None = None) -> None:
         """Add up the gradients of ``replicated_parameters`` over ``group``, by default the
@@ -199,3 +221,9 @@ class TransformerLayer(nn.Module):
         ranks. Experts need nothing: their rank has seen the tokens of all.
         """
         sum_gradients(self.replicated_parameters(), self.cp_group if group is None else group)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients by their norm over all ranks' experts, after
+        `sum_replicated_gradients`; see megatron_fluid.clip_grad_norm_ for a whole model.
+        Collective."""
+        return clip_grad_norm_(self, max_norm, norm_type)

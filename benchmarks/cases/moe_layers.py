@@ -24,6 +24,7 @@ from megatron_fluid.moe.experts import PlainExperts
 from megatron_fluid.moe.local.transport import LocalPlan, plan_local
 from megatron_fluid.moe.nvlink import buffers
 from megatron_fluid.moe.nvlink.schedule import Schedule, choose_schedule
+from megatron_fluid.moe.sharding import local_part
 
 __all__ = [
     "CAPACITY_FACTOR",
@@ -241,7 +242,7 @@ def own_gemms_call(layer: MoELayer, x: Tensor, train: bool) -> Callable[[], obje
     plan = plan_local(x, routing.ids, routing.probs.float(), experts, activation=layer.activation)
     assert not isinstance(plan, LocalPlan)
     rows, groups, act = plan.permute(x), plan.groups, layer.activation
-    w1, w2 = (ExpertWeights(w.detach(), experts) for w in (layer.weight1, layer.weight2))
+    w1, w2 = (ExpertWeights(local_part(w), experts) for w in (layer.weight1, layer.weight2))
     own = PlainExperts(w1, w2, act)
     h, a = own.activated(rows, groups, plan.row_prob, keep=True)
     assert h is not None

@@ -42,6 +42,7 @@ from benchmarks.harness.timing import layer_head_start_ms, measure
 from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.kernels.move_tokens.reduce_slots import reduce_slots
 from megatron_fluid.moe.local.kernel_plan import KernelPlan, make_plan
+from megatron_fluid.moe.sharding import local_part
 
 __all__ = ["main"]
 
@@ -153,7 +154,7 @@ class _Case:
         self.layer.zero_grad(set_to_none=True)
         y = self.layer(x)
         y.backward(self.x)
-        grads = [p.grad for p in self.layer.parameters() if p.grad is not None]
+        grads = [local_part(p.grad) for p in self.layer.parameters() if p.grad is not None]
         return (y.detach(), *([x.grad] if x.grad is not None else []), *grads)
 
 

@@ -37,6 +37,7 @@ from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle, shar
 from megatron_fluid.moe.nvlink.schedule import Schedule
 from megatron_fluid.moe.nvlink.steps import make_plan, publish, push, reduce, reduce_push, scatter
 from megatron_fluid.moe.nvlink.transport import NvlinkTransport, plan_nvlink
+from megatron_fluid.moe.sharding import local_part
 from megatron_fluid.moe.transport import Segment
 from tests.support.simulated_workspace import SimulatedWorkspace
 
@@ -101,7 +102,7 @@ def _steps(
 ) -> list[Step]:
     """The steps of a forward and a backward of `layer` over `buffers`."""
     weights = (layer.weight1, layer.weight2)
-    w1, w2 = (ExpertWeights(w.detach(), buffers.local_experts) for w in weights)
+    w1, w2 = (ExpertWeights(local_part(w), buffers.local_experts) for w in weights)
     activation = layer.activation
     own = PlainExperts(w1, w2, activation)
     with torch.no_grad():

@@ -25,6 +25,7 @@ from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import Timing, layer_head_start_ms, measure, rows_of
 from megatron_fluid import TransformerLayer, get_backward_scheduler
 from megatron_fluid.moe.router import Routing, TopKRouter
+from megatron_fluid.moe.sharding import local_part
 
 __all__ = ["MODES", "Shape", "agreement", "build", "check", "data", "main", "run", "table"]
 
@@ -188,7 +189,9 @@ def agreement(
             y = _calls(model, x, g, deferred)["train"]()
         assert x.grad is not None
         values = {"output": y.detach(), "dX": x.grad}
-        values |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        values |= {
+            name: local_part(p.grad) for name, p in model.named_parameters() if p.grad is not None
+        }
         found.append(values)
         model.zero_grad(set_to_none=True)
         x.grad = None

@@ -14,7 +14,8 @@ hooks work as ever.
 
 Limits under torch's DDP: a deferred weight may be used once per forward, and `static_graph` and
 `find_unused_parameters` must be off (DDP marks a parameter ready at its first gradient). Megatron's
-DDP has no such limit (megatron_fluid.backward.readiness).
+DDP has no such limit (megatron_fluid.backward.readiness). In a process that uses FSDP2 dW is
+computed at once.
 
 Ownership: a task holds its tensors itself (never a pooled buffer that a later layer may overwrite),
 and a backward's tasks belong to that backward alone. If it fails, they vanish with it and cannot
@@ -23,6 +24,7 @@ leak into the next.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import deque
@@ -150,6 +152,13 @@ class _Batch:
             pass
 
 
+def _sharded_by_fsdp() -> bool:
+    """Whether modules of this process are under torch's FSDP2, which reduces a module's gradients
+    as soon as the gradients of its inputs are there: later ones would be lost."""
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
+    return bool(getattr(fsdp, "cls_to_fsdp_cls", None))
+
+
 class WeightGradScheduler:
     """Queue of weight gradients to run during exchanges. `get_backward_scheduler` gives the
     process-wide one.
@@ -208,7 +217,7 @@ class WeightGradScheduler:
             allowed = f"False while weight gradients are deferred ({remedy})"
             raise ConfigError.of(f"{name}: create_graph", True, allowed)
         run = counted(params, WeightGradTask(name, params, compute, stream).run)
-        if graph_task == -1 or not self.enabled:
+        if graph_task == -1 or not self.enabled or _sharded_by_fsdp():
             run()
             return
         with self._lock:

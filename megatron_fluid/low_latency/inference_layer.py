@@ -65,7 +65,8 @@ class InferenceMoELayer(nn.Module):
     """One rank's part of the layer. Construction is collective; so is every call.
 
     Args:
-        weight1, weight2: [El, F1, H] and [El, H, F], the training layer's own tensors; not copied.
+        weight1, weight2: [El, F1, H] and [El, H, F], the training layer's own tensors, or DTensors
+            of which these are the local parts; not copied.
         router: tokens [m, H] -> an object with `ids` and `probs` [m, K], or a pair of them. None if
             every call passes its routing.
         max_num_tokens: the most tokens of one call.
@@ -97,7 +98,7 @@ class InferenceMoELayer(nn.Module):
     ) -> None:
         super().__init__()
         _check(weight1, weight2, activation)
-        local, _, hidden = weight1.shape
+        local, _, hidden = _local(weight1).shape
         dtype, device = weight1.dtype, weight1.device
         group = dist.group.WORLD if group is None else group
         world = dist.get_world_size(group)
@@ -117,7 +118,7 @@ class InferenceMoELayer(nn.Module):
         synchronize(device)
 
     def extra_repr(self) -> str:
-        layout, local = self.all_to_all.layout, self.weight1.shape[0]
+        layout, local = self.all_to_all.layout, _local(self.weight1).shape[0]
         sizes = f"hidden_size={layout.hidden_dim}, ffn_hidden_size={self.weight2.shape[2]}"
         experts = f"num_experts={layout.num_experts} ({local} here)"
         where = f"top_k={layout.experts_per_token}, max_num_tokens={layout.max_num_tokens}"
@@ -185,8 +186,9 @@ class InferenceMoELayer(nn.Module):
 
     def _experts(self) -> Tensor:
         """Expert outputs in the packed layout. Rows past the last expert's are undefined."""
-        h = grouped_matmul(self._rows, self.weight1.transpose(1, 2), self._offsets)
-        return grouped_matmul(self._activate(h), self.weight2.transpose(1, 2), self._offsets)
+        weight1, weight2 = _local(self.weight1), _local(self.weight2)
+        h = grouped_matmul(self._rows, weight1.transpose(1, 2), self._offsets)
+        return grouped_matmul(self._activate(h), weight2.transpose(1, 2), self._offsets)
 
     def _activate(self, h: Tensor) -> Tensor:
         if not isinstance(self.activation, str):
@@ -211,9 +213,15 @@ class InferenceMoELayer(nn.Module):
         self.all_to_all.destroy()
 
 
+def _local(weight: Tensor) -> Tensor:
+    """The experts of this rank: the local part of a DTensor, else the tensor."""
+    local: Tensor = getattr(weight, "_local_tensor", weight)
+    return local
+
+
 def _check(weight1: Tensor, weight2: Tensor, activation: object) -> None:
     """Raise ConfigError where the weights do not fit each other or the activation."""
-    shape1, shape2 = tuple(weight1.shape), tuple(weight2.shape)
+    shape1, shape2 = tuple(_local(weight1).shape), tuple(_local(weight2).shape)
     if len(shape1) != 3 or len(shape2) != 3 or shape1[0] != shape2[0]:
         raise ConfigError.of("weight1, weight2", (shape1, shape2), "[El, F1, H] and [El, H, F]")
     known = isinstance(activation, str)

@@ -98,8 +98,7 @@ class KeptLayout:
 
     def fits(self, weights: Tensor | Sequence[Tensor]) -> bool:
         """Whether these weights lie where those lay that this was made of."""
-        given = (weights,) if isinstance(weights, Tensor) else weights
-        return [_memory_of(param) for param in given] == self.memory
+        return [_memory_of(values) for values in params_and_values(weights)[1]] == self.memory
 
 
 class ExpertWeights:
@@ -290,18 +289,25 @@ class ExpertWeights:
         return False
 
     def as_gradients(self, gradient: Tensor) -> list[Tensor]:
-        """A stacked gradient as one tensor for each of params, in its shape."""
+        """A stacked gradient as one tensor for each of params, in its shape, and sharded as it."""
         if not self.stacked:
             return list(gradient.unbind(0))
-        shape = self.params[0].shape
-        return [gradient if gradient.shape == shape else gradient.view(shape)]
+        param: Any = self.params[0]
+        sharded = hasattr(param, "_local_tensor")
+        shape = self._stored[0].shape if sharded else param.shape
+        gradient = gradient if gradient.shape == shape else gradient.view(shape)
+        if sharded:  # by DTensor's constructor, which does not take the time of from_local
+            gradient = type(param)(gradient, param._spec, requires_grad=False)
+        return [gradient]
 
 
 def params_and_values(given: GivenWeights) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """What the gradients are of, and the tensors in which the values lie."""
     if isinstance(given, Packed):
         return (given.param,), (given.values,)
-    params = (given,) if isinstance(given, Tensor) else tuple(given)
+    if isinstance(given, Tensor):  # of a DTensor its local part
+        return (given,), (getattr(given, "_local_tensor", given),)
+    params = tuple(given)
     return params, params
 
 

@@ -36,6 +36,16 @@ from megatron_fluid.moe.rounds.all_to_all import AllToAllTransport
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.rounds.transport import RoundsTransport
 from megatron_fluid.moe.router import TopKRouter
+from megatron_fluid.moe.sharding import (
+    Group,
+    clip_grad_norm_,
+    expert_numbers,
+    fill,
+    group_of,
+    load_experts,
+    local_part,
+    shard_experts,
+)
 
 __all__ = ["MoEBaseline", "MoELayer", "moe_multicard_p2p_overlap_forward"]
 
@@ -48,14 +58,14 @@ class _MoEModule(nn.Module):
     def __init__(
         self,
         config: MoEConfig | Mapping[str, Any],
-        ep_group: dist.ProcessGroup | None = None,
+        ep_group: Group = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         layer_id: int = 0,
     ) -> None:
         super().__init__()
         self.config = MoEConfig.of(config)
-        self.rounds: P2PRounds = shared_rounds(ep_group)
+        self.rounds: P2PRounds = shared_rounds(group_of(ep_group))
         self.layer_id, self.name = layer_id, f"layer {layer_id} moe"
         self._kept: list[KeptLayout | None] = [None, None]  # of weight1 and weight2
         self.activation = resolve_activation(self.config.activation)
@@ -73,7 +83,10 @@ class _MoEModule(nn.Module):
         hidden, ffn, local = c.hidden_size, c.ffn_hidden_size, self.num_local_experts
         self.weight1 = weight(local, gates * ffn, hidden)
         self.weight2 = weight(local, hidden, ffn)
-        self._mark_experts()
+        if self.rounds.world_size > 1:
+            where = ep_group, self.rounds.device.type
+            self.weight1 = shard_experts(self.weight1.detach(), *where)
+            self.weight2 = shard_experts(self.weight2.detach(), *where)
         self._taken: Form | None = None  # the last input's dtype and device that were looked at
         where = {"dtype": self.weight1.dtype, "device": self.weight1.device.type}
         compare_settings(self.rounds.group, type(self).__name__, vars(c) | where)
@@ -83,29 +96,42 @@ class _MoEModule(nn.Module):
         activation = self.activation.name if self.activation.built_in else ""
         several = self.rounds.world_size > 1
         like = self.weight1
+        if c.fp8_recipe is not None and not self.takes_fp8:
+            raise ConfigError.of("fp8_recipe of MoEBaseline", c.fp8_recipe, "None")
+        if like.is_meta:  # the caller goes on with to_empty, then init_weights or a state dict
+            return
         compile_ahead(like.device, like.dtype, c.hidden_size, activation, sends=several)
         if c.fp8_recipe is not None:
-            if not self.takes_fp8:
-                raise ConfigError.of("fp8_recipe of MoEBaseline", c.fp8_recipe, "None")
             compile_fp8_ahead(self.weight1.device)
             if (c.fp8_weight_grads or current_config().moe_fp8_weight_grads) == "fp8":
                 compile_fp8_weight_grads_ahead(self.weight1.device)
         self.init_weights()
 
-    def _mark_experts(self) -> None:
-        for weight in (self.weight1, self.weight2):
-            weight.allreduce = False  # type: ignore[attr-defined]  # Megatron's mark: no reduction over expert parallelism
-
     def __deepcopy__(self, memo: dict[int, Any]) -> _MoEModule:
-        """A layer with parameters of its own; the rounds, and their process group, are one for all
-        layers."""
-        copied = copy_sharing(self, memo, self.rounds, self.rounds.group)
-        copied._mark_experts()  # torch copies a parameter without its attributes
+        """A layer with parameters of its own; the rounds, their process group and its mesh are one
+        for all layers."""
+        mesh = getattr(self.weight1, "device_mesh", None)
+        copied = copy_sharing(self, memo, self.rounds, self.rounds.group, mesh)
+        copied.weight1.grad = copied.weight2.grad = None  # as torch copies a plain parameter
         return copied
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        """Plain tensors for sharded experts may be of this rank's experts or of all."""
+        for name in ("weight1", "weight2"):
+            if (key := prefix + name) in state_dict:
+                state_dict[key] = load_experts(getattr(self, name), state_dict[key])
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _MoEModule:
         self._taken = None  # parameters may get another dtype or device
         return super()._apply(fn, recurse)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of this layer by their norm over all ranks' experts; see
+        megatron_fluid.clip_grad_norm_ for a whole model. Collective."""
+        return clip_grad_norm_(self, max_norm, norm_type)
 
     def extra_repr(self) -> str:
         c, local, like = self.config, self.num_local_experts, self.weight1
@@ -136,21 +162,24 @@ class _MoEModule(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int = 1234) -> None:
         """Normal weights. An expert's depend on its number and the layer alone, so any number of
-        ranks starts alike."""
-        first = self.rounds.rank * self.num_local_experts
+        ranks starts alike, also sharded by FSDP2. A layer that was built on the meta device calls
+        it after to_empty."""
 
         def draw(target: Tensor, stream: int) -> None:
             generator = torch.Generator(device=target.device)
             generator.manual_seed((seed * 1_000_003 + self.layer_id) * 1_000_003 + stream)
             target.normal_(std=self.config.init_std, generator=generator)
 
-        for e in range(self.num_local_experts):
-            for number, weight in enumerate((self.weight1, self.weight2)):
-                draw(weight[e], 2 * (first + e) + number)
+        for number, weight in enumerate((self.weight1, self.weight2)):
+            for e, matrix in zip(expert_numbers(weight), local_part(weight), strict=True):
+                draw(matrix, 2 * e + number)
         others = (self.router.weight, self.shared_weight1, self.shared_weight2)
         for number, parameter in enumerate(others):
             if parameter is not None:
-                draw(parameter, 2 * self.config.num_experts + number)
+                like = local_part(parameter)
+                whole = torch.empty(parameter.shape, device=like.device, dtype=like.dtype)
+                draw(whole, 2 * self.config.num_experts + number)
+                fill(parameter, whole)
 
     def shared_expert(self, tokens: Tensor) -> Tensor | None:
         """What the shared expert makes of all tokens [T, H], or None without one."""
@@ -180,13 +209,13 @@ class MoEBaseline(_MoEModule):
     Args:
         config: a MoEConfig or a dictionary of its fields: hidden_size, ffn_hidden_size,
             num_experts, top_k, ...
-        ep_group: the expert-parallel group; None in a process that runs alone, without
-            torch.distributed.
+        ep_group: the expert-parallel group, or a DeviceMesh of one dimension; None in a process
+            that runs alone, without torch.distributed.
         device, dtype: of the parameters.
         layer_id: number of the layer; names it in errors and seeds its weights.
 
     Attributes:
-        weight1: [El, F1, H]; weight2: [El, H, F], as MoELayer's.
+        weight1, weight2: as MoELayer's.
         router.weight: [E, H]
 
     Raises:
@@ -240,7 +269,8 @@ class MoELayer(_MoEModule):
             ones.
 
     Attributes:
-        weight1: [El, F1, H]; weight2: [El, H, F], as nn.Linear and Megatron keep them.
+        weight1: [E, F1, H]; weight2: [E, H, F], as nn.Linear and Megatron keep them. On several
+            ranks DTensors, Shard(0): this rank has El of them.
         router.weight: [E, H]
         backend: "local", "nvlink", "hierarchical" or "rounds", None before the first forward.
 

@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.moe.hierarchical.plan import plan_hierarchical, rows_between_hosts
+from megatron_fluid.moe.sharding import local_part
 from megatron_fluid.topology import HostLayout
 from tests.support.expert_calls import hierarchical_moe
 from tests.support.launch import run_ranks
@@ -106,7 +107,8 @@ def layer_body(rank: int, world: int, hosts: Sequence[int], wanted: str) -> list
     y.square().sum().backward()
     assert layer.backend == ("hierarchical" if wanted == "auto" else wanted)
     assert x.grad is not None
-    return [y.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+    grads = [p.grad for p in layer.parameters() if p.grad is not None]
+    return [y.detach(), x.grad, *map(local_part, grads)]
 
 
 def test_auto_takes_it_between_hosts_and_the_layer_is_the_same() -> None:

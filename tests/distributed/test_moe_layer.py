@@ -20,6 +20,7 @@ from megatron_fluid import (
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.moe.activations import resolve_activation
 from megatron_fluid.moe.router import load_balancing_loss, route
+from megatron_fluid.moe.sharding import local_part
 from tests.support.launch import run_ranks
 from tests.support.moe_layers import CONFIG, F64, LIMIT_S, close, group, tokens_of
 from tests.support.moe_reference import moe_reference
@@ -32,8 +33,8 @@ def plain_layer(
     plain torch."""
     stacks = []
     for weight in (layer.weight1, layer.weight2):
-        parts = [torch.empty_like(weight) for _ in range(world)]
-        dist.all_gather(parts, weight.detach())
+        parts = [torch.empty_like(local_part(weight)) for _ in range(world)]
+        dist.all_gather(parts, local_part(weight))
         stacks.append(torch.cat(parts))
     main = [t.detach().clone().requires_grad_() for t in (layer.router.weight, *stacks)]
     shared = [
@@ -133,7 +134,8 @@ def same_start_body(rank: int, world: int) -> list[float]:
     layers = [cls(CONFIG, group(), dtype=F64, layer_id=2) for cls in (MoELayer, MoEBaseline)]
     x = tokens_of(rank)
     close(layers[0](x), layers[1](x))
-    sums = torch.stack([layers[0].weight1.double().sum(), layers[0].weight2.double().sum()])
+    weights = layers[0].weight1, layers[0].weight2
+    sums = torch.stack([local_part(weight).double().sum() for weight in weights])
     dist.all_reduce(sums)
     assert not any(p.grad is not None for p in layers[0].parameters())
     with torch.no_grad():

@@ -20,6 +20,7 @@ from megatron_fluid.attention.overlap import AttentionWeights
 from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.router import route
+from megatron_fluid.moe.sharding import local_part
 from tests.support.attention_reference import reference_attention
 from tests.support.launch import run_ranks
 from tests.support.moe_reference import moe_reference
@@ -117,8 +118,8 @@ def _body(rank: int, world: int, case: Case) -> dict[str, Any]:
     return {
         "rows": rows,
         "outputs": outputs,
-        "values": {name: p.detach() for name, p in named},
-        "grads": {name: p.grad for name, p in named},
+        "values": {name: local_part(p) for name, p in named},
+        "grads": {name: local_part(p.grad) for name, p in named},
     }
 
 
@@ -259,7 +260,7 @@ def _copies(rank: int, world: int, case: Case) -> None:
         layer.sum_replicated_gradients()
         return {
             "y": y.detach(),
-            **{name: p.grad for name, p in layer.named_parameters() if p.grad is not None},
+            **{n: local_part(p.grad) for n, p in layer.named_parameters() if p.grad is not None},
         }
 
     expected = step(layer)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fluid import MoELayer
+from megatron_fluid.moe.sharding import local_part
 
 LIMIT_S = 200.0  # on ranks that hang; a busy machine takes its time
 F64 = torch.float64
@@ -34,7 +35,9 @@ def tokens_of(rank: int, seed: int = 0) -> Tensor:
 
 
 def close(found: Tensor | None, expected: Tensor | None) -> None:
+    """Of DTensors: this rank's parts."""
     assert found is not None and expected is not None
+    found, expected = local_part(found), local_part(expected)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 

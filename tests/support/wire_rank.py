@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.errors import PeerTimeoutError
+from megatron_fluid.moe.sharding import local_part
 
 
 def main() -> int:
@@ -39,7 +40,9 @@ def main() -> int:
         except PeerTimeoutError as error:
             print(f"failed {time.perf_counter() - begun:.2f} {error}", flush=True)
             os._exit(3)
-        found = sum(float(p.grad.abs().sum()) for p in layer.parameters() if p.grad is not None)
+        found = sum(
+            float(local_part(p.grad).abs().sum()) for p in layer.parameters() if p.grad is not None
+        )
         layer.zero_grad()
         print(f"step {step} {time.perf_counter() - begun:.3f} {found:.4f}", flush=True)
     assert layer.backend == "hierarchical"

@@ -1,0 +1,171 @@
+"""Experts as sharded parameters. On several ranks weight1 and weight2 are DTensors, Shard(0) over
+the device mesh of the expert-parallel group; kernels read their local parts. On one rank they are
+plain tensors.
+
+So whatever in torch knows DTensor knows which experts a rank holds: checkpoints, FSDP2, optimizers,
+copies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.errors import ConfigError
+
+__all__ = [
+    "Group",
+    "clip_grad_norm_",
+    "expert_numbers",
+    "fill",
+    "group_of",
+    "is_sharded",
+    "load_experts",
+    "local_part",
+    "shard_experts",
+]
+
+type Group = dist.ProcessGroup | DeviceMesh | None
+
+
+def group_of(group: Group) -> dist.ProcessGroup | None:
+    """The process group of a DeviceMesh of one dimension; a process group or None as it is.
+
+    Raises:
+        ConfigError: a mesh of several dimensions.
+    """
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        allowed = 'one dimension, such as mesh["ep"]'
+        raise ConfigError.of("ep_group", f"a mesh of {group.ndim} dimensions", allowed)
+    return group.get_group()
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Whether a parameter is a DTensor: an expert's on several ranks, or any under FSDP2."""
+    return hasattr(param, "_local_tensor")
+
+
+def local_part(param: Tensor) -> Tensor:
+    """The rows of a parameter that this rank holds, without gradient. A plain tensor is whole."""
+    return getattr(param, "_local_tensor", param).detach()
+
+
+def shard_experts(local: Tensor, group: Group, device_type: str) -> nn.Parameter:
+    """The parameter of all ranks' experts, of which `local` [El, ...] are this rank's.
+
+    Args:
+        group: of several ranks; a DeviceMesh is used as it is, so that FSDP2 can join it with
+            another dimension of its parent. Else all layers of a group share one mesh.
+        device_type: of the mesh that is made.
+    """
+    from torch.distributed.tensor import DTensor, Shard  # 0.7 s that one rank need not wait for
+
+    _refuse_data_parallel()
+    mesh = group
+    if isinstance(group, dist.ProcessGroup):
+        make = functools.partial(DeviceMesh.from_group, group, device_type)
+        mesh = group_resource(group, "device mesh", make)
+    assert isinstance(mesh, DeviceMesh)
+    return nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+
+
+@functools.cache
+def _refuse_data_parallel() -> None:
+    """torch's DistributedDataParallel sends one rank's parameters to all, experts included: refuse
+    models with sharded experts by name."""
+
+    def look(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if not isinstance(parent, DistributedDataParallel) or child is None:
+            return
+        named = {n for n, p in child.named_parameters() if is_sharded(p)}
+        if found := sorted(named - parent.parameters_to_ignore):
+            remedy = "_set_params_and_buffers_to_ignore_for_model(model, names)"
+            allowed = f"these left out by DistributedDataParallel.{remedy}, or FSDP2"
+            raise ConfigError.of("DistributedDataParallel, sharded parameters", found, allowed)
+
+    register_module_module_registration_hook(look)
+
+
+def _share(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of `whole`, which every rank has, as a parameter `like` is sharded."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(like, DTensor):
+        return whole
+    # src_data_rank=None: every rank cuts its own part, nothing is sent.
+    given = like.device_mesh, like.placements
+    shared: DTensor = distribute_tensor(whole, *given, src_data_rank=None)
+    return shared.to_local()
+
+
+def expert_numbers(param: Tensor) -> list[int]:
+    """The numbers of the experts whose matrices are the rows of `local_part(param)`."""
+    whole = torch.arange(param.shape[0], device=local_part(param).device)
+    return (_share(whole, param) if is_sharded(param) else whole).tolist()
+
+
+def fill(param: Tensor, whole: Tensor) -> None:
+    """Write this rank's part of `whole` [as param] into a parameter, however it is sharded."""
+    local_part(param).copy_(_share(whole, param) if is_sharded(param) else whole)
+
+
+def load_experts(param: Tensor, value: Any) -> Any:
+    """What a state dict holds for an expert parameter, as load_state_dict compares it with `param`:
+    a plain tensor of this rank's experts [El, ...] or of all [E, ...] becomes a DTensor."""
+    if not is_sharded(param) or not isinstance(value, Tensor) or is_sharded(value):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(param, DTensor)
+    if value.shape == param.shape:
+        value = _share(value, param)
+    if value.shape != param.to_local().shape:
+        return value  # load_state_dict names the sizes
+    given = param.device_mesh, param.placements
+    return DTensor.from_local(
+        value, *given, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: nn.Module | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_ for parameters of which some are DTensors, also on different
+    meshes. Collective over the meshes: every rank has the same norm, that of the whole model.
+
+    Gradients of plain parameters count as they are: add them up over ranks before. Arguments and
+    result are torch's; a module stands for its parameters.
+    """
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, Tensor):
+        parameters = [parameters]
+    kinds: dict[Any, list[Tensor]] = {}
+    for param in parameters:
+        if param.grad is not None:
+            kinds.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
+    norms = [torch.zeros(())]
+    for members in kinds.values():
+        grads = [param.grad for param in members if param.grad is not None]
+        norm: Any = nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+        norms.append(norm.full_tensor() if is_sharded(norm) else norm)
+    total = torch.linalg.vector_norm(torch.stack([n.to(norms[-1]) for n in norms]), norm_type)
+    for members in kinds.values():
+        nn.utils.clip_grads_with_norm_(members, max_norm, total, foreach)
+    return total

@@ -1,0 +1,288 @@
+"""Experts as DTensors, as torch's own tools see them: checkpoints, clipping, FSDP2, DDP, optimizers
+and whatever replaces parameters, each against one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_fluid import (
+    MoEBaseline,
+    MoELayer,
+    TransformerLayer,
+    clip_grad_norm_,
+    get_backward_scheduler,
+)
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.sharding import is_sharded, local_part
+from tests.support.launch import run_ranks
+
+F64 = torch.float64
+# By parameter and not by optimizer: one rank has one optimizer, several have two.
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+SIZES: dict[str, Any] = {
+    "hidden_size": 8,
+    "ffn_hidden_size": 12,
+    "num_experts": 8,
+    "top_k": 2,
+    "init_std": 0.4,
+    "shared_ffn_hidden_size": 4,
+}
+
+
+class Model(nn.Module):
+    """A plain projection, an attention and MoE layer, and an MoE layer."""
+
+    def __init__(self, ep_group: Any, device: str = "cpu", dtype: torch.dtype = F64) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.first = nn.Linear(8, 8, **made)
+        sizes = {**SIZES, "num_attention_heads": 2}
+        self.block = TransformerLayer(sizes, ep_group=ep_group, **made)
+        self.moe = MoELayer(SIZES, ep_group, layer_id=1, **made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.moe(self.block(self.first(x)))
+
+
+def tokens(rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(5 + rank, 2, 8, dtype=F64, generator=generator)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def alone(rank: int, world: int) -> dist.ProcessGroup:
+    return [dist.new_group([r]) for r in range(world)][rank]
+
+
+def trained(
+    model: Model, data: list[Tensor], steps: int = 2, **adam: Any
+) -> list[torch.optim.Optimizer]:
+    """Train on the sum of the ranks' losses; experts have an optimizer of their own, since torch's
+    fused and foreach steps do not take DTensors and tensors in one."""
+    optimizers = []
+    for kind in (True, False):
+        params = [p for p in model.parameters() if is_sharded(p) is kind]
+        optimizers += [torch.optim.Adam(params, lr=0.01, **adam)] if params else []
+    for _ in range(steps):
+        model.zero_grad()
+        torch.stack([model(x).square().sum() for x in data]).sum().backward()
+        for p in model.parameters():
+            if not is_sharded(p) and len(data) == 1:
+                assert p.grad is not None
+                dist.all_reduce(p.grad)
+        clip_grad_norm_(model, 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+    return optimizers
+
+
+def training_body(rank: int, world: int) -> None:
+    one = alone(rank, world)
+    for adam in ({}, {"foreach": True}, {"fused": True}):
+        reference = Model(one)
+        trained(reference, [tokens(r) for r in range(world)], **adam)
+        expected = reference.state_dict()
+        for deferred in (False, True):
+            get_backward_scheduler().enabled = deferred
+            model = Model(dist.group.WORLD)
+            optimizers = trained(model, [tokens(rank)], **adam)
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(whole(value), expected[name], rtol=1e-6, atol=1e-8)
+            assert is_sharded(optimizers[0].state[model.moe.weight1]["exp_avg"])
+        get_backward_scheduler().disable()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_training_with_clipping_and_adam_equals_one_process(world: int) -> None:
+    run_ranks(training_body, world, timeout_s=200)
+
+
+def saving_body(rank: int, world: int, folder: str) -> dict[str, Tensor]:
+    model = Model(dist.group.WORLD)
+    optimizers = trained(model, [tokens(rank)])
+    states = get_state_dict(model, optimizers, options=FLAT)
+    dcp.save(dict(zip(("model", "optimizers"), states, strict=True)), checkpoint_id=folder)
+    return _bits(model, optimizers)
+
+
+def loading_body(rank: int, world: int, folder: str, again: str) -> dict[str, Tensor]:
+    model = Model(dist.group.WORLD)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizers = trained(model, [tokens(rank)], steps=1)
+    state = dict(
+        zip(("model", "optimizers"), get_state_dict(model, optimizers, options=FLAT), strict=True)
+    )
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model,
+        optimizers,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizers"],
+        options=FLAT,
+    )
+    dcp.save(state, checkpoint_id=again)
+    return _bits(model, optimizers)
+
+
+def _bits(model: Model, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    found = {name: whole(value) for name, value in model.state_dict().items()}
+    of = {name: o for o in optimizers for name, p in model.named_parameters() if p in o.state}
+    for name, parameter in model.named_parameters():
+        found |= {f"{name}.{k}": whole(v) for k, v in of[name].state[parameter].items()}
+    return found
+
+
+def test_checkpoints_load_on_other_numbers_of_ranks_bit_for_bit(tmp_path: Path) -> None:
+    folders = [str(tmp_path / str(number)) for number in range(5)]
+    expected = run_ranks(saving_body, 2, folders[0])[0]
+    for number, world in enumerate((4, 1, 4, 2)):
+        for found in run_ranks(loading_body, world, folders[number], folders[number + 1]):
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), f"{name} on {world} ranks"
+
+
+def fsdp_body(rank: int, world: int, half: bool, wide: bool) -> None:
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "ep"))
+    every = mesh._flatten("all")
+    model = Model(mesh["ep"], device="meta" if wide else "cpu", dtype=torch.float32)
+    policy = MixedPrecisionPolicy(torch.bfloat16 if half else None, torch.float32)
+    options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": wide}
+    experts = {p for p in model.parameters() if is_sharded(p)}
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    fully_shard(model, mesh=every, ignored_params=experts, **options)
+    for layer in layers:
+        others = set(layer.parameters()) - experts
+        fully_shard(layer, mesh=mesh["dp"], ignored_params=others, **options)
+    if wide:
+        model.to_empty(device="cpu")
+        model.first.reset_parameters()
+        model.block.init_weights()
+        model.moe.init_weights()
+    reference = Model(alone(rank, world), dtype=torch.float32)
+    state = {name: whole(value) for name, value in model.state_dict().items()}
+    for name, value in reference.state_dict().items():
+        if not name.startswith("first"):
+            assert torch.equal(state[name], value), name
+    reference.load_state_dict(state)
+    data = [tokens(r).float() for r in range(world)]
+    for deferred in (False, True):
+        get_backward_scheduler().enabled = deferred
+        model.zero_grad()
+        reference.zero_grad()
+        model(data[rank]).square().sum().backward()
+        for layer in layers:  # averaged over the dp ranks alone, but made of all ranks' tokens;
+            for weight in (layer.weight1, layer.weight2):  # set_gradient_divide_factor needs NCCL
+                weight.grad /= 2
+        get_backward_scheduler().disable()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            torch.stack([reference(x).float().square().sum() for x in data]).mean().backward()
+        grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        for name, p in reference.named_parameters():
+            assert p.grad is not None
+            error = (grads[name] - p.grad).norm() / p.grad.norm()
+            assert error < (0.1 if half else 1e-4), f"{name} {error}"
+        norm = clip_grad_norm_(model, 1.0)
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        torch.testing.assert_close(norm, expected, rtol=0.05 if half else 1e-4, atol=0)
+    torch.optim.AdamW(model.parameters()).step()
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("wide", [False, True], ids=["kept", "resharded, from meta"])
+def test_fully_shard_over_data_and_expert_parallel_ranks(half: bool, wide: bool) -> None:
+    run_ranks(fsdp_body, 4, half, wide, timeout_s=200)
+
+
+def ddp_body(rank: int, world: int) -> None:
+    model = Model(dist.group.WORLD)
+    before = {name: local_part(p).clone() for name, p in model.named_parameters()}
+    for each in (model, model.block, model.moe):
+        with pytest.raises(ConfigError, match="DistributedDataParallel.*weight1.*FSDP2"):
+            DistributedDataParallel(each)
+    names = [name for name, p in model.named_parameters() if is_sharded(p)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    wrapped = DistributedDataParallel(model)
+    assert all(torch.equal(local_part(p), before[n]) for n, p in model.named_parameters())
+    wrapped(tokens(rank)).square().sum().backward()
+    reference = Model(alone(rank, world))
+    torch.stack([reference(tokens(r)).square().sum() for r in range(world)]).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert p.grad is not None
+        scale = 1 if name in names else world  # DDP averages
+        torch.testing.assert_close(whole(p.grad) * scale, q.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_data_parallel_refuses_experts_by_name_or_leaves_them_alone() -> None:
+    run_ranks(ddp_body, 2)
+
+
+def replaced_body(rank: int, world: int) -> None:
+    for kind in (MoELayer, MoEBaseline):
+        layer = kind(SIZES, dist.group.WORLD, dtype=F64)
+        expected = layer(tokens(rank))
+        full = {name: whole(value) for name, value in layer.state_dict().items()}
+        mine = {name: local_part(value) for name, value in layer.state_dict().items()}
+        file = io.BytesIO()
+        torch.save(layer.state_dict(), file)
+        file.seek(0)
+        for state in (layer.state_dict(), full, mine, torch.load(file)):
+            for assign in (False, True):
+                other = kind(SIZES, dist.group.WORLD, dtype=F64, layer_id=5)
+                other.load_state_dict(state, assign=assign)
+                _same(other, expected, rank)
+        other = kind(SIZES, dist.group.WORLD, device="meta", dtype=F64)
+        other.to_empty(device="cpu").init_weights()
+        _same(other, expected, rank)
+        _same(copy.deepcopy(layer), expected, rank)
+        _same(nn.Sequential(copy.deepcopy(layer).float().double())[0], None, rank)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        other = kind(SIZES, dist.group.WORLD, dtype=torch.float32).double()
+        _same(other, None, rank)
+        other.load_state_dict(full)
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        _same(other, expected, rank)
+        assert other.weight1.device_mesh is layer.weight1.device_mesh
+
+
+def _same(layer: Any, expected: Tensor | None, rank: int) -> None:
+    y = layer(tokens(rank))
+    if expected is not None:
+        assert torch.equal(y, expected)
+    y.sum().backward()
+    for weight in (layer.weight1, layer.weight2):
+        assert is_sharded(weight) and is_sharded(weight.grad) and weight.shape[0] == 8
+
+
+def test_what_replaces_parameters_keeps_them_sharded() -> None:
+    run_ranks(replaced_body, 2)
+
+
+def test_a_mesh_of_two_dimensions_is_refused() -> None:
+    run_ranks(_two_dimensions, 2)
+
+
+def _two_dimensions(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    with pytest.raises(ConfigError, match="ep_group: found 'a mesh of 2 dimensions'"):
+        MoELayer(SIZES, mesh)
