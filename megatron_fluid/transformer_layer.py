@@ -180,7 +180,7 @@ class TransformerLayer(nn.Module):
         attention, std = self.self_attention, self.config.init_std
         norms = attention.q_layernorm, attention.k_layernorm
         for norm in (self.input_layernorm, self.pre_mlp_layernorm, *norms):
-            if norm is not None:
+            if isinstance(norm, nn.RMSNorm | nn.LayerNorm):
                 norm.reset_parameters()
         for number, linear in enumerate((attention.linear_qkv, attention.linear_proj)):
             like = local_part(linear.weight)

@@ -84,9 +84,9 @@ class _MoEModule(nn.Module):
         self.weight1 = weight(local, gates * ffn, hidden)
         self.weight2 = weight(local, hidden, ffn)
         if self.rounds.world_size > 1:
-            where = ep_group, self.rounds.device.type
-            self.weight1 = shard_experts(self.weight1.detach(), *where)
-            self.weight2 = shard_experts(self.weight2.detach(), *where)
+            kind = self.rounds.device.type
+            self.weight1 = shard_experts(self.weight1.detach(), ep_group, kind)
+            self.weight2 = shard_experts(self.weight2.detach(), ep_group, kind)
         self._taken: Form | None = None  # the last input's dtype and device that were looked at
         where = {"dtype": self.weight1.dtype, "device": self.weight1.device.type}
         compare_settings(self.rounds.group, type(self).__name__, vars(c) | where)
