@@ -88,6 +88,8 @@ class TransformerLayerConfig(FieldsConfig):
     init_std: float = 0.02
     dx_chunks: int | None = None
     overlap: bool = True
+    pre_softmax: bool = False
+    scaling: float | None = None
 
     def __post_init__(self) -> None:
         if self.norm not in _NORMS:

@@ -199,7 +199,8 @@ class TopKRouter(nn.Module):
         if self._is_fused(tokens):
             routing = self._fused(tokens, balanced)
         else:
-            logits = deferred_linear(tokens, self.weight, self.name)
+            # A router may be kept in another dtype than the model: `layer.router.float()`.
+            logits = deferred_linear(tokens.to(self.weight.dtype), self.weight, self.name)
             routing = route(logits, self.top_k, self.score_function, self.pre_softmax, self.scaling)
         if balanced:
             loss = load_balancing_loss(routing, self.aux_loss_coefficient)

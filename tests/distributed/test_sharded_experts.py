@@ -286,3 +286,14 @@ def _two_dimensions(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
     with pytest.raises(ConfigError, match="ep_group: found 'a mesh of 2 dimensions'"):
         MoELayer(SIZES, mesh)
+
+
+def test_a_router_in_fp32_serves_a_bf16_model() -> None:
+    fields = {"num_attention_heads": 2, "pre_softmax": True, "scaling": 2.5, "top_k": 1}
+    layer = TransformerLayer({**SIZES, **fields}, dtype=torch.bfloat16)
+    layer.mlp.router.float()
+    x = tokens(1).bfloat16()
+    layer(x).square().sum().backward()
+    assert layer.mlp.router.weight.grad.dtype == torch.float32
+    assert layer.mlp.router.weight.grad.abs().max() > 0
+    assert layer.mlp.router(x.view(-1, 8)).probs.dtype == torch.float32
