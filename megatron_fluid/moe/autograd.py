@@ -46,13 +46,13 @@ _PROCESS_WIDE = get_backward_scheduler()
 
 @dataclass(kw_only=True, slots=True)
 class _State:
-    """Everything about one call but its tokens: made in forward, read in backward, shared with no
-    other call.
+    """Everything about one call except its tokens. The forward makes it and the backward reads it;
+    no two calls share one.
 
     Attributes:
-        deferred: whether the scheduler delivers the weight gradients.
+        deferred: whether the weight gradients are queued in the scheduler.
         fused_main_grad: whether weight gradients are added to main_grad.
-        ready: how gradients that bypass autograd are delivered and counted.
+        ready: tells main_grad's owner when gradients that bypass autograd are complete.
     """
 
     experts: PlainExperts
@@ -67,29 +67,29 @@ class _State:
 
     @property
     def bypasses_autograd(self) -> bool:
-        """Whether the parameters are no inputs of the function."""
+        """Whether the weights are left out of the inputs of the autograd function."""
         return self.deferred or self.ready.direct
 
     def sent(self, x: Tensor) -> Tensor:
-        """Tokens or gradients [T, H] as the transport is given them."""
+        """Convert tokens or gradients [T, H] to what the transport sends, packed if it can."""
         return self.experts.packed(x) if self.transport.carries_packed_rows else x
 
     def arrived(self, rows: Tensor) -> Rows:
-        """A segment's rows [n, H] as the experts are given them."""
+        """Convert the received rows of a segment to what the experts take."""
         return self.experts.unpacked(rows) if self.transport.carries_packed_rows else rows
 
     def recomputed(self, x: Tensor) -> list[Rows]:
-        """The rows of the forward's segments by another dispatch of its tokens x [T, H]."""
+        """Dispatch the tokens x [T, H] again and return the rows of the forward's segments."""
         return [self.arrived(rows) for rows in self.transport.recompute_rows(self.sent(x))]
 
 
 def prepare(call: ExpertCall) -> tuple[Tensor, PlainExperts]:
-    """Check a call, and under autocast cast its tokens, weights and biases: before any transport,
-    and so alike on all of them. Gives the tokens and what computes them.
+    """Check a call and, under autocast, cast its tokens, weights and biases. This precedes the
+    transport, so the checks are the same for all transports. Returns the tokens and the experts.
 
     Raises:
-        ConfigError: shapes or dtypes do not fit together; fp8 of experts that cannot be computed
-            so, or on a GPU that is no Hopper.
+        ConfigError: shapes or dtypes do not fit together; fp8 is requested for experts that do not
+            support it, or on a GPU other than Hopper.
     """
     x, w1, w2, biases = call.x, call.w1, call.w2, call.biases
     layout = w1.layout if isinstance(w1, ExpertWeights) else call.layout
@@ -119,7 +119,7 @@ def prepare(call: ExpertCall) -> tuple[Tensor, PlainExperts]:
 
 
 def _state_of(call: ExpertCall, experts: PlainExperts, transport: TokenTransport) -> _State:
-    """What the settings of this moment make of a call."""
+    """Make the state of a call from the current grad mode, scheduler and gradient owner."""
     fc1, fc2, recompute = experts.fc1, experts.fc2, call.recompute
     if recompute and not set(recompute) <= set(transport.recomputable):
         allowed = f"some of {', '.join(transport.recomputable)}"
@@ -150,14 +150,14 @@ def _state_of(call: ExpertCall, experts: PlainExperts, transport: TokenTransport
 
 @dataclass(slots=True)
 class StartedCall:
-    """A call whose first tokens may be travelling. Finish it exactly once."""
+    """A call whose dispatch may be under way. Call `finish` exactly once."""
 
     _state: _State
     _x: Tensor
     _probs: Tensor | None
 
     def finish(self) -> Tensor:
-        """Compute, combine, and give the result [T, H]."""
+        """Compute the experts, combine, and return the result [T, H]."""
         device = self._x.device.type
         if not torch.is_autocast_enabled(device):
             return _finished(self._state, self._x, self._probs)
@@ -166,8 +166,8 @@ class StartedCall:
 
 
 def start_experts(call: ExpertCall, transport: TokenTransport) -> StartedCall:
-    """Start a call over a transport of its own: what is computed until it is finished overlaps with
-    the first tokens on their way, if the transport sends any ahead. Collective as the transport is.
+    """Start a call over a transport that serves this call alone. If the transport `starts_ahead`,
+    work launched before `finish` overlaps with the dispatch. Collective if the transport is.
 
     Raises:
         ConfigError: as for prepare; the transport does not take these tokens or experts, or cannot
@@ -182,18 +182,18 @@ def start_experts(call: ExpertCall, transport: TokenTransport) -> StartedCall:
     if transport.starts_ahead:
         wanted = x.requires_grad or (probs is not None and probs.requires_grad)
         if wanted and torch.is_grad_enabled():
-            x, probs = _Arrive.apply(transport, x, probs)
+            x, probs = _WaitForDx.apply(transport, x, probs)
         transport.start(x.detach(), None if probs is None else probs.detach())
     return StartedCall(state, x, probs)
 
 
 def run_experts(call: ExpertCall, transport: TokenTransport) -> Tensor:
-    """start_experts, finished at once."""
+    """start_experts, followed at once by `finish`."""
     return start_experts(call, transport).finish()
 
 
 def _finished(call: _State, x: Tensor, probs: Tensor | None) -> Tensor:
-    """Dispatch, experts and combine of one call, x and probs as its transport takes them."""
+    """Dispatch, compute and combine one call. x and probs are in the transport's layout."""
     y = _computed(call, x, probs)
     return call.transport.leave(y) if call.transport.permutes else y
 
@@ -211,15 +211,14 @@ def _computed(call: _State, x: Tensor, probs: Tensor | None) -> Tensor:
             for part in call.offload.parts:
                 call.offload.put(part, ())
         return forward_pass(call, x, probs, keep=False)[0]
-    # The anchor keeps the function in the graph where the weights are no inputs of it.
+    # The anchor keeps the function in the graph if the weights are not among its inputs.
     anchor = graph_anchor(x.device) if trained else None
     return apply(_Experts, x, probs, anchor, call, *params)
 
 
-class _Arrive(torch.autograd.Function):
-    """The identity in forward. Its backward waits for dX, so that whatever was recorded between it
-    and the experts runs its own backward while dX travels: autograd goes through nodes latest
-    first."""
+class _WaitForDx(torch.autograd.Function):
+    """Identity in forward; the backward waits for dX. Autograd runs the latest nodes first, so the
+    nodes recorded between this one and the experts run their backward while dX travels."""
 
     @staticmethod
     def forward(
@@ -238,16 +237,16 @@ class _Arrive(torch.autograd.Function):
         return None, grad_tokens, grad_probs
 
 
-# What the backward needs of one segment: its rows, how they are divided and weighed, and fc1's
-# output [n, F1], None if recomputed.
+# What the backward needs of one segment: fc1's input rows, the segment itself (row groups, probs),
+# and fc1's output [n, F1], or None if that is recomputed.
 type _KeptSegment = tuple[Rows, Segment, Hidden | None]
-type _Pairs = list[tuple[Rows, Rows]]  # of each segment: gradient of the output, input
+type _Pairs = list[tuple[Rows, Rows]]  # operands of dW, by segment: output gradient, input
 
 
 def forward_pass(
     call: _State, x: Tensor, probs: Tensor | None, keep: bool
 ) -> tuple[Tensor, list[_KeptSegment]]:
-    """The result, and with `keep` what the backward needs."""
+    """Return the result [T, H] and, with `keep`, what the backward needs of each segment."""
     exchange = call.transport.forward(call.sent(x), probs, keep)
     kept: list[_KeptSegment] = []
     keep_hidden = keep and "hidden" not in call.recompute
@@ -263,16 +262,16 @@ def forward_pass(
 def backward_pass(
     call: _State, grad: Tensor, routes: Sequence[Route], hidden: Sequence[Hidden], consume: bool
 ) -> tuple[Exchange, list[Rows], _Pairs]:
-    """The exchange of dX, on its way; of each segment dh, the gradient of fc1's output [n, F1], and
-    what dW of fc2 is made of.
+    """Start sending dX. Returns its exchange and, for each segment, dh (the gradient of fc1's
+    output [n, F1]) and the operands of fc2's dW.
 
-    routes: of the forward's segments. hidden: fc1's outputs, without biases. consume: these are not
-    asked for again.
+    routes: those of the forward's segments. hidden: fc1's outputs without biases. consume: the
+    caller does not need `hidden` afterwards.
     """
     exchange = call.transport.backward(call.sent(grad), call.deferred)
     fc1: list[Rows] = []
     fc2: _Pairs = []
-    # zip asks the exchange first, and so to its end.
+    # segments() must be exhausted: as zip's first argument it is.
     for segment, route, h in zip(exchange.segments(), routes, hidden, strict=True):
         dy = call.arrived(segment.rows)
         dh, pair = call.experts.backward(dy, h, route, segment, exchange, consume)
@@ -284,8 +283,8 @@ def backward_pass(
 def _weight_grads(
     call: _State, fc: ExpertWeights, pairs: Callable[[], _Pairs], groups: Sequence[RowGroups]
 ) -> list[Tensor] | None:
-    """What autograd gets for one projection, one tensor for each of its parameters: dW, or a
-    placeholder where it was added to main_grad; None where that is reported to the owner."""
+    """Compute one projection's weight gradients and return what autograd gets for each parameter:
+    dW, or a placeholder if dW was added to main_grad. None if main_grad's owner is told itself."""
     reported = call.ready.direct or call.ready.captured
     if not (reported or call.fused_main_grad):
         return call.experts.weight_grads(fc, pairs, groups)
@@ -295,17 +294,16 @@ def _weight_grads(
 
 @dataclass(slots=True)
 class _KeptPart:
-    """One part of what a call keeps for its backward: "rows" or "hidden", with autograd, or
-    wherever an Offload puts it meanwhile.
+    """One part of what a call keeps for its backward: "rows" or "hidden". Autograd saves it, or an
+    Offload holds it.
 
-    Autograd's own way, hooks for saved tensors, would give all tensors of a function to one taker,
-    and at one time. Here each part goes its own way, and the backward says when it needs a part
-    again and when it is done with it.
+    Autograd's hooks for saved tensors are not used: they unpack all tensors of a function at once.
+    Here the backward takes each part when it needs it, and says when it is done with it.
 
     Attributes:
-        kinds: of each value its type where it is two tensors, else None.
-        count: tensors that autograd saves.
-        away: the others, or None.
+        kinds: for each value its type if it is a named tuple of two tensors, else None.
+        count: number of tensors that autograd saves.
+        away: handle to the offloaded tensors, or None if autograd saves them.
     """
 
     kinds: tuple[Any, ...]
@@ -313,12 +311,12 @@ class _KeptPart:
     away: Offloaded | None
 
     def values(self, saved: Iterator[Tensor]) -> list[Any]:
-        """What `_keep` was given. saved: of autograd, from this part's first tensor on."""
+        """Return what `_keep` was given. saved: autograd's tensors, from this part's first on."""
         found = itertools.islice(saved, self.count) if self.away is None else iter(self.away.take())
         return [kind(next(found), next(found)) if kind else next(found) for kind in self.kinds]
 
     def finish(self) -> None:
-        """The values were used."""
+        """Tell the Offload that the backward is done with the values."""
         if self.away is not None:
             self.away.finish()
 
@@ -326,8 +324,8 @@ class _KeptPart:
 def _keep(
     part: str, values: Sequence[Any], offload: Offload | None
 ) -> tuple[list[Tensor | None], _KeptPart]:
-    """Keep a part of a call: values that are a tensor, a named tuple of two, or None (which cannot
-    be put away). What autograd has to save, and the part."""
+    """Keep a part of a call. A value is a tensor, a named tuple of two, or None (not if offloaded).
+    Returns the tensors that autograd has to save, and the part."""
     tensors: list[Tensor | None] = []
     for value in values:
         tensors += value if isinstance(value, tuple) else [value]
@@ -340,10 +338,10 @@ def _keep(
 
 
 class _Experts(torch.autograd.Function):
-    """Autograd's view of forward_pass and backward_pass: it saves, restores and orders.
+    """The autograd function around forward_pass and backward_pass. It saves and restores tensors
+    and decides when weight gradients are computed.
 
-    Inputs: x, probs, the anchor, the call, the weights (none where the scheduler delivers their
-    gradients), and the biases.
+    Inputs: x, probs, the anchor, the call, the weights unless they bypass autograd, the biases.
     """
 
     @staticmethod
@@ -358,7 +356,7 @@ class _Experts(torch.autograd.Function):
         ctx.save_for_backward(*second, *first)
         ctx.routes = [(segment.probs, segment.groups) for _, segment, _ in kept]
         ctx.call, ctx.versions = call, call.experts.versions()
-        # Of ctx.next_functions, which know tensors only; 0 without an anchor.
+        # The anchor's index in ctx.next_functions, which skips `call`; 0 without an anchor.
         ctx.anchor = 0 if anchor is None else 1 + (probs is not None)
         if call.bypasses_autograd:
             call.ready.enter(ctx)
@@ -367,7 +365,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # The first access refuses a second backward of a graph that was not kept.
+        # Reading saved_tensors raises in a second backward of a graph that was not retained.
         saved = iter(ctx.saved_tensors)
         call: _State = ctx.call
         experts = call.experts
@@ -378,9 +376,9 @@ class _Experts(torch.autograd.Function):
             raise RuntimeError(f"{call.name}: {what}")
         groups = [groups for _, groups in ctx.routes]
         hidden = kept_hidden.values(saved)
-        # What nothing is recomputed from, dW of fc1 alone needs: it may take its time to come back.
+        # Without recompute only fc1's dW needs the rows, so they are fetched after dgrad.
         rows = kept_rows.values(saved) if call.recompute else []
-        # Rows that only dW of fc1 needs are gathered when it is their turn.
+        # If only fc1's dW needs the recomputed rows, they are gathered just before it.
         later = call.transport.regathers and set(call.recompute) == {"rows"}
         if "rows" in call.recompute and not later:
             rows = call.recomputed(rows[0])
@@ -425,15 +423,15 @@ class _Experts(torch.autograd.Function):
             split, end = len(experts.fc1.params), len(needed) - len(db)
             none: list[Any] = [None]
             dw2 = fc2() if any(needed[split:end]) else None
-            del fc2  # and what dw2 was made of: dw1 may have the memory
+            del fc2  # frees the operands of dw2, so that dw1 can use the memory
             dw1 = fc1() if any(needed[:split]) else None
             del fc1
             dw = [*(dw1 or none * split), *(dw2 or none * len(experts.fc2.params))]
         if wanted:
             call.ready.leave(ctx)
         if not graph_is_kept():
-            ctx.call = None  # who keeps the output keeps this, and the weights' memory with it
-        # Not before, so that what comes back for a layer below does not meet this one's tensors.
+            ctx.call = None  # the output keeps ctx alive, and this would keep the weights
+        # Last, so that tensors fetched for the layer below do not add to this layer's peak memory.
         kept_hidden.finish()
         kept_rows.finish()
         exchange.finish(later=ctx.needs_input_grad[0])

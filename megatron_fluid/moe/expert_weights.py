@@ -1,4 +1,4 @@
-"""The weights of one rank's experts, in whichever layout they live, and the rows they multiply.
+"""The weights of one rank's experts, in any memory layout, and how rows are grouped by expert.
 
 Legend: El experts, H hidden, F1 width of fc1's output, F width of fc2's input.
 """
@@ -36,30 +36,30 @@ __all__ = [
     "params_and_values",
 ]
 
-# El matrices [in, out]: stacked [El, in, out] in any stride, such a stack in reverse, or a list
-# where they lie apart.
+# El matrices [in, out]: one tensor [El, in, out] with any strides, a ReversedStack, or a list if
+# they are not evenly spaced in memory.
 type Matrices = Tensor | Sequence[Tensor]
 
-# As a caller has them: stacked, or one for each expert.
+# Weights as a caller passes them: one stacked tensor, or one tensor for each expert.
 type GivenWeights = Tensor | Packed | Sequence[Tensor]
 
 # Biases of fc1 and of fc2: stacked [El, D], or one for each expert.
 type GivenBiases = tuple[GivenWeights, GivenWeights]
 
-# Of a hundred parameters in every call: map, whose loop is in C.
+# Every call reads these of up to hundreds of parameters, by `map`, because it loops in C.
 _requires_grad, _version, _main_grad, _is_leaf = map(
     operator.attrgetter, ("requires_grad", "_version", "main_grad", "is_leaf")
 )
 
 
 class Packed(NamedTuple):
-    """One parameter of all experts that holds no memory itself, as Transformer Engine's
-    GroupedTensor: autograd, main_grad and the optimizer know the parameter, and a view of the
-    memory is read.
+    """One parameter for all experts that holds no memory itself, like Transformer Engine's
+    GroupedTensor. Autograd, main_grad and the optimizer use `param`; kernels read `values`, a view
+    of the memory.
 
     Attributes:
         param: the parameter, a leaf. [El, ...]
-        values: where its values lie, a plain tensor without gradient. [El, ...]
+        values: its values, a plain tensor without gradient. [El, ...]
     """
 
     param: Tensor
@@ -67,8 +67,8 @@ class Packed(NamedTuple):
 
 
 class _KernelGrads(NamedTuple):
-    """Where gradient buffers begin: for each parameter on the host, for each expert as a kernel
-    takes it (int64 [El]); and whether the kernel takes them."""
+    """Addresses of gradient buffers: one for each parameter on the host, and one for each expert on
+    the device (int64 [El]). fit: whether a kernel can use these buffers."""
 
     on_host: list[int]
     addresses: Tensor
@@ -77,15 +77,15 @@ class _KernelGrads(NamedTuple):
 
 @dataclass(slots=True)
 class KeptLayout:
-    """What a layer keeps of a projection's weights from call to call: where they lie. It holds none
-    of them, so that their memory can be given back between two calls.
+    """The memory layout of a projection's weights, which a layer keeps between calls. It holds no
+    reference to the weights, so that their memory can be freed between two calls.
 
     Attributes:
-        memory: address, shape and strides of each tensor that was given.
-        stack: shape, strides and offset of the view of all experts' matrices, if there is one.
-        reverse: whether that view has them in reverse.
-        shape: of a matrix. [out, in]
-        main_grads: where the gradient buffers begin.
+        memory: address, shape and strides of each weight tensor.
+        stack: shape, strides and offset of one view of all experts' matrices, if there is one.
+        reverse: whether that view has the experts in reverse order.
+        shape: of one expert's matrix. [out, in]
+        main_grads: addresses of the gradient buffers.
         cast: the weights in fp8, a WeightCast of moe/fp8_experts.py.
     """
 
@@ -97,13 +97,13 @@ class KeptLayout:
     cast: Any = None
 
     def fits(self, weights: Tensor | Sequence[Tensor]) -> bool:
-        """Whether these weights lie where those lay that this was made of."""
+        """Whether these weights have the addresses, shapes and strides in `memory`."""
         return [_memory_of(values) for values in params_and_values(weights)[1]] == self.memory
 
 
 class ExpertWeights:
-    """One projection's weights of all local experts, in whichever layout they live. Never copied.
-    Made for one call, since it holds views of them.
+    """One projection's weights of all local experts, in any memory layout, without a copy. Each
+    call makes its own object, because the object holds views of the weights.
 
     Args:
         weights: a stacked tensor, a Packed one, or one matrix for each expert (Megatron's
@@ -113,17 +113,16 @@ class ExpertWeights:
             "in_out" is the transposed one: [El, in, out], also folded into two dimensions ([in, El
             * out] or [El * in, out], as GroupedMLP had it, whose memory is [El, in, out]).
         name: for errors.
-        kept: of an earlier call, which these weights fit: what it knows is not looked at again.
-        leaves: whether the caller has seen that all weights are leaves, all of them trained or
-            none.
+        kept: the layout from an earlier call, if it `fits` these weights. It saves checking them.
+        leaves: whether the caller knows that `deferrable` holds, which then checks nothing.
 
     Attributes:
-        params: what was given: what the gradients are of. One stacked, or El
-        kept: for the next call.
-        stack: a view of all experts' matrices, without gradient, if they lie in memory at equal
-            distances, else None. [El, out, in]
-        reverse: such a view of the matrices in reverse, if they lie so, else None.
-        out_width, in_width: of a matrix.
+        params: the parameters that get gradients: one stacked, or El.
+        kept: the layout, to pass to the next call.
+        stack: a detached view of all experts' matrices if they are evenly spaced in memory, else
+            None. [El, out, in]
+        reverse: such a view with the experts in reverse order, if they lie so, else None.
+        out_width, in_width: of one expert's matrix.
 
     Raises:
         ConfigError: the number of experts, or the shape, does not fit.
@@ -152,7 +151,7 @@ class ExpertWeights:
         if kept is None:
             self.stack = self._find_stack(name, in_width)
             if self.stack is None:
-                self.reverse = _neighbours(self.matrices[::-1])
+                self.reverse = _strided_view(self.matrices[::-1])
             kept = self._layout_to_keep()
         else:
             found = kept.stack
@@ -162,8 +161,8 @@ class ExpertWeights:
         self.out_width, self.in_width = kept.shape
 
     def _find_stack(self, name: str, in_width: int | None) -> Tensor | None:
-        """The view of all experts' matrices, if there is one; raises where weights do not fit."""
-        layout, num_experts, turned = self.layout, self.num_experts, self.layout == "in_out"
+        """Return `stack`, or None. Raises ConfigError if the number or shape is wrong."""
+        layout, num_experts, transposed = self.layout, self.num_experts, self.layout == "in_out"
         if layout not in ("out_in", "in_out"):
             raise ConfigError.of("layout", layout, "out_in, in_out")
         if not self.stacked:
@@ -172,10 +171,10 @@ class ExpertWeights:
             if len(found) != num_experts or not alike:
                 allowed = f"{num_experts} matrices of one shape, one for each local expert"
                 raise ConfigError.of(name, found, allowed)
-            return _neighbours(self.matrices)
+            return _strided_view(self.matrices)
         stack = self._stored[0].detach()
         shape = list(stack.shape)
-        if stack.dim() == 2 and turned and in_width is not None:
+        if stack.dim() == 2 and transposed and in_width is not None:
             if not stack.is_contiguous() or stack.numel() % (num_experts * in_width):
                 allowed = f"a contiguous [{in_width}, experts * out] of {num_experts} experts"
                 raise ConfigError.of(name, shape, allowed)
@@ -183,7 +182,7 @@ class ExpertWeights:
         if stack.dim() != 3 or stack.shape[0] != num_experts:
             allowed = f"three dimensions, the first being {num_experts} local experts"
             raise ConfigError.of(name, shape, allowed)
-        return stack.transpose(1, 2) if turned else stack
+        return stack.transpose(1, 2) if transposed else stack
 
     def _layout_to_keep(self) -> KeptLayout:
         stack = self.reverse if self.stack is None else self.stack
@@ -196,7 +195,7 @@ class ExpertWeights:
 
     @property
     def matrices(self) -> list[Tensor]:
-        """Views of each expert's matrix, without gradient. El times [out, in]"""
+        """Detached views, one for each expert's matrix. El times [out, in]"""
         if self._views is None:
             if self.stacked:
                 assert self.stack is not None
@@ -208,7 +207,7 @@ class ExpertWeights:
 
     @property
     def forward_matrices(self) -> Matrices:
-        """Matrices [in, out] of x @ w.T."""
+        """Matrices [in, out] for the forward: x @ w.T."""
         found = self._forward_matrices
         if found is None:
             if self.stack is not None:
@@ -222,14 +221,14 @@ class ExpertWeights:
 
     @property
     def backward_matrices(self) -> Matrices:
-        """Matrices [out, in] of dy @ w."""
+        """Matrices [out, in] for dgrad: dy @ w."""
         if self.stack is not None:
             return self.stack
         return self.matrices if self.reverse is None else ReversedStack(self.reverse)
 
     @property
     def given(self) -> GivenWeights:
-        """What this object was made of."""
+        """The weights that this object was made from."""
         if not self.stacked:
             return self.params
         param, values = self.params[0], self._stored[0]
@@ -239,21 +238,21 @@ class ExpertWeights:
         return any(map(_requires_grad, self.params))
 
     def deferrable(self) -> bool:
-        """Whether the gradients may bypass autograd's graph: leaves, all of them trained or
-        none."""
+        """Whether the gradients may bypass autograd's graph. All params must be leaves, and all or
+        none of them require gradients."""
         if self._leaves:
             return True
         trained = [*map(_requires_grad, self.params)].count(True)
         return all(map(_is_leaf, self.params)) and trained in (0, len(self.params))
 
     def versions(self) -> list[int]:
-        """Counts of the parameters' changes in place. Not of a packed one's values, which share
-        their count with the buffer that they lie in."""
+        """Autograd's version counters of `params`. The counter of Packed.values is not used: all
+        views of one buffer share one counter."""
         return list(map(_version, self.params))
 
     def main_grads(self) -> Tensor | list[Tensor]:
         """Megatron's gradient buffers, a matrix for each expert, in the weights' layout: stacked
-        where the weights are. [El, ...]"""
+        if the weights are. [El, ...]"""
         if self.stacked:
             main_grad: Tensor = self.params[0].main_grad  # type: ignore[attr-defined]
             shape = (self.out_width, self.in_width)
@@ -264,9 +263,9 @@ class ExpertWeights:
     def kernel_grads(
         self, fits: Callable[[Sequence[Tensor]], bool]
     ) -> tuple[Tensor | list[Tensor], _KernelGrads]:
-        """main_grads(), and how a kernel takes them, looked at again only when one has moved.
+        """main_grads() and their addresses for a kernel, read again only if a buffer has moved.
 
-        fits: whether the kernel takes them, asked once.
+        fits: whether the kernel can use the buffers; called only if they are read again.
         """
         grads, known = self.main_grads(), self.kept.main_grads
         begins = [grads] if isinstance(grads, Tensor) else grads
@@ -279,8 +278,8 @@ class ExpertWeights:
         return grads, known
 
     def overwrites_main_grads(self) -> bool:
-        """Whether a call is to overwrite all of main_grads() instead of adding to them, as Megatron
-        asks by `overwrite_main_grad`. Where it asks for some of them only, those are zeroed."""
+        """Whether a call must overwrite main_grads() instead of adding to them: Megatron has set
+        `overwrite_main_grad` on all params. If only some have it, their main_grad is zeroed."""
         asked = list(map(getattr, self.params, repeat("overwrite_main_grad"), repeat(False)))
         if all(asked):
             return True
@@ -289,41 +288,41 @@ class ExpertWeights:
         return False
 
     def as_gradients(self, gradient: Tensor) -> list[Tensor]:
-        """A stacked gradient as one tensor for each of params, in its shape, and sharded as it."""
+        """Split a stacked gradient into one tensor for each param, shaped and sharded like it."""
         if not self.stacked:
             return list(gradient.unbind(0))
         param: Any = self.params[0]
         sharded = hasattr(param, "_local_tensor")
         shape = self._stored[0].shape if sharded else param.shape
         gradient = gradient if gradient.shape == shape else gradient.view(shape)
-        if sharded:  # by DTensor's constructor, which does not take the time of from_local
+        if sharded:  # DTensor's constructor is faster than from_local
             gradient = type(param)(gradient, param._spec, requires_grad=False)
         return [gradient]
 
 
 def params_and_values(given: GivenWeights) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """What the gradients are of, and the tensors in which the values lie."""
+    """Return the parameters that get gradients, and the tensors that hold their values."""
     if isinstance(given, Packed):
         return (given.param,), (given.values,)
-    if isinstance(given, Tensor):  # of a DTensor its local part
+    if isinstance(given, Tensor):  # a DTensor's values are its local part
         return (given,), (getattr(given, "_local_tensor", given),)
     params = tuple(given)
     return params, params
 
 
 def computed_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a call with tokens x is computed: autocast's where that is on."""
+    """The dtype in which a call with tokens x is computed: autocast's if that is on."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def in_dtype(given: Any, dtype: torch.dtype) -> Any:
-    """GivenWeights (biases, too) cast for one call, as autocast does, also those of an
-    ExpertWeights; what has the dtype is returned as it is."""
+    """Cast weights or biases for one call, as autocast does. given: GivenWeights or an
+    ExpertWeights. Returned unchanged if it has the dtype already."""
     if isinstance(given, ExpertWeights):
         if all(param.dtype == dtype for param in given.params):
             return given
-        # Cast with the layout that it has now: a Packed one's parameter is the tensor.
+        # The result is not an ExpertWeights, and of a Packed one `param` is cast.
         given = given.given
     if isinstance(given, Packed):
         return given if given.param.dtype == dtype else given.param.to(dtype)
@@ -334,9 +333,9 @@ def _memory_of(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-def _neighbours(matrices: Sequence[Tensor]) -> Tensor | None:
-    """One view of matrices that lie in one storage at equal distances (as after
-    DistributedDataParallel), else None."""
+def _strided_view(matrices: Sequence[Tensor]) -> Tensor | None:
+    """Return one view of matrices that are evenly spaced in one storage (as Megatron's
+    DistributedDataParallel lays them out), else None."""
     first = matrices[0]
     if len(matrices) == 1:
         return first.unsqueeze(0)
@@ -374,30 +373,29 @@ def expert_projections(
         fc2 = ExpertWeights(fc2, *given, f"{name}: weight2", width)
     if fc1.in_width != hidden or fc2.out_width != hidden:
         found = [fc1.in_width, fc2.out_width]
-        raise ConfigError.of(f"{name}: hidden size of the weights", found, f"{hidden} as tokens")
+        raise ConfigError.of(f"{name}: hidden size of the weights", found, f"{hidden}, as tokens")
     if fc2.in_width != width:
         allowed = f"{width} ({activation.name} of {fc1.out_width})"
         raise ConfigError.of(f"{name}: width of weight2", fc2.in_width, allowed)
     dtypes = fc1.params[0].dtype, fc2.params[0].dtype
     if not dtypes[0] == dtypes[1] == tokens.dtype:
-        allowed = f"{tokens.dtype} as tokens"
+        allowed = f"{tokens.dtype}, as tokens"
         raise ConfigError.of(f"{name}: dtype of the weights", dtypes[0], allowed)
     return fc1, fc2
 
 
 @dataclass(slots=True)
 class RowGroups:
-    """How rows sorted by expert are divided among the experts.
+    """Which of the rows, sorted by expert, belong to each expert.
 
     Attributes:
         offsets: end of each expert's rows, on the rows' device. int32 [El]
-        ends: the offsets on the host, or None where the host does not know them. The rows may then
-            be fewer than the tensors that hold them.
-        likely_ends: offsets of an earlier call, for choices that only speed depends on.
-        count: number of rows, on the device, for transports whose rows Triton kernels serve. int32
-            [1]
-        filled: whether all rows of the tensors are used, but for choices that were dropped.
-        experts: what experts_of has made, or None.
+        ends: the offsets on the host, or None if the host does not know them. The tensors may then
+            have more rows than the last offset.
+        likely_ends: estimated offsets, used only for choices that affect speed, not results.
+        count: number of rows, on the device, from transports that use Triton kernels. int32 [1]
+        filled: whether the tensors have no unused rows, except for dropped choices.
+        experts: the cached result of experts_of, or None.
     """
 
     offsets: Tensor
@@ -409,7 +407,7 @@ class RowGroups:
 
     @classmethod
     def of_counts(cls, counts: Sequence[int], offsets: Tensor | None = None) -> RowGroups:
-        """From the rows of each expert, and the offsets if a tensor holds them already."""
+        """Make from each expert's number of rows. offsets: the attribute, if a tensor exists."""
         ends = list(itertools.accumulate(counts))
         return cls(torch.tensor(ends, dtype=torch.int32) if offsets is None else offsets, ends)
 
@@ -418,11 +416,11 @@ class RowGroups:
         return host_ends(self.offsets, self.ends)[-1]
 
     def counts(self) -> list[int]:
-        """Rows of each expert, which the host knows. [El]"""
+        """Number of rows of each expert, from `ends`. [El]"""
         return [end - start for start, end in itertools.pairwise([0, *(self.ends or ())])]
 
     def experts_of(self, rows: int) -> Tensor:
-        """The expert of each of so many rows of the tensors, made once; El for rows behind the last
+        """The expert of each of the first `rows` rows, cached. It is El for rows after the last
         expert's. int32 [rows]"""
         if self.experts is None or self.experts.shape[0] != rows:
             each = torch.arange(rows, device=self.offsets.device, dtype=torch.int32)
@@ -430,7 +428,7 @@ class RowGroups:
         return self.experts
 
     def part(self, begin: int, end: int) -> RowGroups:
-        """The division of rows begin .. end - 1 alone. The host knows the ends."""
+        """The groups of rows begin .. end - 1, counted from `begin`. Needs `ends`."""
         assert self.ends is not None
         if (begin, end) == (0, self.ends[-1]):
             return self
@@ -439,8 +437,8 @@ class RowGroups:
 
 
 def grouped_product(x: Tensor | Fp8Rows, matrices: Matrices, groups: RowGroups) -> Tensor:
-    """x[rows of e] @ matrices[e]: x [N, in], El matrices [in, out] -> [N, out]; of fp8 rows with
-    their Fp8Matrices in bf16."""
+    """x[rows of e] @ matrices[e]: x [N, in], El matrices [in, out] -> [N, out]. Fp8Rows need
+    Fp8Matrices and give bf16."""
     if isinstance(x, Fp8Rows):
         assert isinstance(matrices, Fp8Matrices)
         return fp8_grouped_matmul(x, matrices, groups.offsets, groups.ends)

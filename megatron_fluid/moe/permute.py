@@ -1,8 +1,8 @@
-"""Rows in the order of their experts: the permutation of tokens that every transport shares, by
-torch's index operations.
+"""Permute tokens into rows sorted by expert, and sum rows back into tokens, with torch's index
+operations.
 
-A row is one kept (token, choice) pair. Rows are sorted by expert, and experts lie on ranks in
-order, so rows are also sorted by destination rank::
+A row is one kept (token, choice) pair. Consecutive experts lie on the same or on consecutive ranks,
+so rows sorted by expert are also sorted by destination rank::
 
     top-2 of 3 tokens over 4 experts on 2 ranks           rows (token):  1 | 0 2 || 0 | 1 2
     ids = [[1, 2], [0, 3], [3, 1]]                        expert:        0 | 1 1 || 2 | 3 3
@@ -27,7 +27,7 @@ __all__ = ["Permutation", "count_choices", "local_experts", "rows_of_tokens", "s
 
 
 def local_experts(num_experts: int, world_size: int) -> int:
-    """El, the number of experts of each rank. Raises ConfigError where it is not whole."""
+    """Return El, the number of experts per rank. Raises ConfigError if it is not an integer."""
     if num_experts < 1 or num_experts % world_size:
         allowed = f"a multiple of the {world_size} expert-parallel ranks"
         raise ConfigError.of("num_experts", num_experts, allowed)
@@ -35,8 +35,8 @@ def local_experts(num_experts: int, world_size: int) -> int:
 
 
 def count_choices(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The sort keys [T * K] of top-k choices, and the rows of each expert [E]: ids [T, K], -1 where
-    dropped.
+    """Return the sort keys [T * K] of ids [T, K], where -1 means dropped, and the number of rows of
+    each expert [E].
 
     Raises:
         ConfigError: ids is not [T, K].
@@ -45,7 +45,7 @@ def count_choices(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         found = f"{ids.dtype} {list(ids.shape)}"
         raise ConfigError.of("ids", found, "integers of shape [tokens, top-k]")
     choices = ids.reshape(-1).long()
-    # Dropped choices count for an expert beyond the last, and so sort to the end.
+    # Dropped choices get the key of an expert beyond the last, so that they sort to the end.
     keys = torch.where(choices < 0, num_experts, choices)
     histogram = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     return keys, histogram.scatter_add_(0, keys, torch.ones_like(keys))[:num_experts]
@@ -69,21 +69,21 @@ class Permutation:
 
     @classmethod
     def of(cls, keys: Tensor, shape: torch.Size) -> Permutation:
-        """Sort all choices of ids of this shape [T, K] by their keys [T * K]."""
+        """Sort all choices by their keys [T * K]. shape: of ids, [T, K]"""
         order = keys.argsort(stable=True)
         slots = torch.arange(order.numel(), device=order.device)
         slot_row = torch.empty_like(order).scatter_(0, order, slots).view(shape)
         return cls(shape[0], order // max(shape[1], 1), order, slot_row)
 
     def first(self, num_rows: int) -> Permutation:
-        """The first rows alone: choices behind them are dropped."""
+        """Keep the first num_rows rows, and drop the choices of all later rows."""
         rows = slice(num_rows)
         return replace(self, row_token=self.row_token[rows], row_slot=self.row_slot[rows])
 
     @functools.cached_property
     def _bags(self) -> tuple[Tensor, Tensor]:
-        """The rows of kept choices, token by token, and where each token's begin, with the end.
-        Forward and backward sum the same ones."""
+        """Rows of kept choices, token by token, and the offset of each token's first one [T + 1].
+        Cached, because forward and backward use the same."""
         kept = self.slot_row < self.row_slot.numel()
         ends = kept.sum(1).cumsum(0)
         return self.slot_row[kept], torch.cat([ends.new_zeros(1), ends])
@@ -93,7 +93,7 @@ class Permutation:
         return tokens.index_select(0, self.row_token)
 
     def gather_choices(self, choices: Tensor) -> Tensor:
-        """Values of choices, as probabilities, as rows: [T, K] -> [N]. Differentiable."""
+        """The value (such as the probability) of each row: [T, K] -> [N]. Differentiable."""
         return choices.reshape(-1).index_select(0, self.row_slot)
 
     def spread_choices(self, rows: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class Permutation:
 
 
 class _Move(torch.autograd.Function):
-    """Tokens to rows, or rows summed to tokens: each is the other's transpose."""
+    """Gather tokens into rows, or sum rows into tokens. Each is the other's transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, permutation: Permutation, to_rows: bool) -> Tensor:
@@ -145,6 +145,6 @@ def rows_of_tokens(tokens: Tensor, permutation: Permutation) -> Tensor:
 
 
 def sum_of_rows(rows: Tensor, permutation: Permutation) -> Tensor:
-    """Rows [N, H] -> tokens [T, H], each the sum of its rows (zero without any). Differentiable,
-    fixed order of sums."""
+    """Rows [N, H] -> tokens [T, H], each the sum of its rows (zero without any). Differentiable;
+    the order of summation is fixed."""
     return _Move.apply(rows, permutation, False)

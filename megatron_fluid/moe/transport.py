@@ -1,9 +1,9 @@
-"""What moves tokens to their experts and back: the interface between moe/autograd.py and the
-transports.
+"""The interface between moe/autograd.py and the transports, which move tokens to their experts and
+back.
 
-A transport serves one call. `forward` and `backward` each give an Exchange: a dispatch, and the
-combine that answers it. The backward moves gradients along the same routes: the transpose of
-combine is dispatch, and the other way round.
+A transport serves one call. `forward` and `backward` each return an Exchange: a dispatch and its
+combine. The backward moves gradients along the same routes, because dispatch and combine are each
+other's transpose.
 
     exchange = transport.forward(x, probs)
     for segment in exchange.segments():                     # rows arrive
@@ -11,12 +11,12 @@ combine is dispatch, and the other way round.
     exchange.finish()
     y = exchange.results[0]
 
-Experts that this package does not compute take the rows, and `combine_rows` sends what they return
-(moe/open_exchange.py).
+If other code computes the experts, it gets the segments' rows, and `combine_rows` sends back its
+results (moe/open_exchange.py).
 
 Implementations: moe/rounds (P2P exchanges over NCCL or gloo), moe/nvlink (symmetric memory),
-moe/local (a group of one rank). A layer has a Backend, which plans a call and makes its transport;
-moe/backends.py is the table of them.
+moe/hierarchical (several hosts), moe/local (a group of one rank). A layer has a Backend, which
+plans each call and makes its transport. moe/backends.py lists the backends.
 
 Shapes: T tokens, K top-k, n rows of a segment, H hidden, El local experts.
 """
@@ -52,14 +52,14 @@ __all__ = [
 
 @dataclass(slots=True)
 class Segment:
-    """Rows that have arrived from one source or from all of them, sorted by expert.
+    """Rows received from some or all of the ranks, sorted by expert.
 
     Attributes:
         rows: tokens; in a backward, gradients of the experts' results. [n, H]
-        groups: their division among the local experts.
-        probs: what the activation of each row is multiplied with; None for ones, and in a backward.
+        groups: which rows belong to which local expert.
+        probs: factor of each row's activation. None means 1; always None in a backward.
             [n] or longer
-        index: which segment of the exchange, as the transport counts them.
+        index: the transport's number for this segment of the exchange.
     """
 
     rows: Tensor
@@ -79,33 +79,33 @@ class Exchange(Protocol):
     results: list[Tensor]
 
     def segments(self) -> Iterator[Segment]:
-        """Dispatch. Segments come in the same order in forward and backward. What a transport
-        launches around a segment, it launches when the next one is asked for: exhaust it."""
+        """Dispatch, and yield segments in the same order in forward and backward. Exhaust the
+        iterator: a transport may launch work of one segment when it is asked for the next."""
         ...
 
     def combine_product(
         self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
         row_grad: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Start sending the rows x[rows of e] @ matrices[e] back to where the segment came from:
-        x [n, in], El matrices [in, H]; in a backward with the gradients of the probabilities [n].
-        fp8 rows come with their Fp8Matrices.
+        """Start sending the rows x[rows of e] @ matrices[e] back to the segment's source ranks.
+        x is [n, in], and there are El matrices [in, H]. Fp8Rows need Fp8Matrices. row_grad: in a
+        backward, the gradients of the probabilities [n].
         """
         self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
 
     def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
-        """combine_product for rows [n, H] that are ready."""
+        """Like combine_product, for rows [n, H] that are computed already."""
         ...
 
     def run_queued(self, scheduler: WeightGradScheduler, submit: Callable[[], None]) -> None:
-        """Of a backward whose weight gradients are deferred: run what is queued while results
-        travel, and `submit` those of this layer, here for the exchange of the next one."""
+        """In a backward with deferred weight gradients: run queued ones while results travel, and
+        `submit` this layer's. By default these wait for the next layer's exchange."""
         scheduler.finish_batch()
         submit()
 
     def finish(self, later: bool = False) -> None:
-        """Complete the results on the current stream; here they are. With `later`, a transport may
-        leave this to the node of autograd's graph that it put before the call."""
+        """Complete the results on the current stream. By default they are complete already. With
+        `later`, a transport that `starts_ahead` may leave dX to `wait_returning`."""
         return None
 
 
@@ -113,14 +113,14 @@ class TokenTransport(Protocol):
     """Moves the tokens of one call, forward and backward.
 
     Attributes:
-        recomputable: which of "rows" and "hidden" a backward may compute again.
-        regathers: whether recompute_rows involves this rank alone, so that it may run at any time.
+        recomputable: which of "rows" and "hidden" a backward can recompute.
+        regathers: whether recompute_rows needs no other rank, so that it may run at any time.
         carries_packed_rows: whether tokens, gradients and the x of recompute_rows may be packed
-            rows of fp8 (kernels/fp8_casts), narrower than H: what a segment then holds,
-            bit for bit. Results are [T, H] all the same.
-        starts_ahead: whether `start` launches anything, and a backward may leave dX on its way
-            (`finish(later=True)`) until `wait_returning`.
-        permutes: whether `accept` gives rows in an order of their own, which `leave` undoes.
+            fp8 rows (kernels/fp8_casts), narrower than H. Segments then hold these rows, bit for
+            bit. Results are always [T, H].
+        starts_ahead: whether `start` launches anything, and `finish(later=True)` may leave dX in
+            flight until `wait_returning`.
+        permutes: whether `accept` permutes the tokens, which `leave` undoes.
     """
 
     recomputable: Collection[str] = ("hidden",)
@@ -130,42 +130,41 @@ class TokenTransport(Protocol):
     permutes: bool = False
 
     def check_experts(self, activation: Activation, num_experts: int, biased: bool) -> None:
-        """Raise ConfigError where the experts cannot be computed over this transport."""
+        """Raise ConfigError if this transport cannot serve these experts."""
         return None
 
     def accept(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Tokens [T, H] and probabilities [T, K] as `forward` reads them, differentiably:
-        contiguous, in a dtype and an order that the transport takes. Raises ConfigError where
-        their shapes do not fit."""
+        """Convert tokens [T, H] and probabilities [T, K] to `forward`'s input: contiguous, in the
+        transport's dtype and order. Differentiable. Raises ConfigError if shapes do not fit."""
         return x, probs
 
     def leave(self, y: Tensor) -> Tensor:
-        """The forward's result as tokens [T, H], differentiably, where `accept` permuted them."""
+        """Undo the permutation of `accept` on the forward's result [T, H]. Differentiable."""
         return y
 
     def start(self, x: Tensor, probs: Tensor | None) -> None:
-        """Launch what need not wait for `forward`, which follows with the same tensors."""
+        """Launch what can precede `forward`, which must follow with the same tensors."""
         return None
 
     def wait_returning(self) -> None:
-        """Complete the dX that a backward left on its way."""
+        """Complete the dX that `finish(later=True)` left in flight."""
         return None
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> Exchange:
-        """Move tokens x. keep: the segments' rows outlive the call."""
+        """Exchange tokens x. keep: the caller holds the segments' rows after the exchange."""
         ...
 
     def backward(self, grad: Tensor, keep: bool) -> Exchange:
-        """Move the gradient of the forward's result. keep: as above."""
+        """Exchange the gradient of the forward's result. keep: as in `forward`."""
         ...
 
     def recompute_rows(self, x: Tensor) -> list[Tensor]:
-        """The forward's segments' rows again, by another dispatch."""
+        """Dispatch x again and return the rows of the forward's segments."""
         raise AssertionError("rows are not among `recomputable`")
 
 
 def check_tokens(x: Tensor, probs: Tensor | None, shape: Sequence[int]) -> None:
-    """Raise ConfigError unless x is [T, H] and probs [T, K], of choices of `shape` [T, K]."""
+    """Raise ConfigError unless x is [T, H] and probs None or [T, K]. shape: [T, K]"""
     if x.shape[0] != shape[0] or (probs is not None and list(probs.shape) != list(shape)):
         found = f"{list(x.shape)}, {None if probs is None else list(probs.shape)}"
         raise ConfigError.of("x, probs", found, f"[{shape[0]}, H], {list(shape)}")
@@ -177,16 +176,16 @@ type MakeTransport = Callable[[], TokenTransport]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """What a backend has to know of a layer, once.
+    """What a backend needs to know about a layer; the same in every call.
 
     Attributes:
         group: the expert-parallel group.
         num_experts, top_k, ffn: E, K and F.
-        name: of the layer, for errors and to identify exchanges.
+        name: the layer's name, for errors and to identify exchanges.
         dx_chunks: as in MoEConfig.
-        capacity_factor: of bounded mode, None for exact mode.
-        captured: the rows that calls in a CUDA graph have room for; None where none is captured.
-        room: how many times the tokens of the first call buffers are made for.
+        capacity_factor: the factor of bounded mode; None means exact mode.
+        captured: gives the capacity of calls in a CUDA graph; None if no call is captured.
+        room: buffers are sized for the first call's tokens times this.
     """
 
     group: dist.ProcessGroup
@@ -201,19 +200,19 @@ class LayerShape:
 
 
 class Backend:
-    """How one layer moves its tokens, standalone or Megatron's, with experts that this package
-    computes or others. It holds no state of any call, and not the layer. One call::
+    """Makes the transports of one layer, standalone or Megatron's, whoever computes its experts. It
+    holds no state of a call and no reference to the layer. One call::
 
         make = backend.plan(x, ids, probs, experts=..., again=recompute)
         y = run_experts(call, make())                     # or OpenExchange(make())
 
-    A recomputation repeats all but the plan.
+    A recompute repeats everything except the plan.
 
     Attributes:
         name: as in MoEConfig.backend.
-        ascending: whether sums depend on the order of a token's choices, and Megatron's is wanted:
-            experts in ascending order.
-        exact_over: where tokens go, if this has neither bounded mode nor fp8.
+        ascending: whether a token's choices must be sorted by expert. Rows are then summed in that
+            order, as in Megatron.
+        exact_over: None if there is bounded mode or fp8, else what to call this path in errors.
     """
 
     name: str
@@ -226,16 +225,16 @@ class Backend:
     def plan(
         self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool
     ) -> MakeTransport:
-        """Route one call: what is returned makes its transport, and that of its recomputation.
+        """Route one call. The returned function makes its transport, also for a recompute.
 
         Args:
             x: tokens. [T, H]
-            ids: integers, -1 where dropped. [T, K]
+            ids: expert of each choice, as integers; -1 means dropped. [T, K]
             probs: [T, K]
-            experts: fc1, fc2 and activation; None where others compute them.
-            again: whether the plan serves a recomputation, too.
+            experts: fc1, fc2 and activation; None if other code computes the experts.
+            again: whether the plan must also serve a recompute.
         """
         raise NotImplementedError
 
     def check_overflow(self) -> None:
-        """Raise FluidError where the capacity was exceeded."""
+        """Raise FluidError if an earlier call exceeded the capacity."""

@@ -4,17 +4,17 @@
                                                          -> begin_combine -> sent_matmul -> reduce
 
 stream_push and stream_scatter do what push and scatter do in chunks of tokens, at the same time.
-Combine sums a rank's experts first, in a pass of its own, or the GEMM sends every row as it makes
-it (sent_matmul, or send_rows after any other GEMM).
+A combine has two forms. reduce_push sums a token's rows on the sending rank and sends the sum.
+sent_matmul sends every row from the GEMM's epilogue; send_rows does so after any other GEMM.
 
-Every step is a launch on one rank, on its caller's current stream if none is given. A real rank
-runs them in order; a test runs each step for all ranks of a SimulatedWorkspace in turn. The
-backward is the same moving steps with the saved `RoutingHandle`: it never plans again.
+Every step launches one kernel on one rank, on the current stream unless another is given. A real
+rank runs them in order; a test runs each step for all ranks of a SimulatedWorkspace in turn. The
+backward runs the same steps with the saved `RoutingHandle`, without publish and make_plan.
 
-Why no buffer is overwritten too early, with one stream order on every rank: a rank writes a peer's
-receive buffer only after a combine in which that peer took part, so after the peer's scatter; and
-its combine buffer only after a dispatch in which the peer took part, so after the peer's last sums.
-Two moves of the same kind in a row need a `barrier` between them: `take_turn` sees to it.
+No buffer is overwritten too early, because all ranks launch the steps in the same order. A rank
+writes a peer's receive buffer only after a combine with that peer, so after the peer's scatter. It
+writes a peer's combine buffer only after a dispatch with that peer, so after the peer's reduce. Two
+dispatches or two combines in a row need a `barrier` between them, which `take_turn` adds.
 
 Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, El local experts, H
 hidden, N expert rows of this rank.
@@ -39,8 +39,8 @@ from megatron_fluid.kernels.move_tokens.sent_rows import begin_combine_kernel, s
 from megatron_fluid.kernels.routing_plan.kernel import plan_kernel, publish_kernel
 from megatron_fluid.moe.nvlink.buffers import PLAN_TOKENS, NvlinkBuffers, RoutingHandle
 
-# A streamed dispatch needs room for one program that pushes on an SM full of programs that wait for
-# it, whatever the shape: 3 of 128 threads and one of 512 within the 65536 registers of an SM.
+# stream_scatter waits for stream_push, so a program of each must always fit on an SM together: 3
+# scattering programs of 128 threads and a pushing one of 512 share the SM's 65536 registers.
 _WAITING_PROGRAMS, _WAITING_REGISTERS, _PUSHING_REGISTERS = 3, 72, 64
 
 __all__ = [
@@ -69,8 +69,8 @@ def _plan_constants(buffers: NvlinkBuffers) -> dict[str, int]:
 def publish(
     buffers: NvlinkBuffers, ids: Tensor, probs: Tensor, capacity: int | None = None
 ) -> RoutingHandle:
-    """Send ids [T, K] and probs fp32 [T, K] to every rank; the handle's tables are filled by
-    make_plan. Of more tokens than the buffers hold, only their number is sent."""
+    """Send ids [T, K] and probs fp32 [T, K] to every rank; make_plan fills the handle's tables.
+    If there are more tokens than the buffers hold, only the number of tokens is sent."""
     device, top_k = buffers.workspace.device, buffers.top_k
     wanted = ids.shape[0]
     tokens = wanted if wanted <= buffers.max_tokens else 0
@@ -90,7 +90,7 @@ def publish(
 
     launch = buffers.launch(("publish", ids.dtype), make)
     launch((buffers.plan_blocks, 1), (ids, probs, destinations, tokens, wanted))
-    # The tables of the plan are allocated while that runs.
+    # The plan's tables are allocated while the kernel runs.
     offsets = torch.empty(buffers.local_experts, dtype=torch.int32, device=device)
     return RoutingHandle(
         num_tokens=tokens,
@@ -108,8 +108,8 @@ def publish(
 
 
 def make_plan(buffers: NvlinkBuffers, handle: RoutingHandle) -> None:
-    """Fill the handle's tables once every rank has published; buffers.read_offsets() then waits for
-    the offsets."""
+    """Fill the handle's tables once every rank has published. buffers.read_offsets() then waits for
+    the offsets on the host."""
 
     def make() -> Launch:
         constants = _plan_constants(buffers)
@@ -135,7 +135,7 @@ def make_plan(buffers: NvlinkBuffers, handle: RoutingHandle) -> None:
 def _push_launch(
     buffers: NvlinkBuffers, width: int, rows: int, warps: int, chunks: int = 0
 ) -> Launch:
-    assert width <= buffers.hidden, "wider rows than the receive buffers have room for"
+    assert width <= buffers.hidden, "rows are wider than those of the receive buffer"
     region = buffers.stream_flags if chunks else buffers.dispatch_flags
     block = min(1024, power_of_two(width))
     while block > 512 and width % block:
@@ -150,8 +150,8 @@ def _push_launch(
 
 
 def push(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor) -> None:
-    """Write rows of x [T, H or less] into the receive buffers of the ranks that need them, one
-    behind the other whatever their width. `scatter` follows, on all ranks of rows as wide."""
+    """Write rows of x [T, H or less] into the receive buffers of the ranks that need them, without
+    gaps at any width. `scatter` must follow, with the same width on all ranks."""
     width = x.shape[1]
     launch = buffers.launch(("push", width), lambda: _push_launch(buffers, width, 2, 4))
     launch((buffers.sms * 4, 1), (x, handle.destinations, handle.num_tokens))
@@ -163,8 +163,8 @@ def stream_push(
     x: Tensor,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """`push` of all tokens in chunks that are announced one by one, on buffers.stream_programs SMs:
-    as fast as the wire. `stream_scatter` runs at the same time.
+    """Like `push`, but in chunks with a flag each, so that `stream_scatter` can run meanwhile. Uses
+    buffers.stream_programs SMs, enough for NVLink's full bandwidth.
     """
     width = x.shape[1]
     launch = buffers.launch(
@@ -176,7 +176,7 @@ def stream_push(
 
 def _scatter_launch(buffers: NvlinkBuffers, width: int, warps: int, chunks: int = 0) -> Launch:
     region = buffers.stream_flags if chunks else buffers.dispatch_flags
-    # Of more experts a token, the rows' numbers take the registers of values in flight.
+    # Above top-16, row indices need registers, so fewer values are in flight.
     most = (8 if buffers.top_k <= 16 else 4) * 2 // buffers.dtype.itemsize
     constants = {"H": width, "W": buffers.ranks} | row_pieces(width, most)
     constants |= {"K": buffers.top_k, "ROWS": warps, "CHUNKS": max(chunks, 1)}
@@ -187,8 +187,8 @@ def _scatter_launch(buffers: NvlinkBuffers, width: int, warps: int, chunks: int 
 
 
 def scatter(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, out: Tensor) -> Tensor:
-    """Fill expert rows `out` from the receive buffer and from this rank's own x, once every rank
-    has pushed: [>= N, H or less] and [T, H or less], as wide as what was pushed."""
+    """Once every rank has pushed, fill expert rows `out` [>= N, H or less] from the receive buffer
+    and this rank's own x [T, H or less]. Both are as wide as the pushed rows."""
     width = x.shape[1]
     launch = buffers.launch(("scatter", width), lambda: _scatter_launch(buffers, width, 4))
     launch((buffers.sms * 6, 1), (x, handle.inverse, handle.row_count, out))
@@ -196,7 +196,7 @@ def scatter(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, out: Tenso
 
 
 def stream_scatter(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, out: Tensor) -> Tensor:
-    """`scatter` of what stream_push sends, chunk by chunk as it arrives."""
+    """Like `scatter`, but takes stream_push's chunks one by one as they arrive."""
     width = x.shape[1]
     launch = buffers.launch(
         ("stream scatter", width), lambda: _scatter_launch(buffers, width, 4, buffers.stream_chunks)
@@ -225,9 +225,9 @@ def barrier(buffers: NvlinkBuffers) -> None:
 def reduce_push(
     buffers: NvlinkBuffers, handle: RoutingHandle, y: Tensor, row_grad: Tensor | None = None
 ) -> None:
-    """Sum this rank's experts per token from y [>= N, H] and send the sums to the owners.
+    """Sum each token's rows of y [>= N, H] and send the sums to the tokens' ranks.
 
-    With row_grad fp32 [>= N], also those, unsummed: each (token, k) has one row.
+    row_grad fp32 [>= N], if given, is sent unsummed: each (token, k) has one row.
     """
     graded = row_grad is not None
     slots = min(buffers.top_k, buffers.local_experts)
@@ -245,7 +245,7 @@ def reduce_push(
 
     launch = buffers.launch(("reduce push", graded), make)
     grads = handle.row_prob if row_grad is None else row_grad
-    resident = 3 if slots > 2 else 5  # as many programs as the registers of an SM hold at once
+    resident = 3 if slots > 2 else 5  # programs that fit in the registers of an SM at once
     launch((buffers.sms * resident, 1), (y, handle.inverse, grads))
 
 
@@ -255,9 +255,9 @@ def reduce(
     out: Tensor | None = None,
     grads: Tensor | None = None,
 ) -> Tensor:
-    """Sum what the ranks sent back into out [T, H] and return it, once every rank has sent; the
-    probabilities' gradient goes into grads fp32 [T, K] if given. What was sent are rows or sums, as
-    the schedule says.
+    """Once every rank has sent, sum what they sent into out [T, H] and return it. The gradient of
+    the probabilities goes into grads fp32 [T, K], if given. buffers.schedule.sent_rows tells
+    whether the ranks sent single rows or sums.
     """
     if out is None:
         size = (handle.num_tokens, buffers.hidden)
@@ -285,20 +285,20 @@ def reduce(
     return out
 
 
-# A move of these kinds after one of those: nothing in between has made every rank read what it
-# overwrites.
-_UNREAD = {"dispatch": ("dispatch",), "plan": ("dispatch", "plan"), "combine": ("combine",)}
+# For each move, the previous moves after which it needs a barrier: a slower rank may not have read
+# what the move overwrites.
+_BARRIER_AFTER = {"dispatch": ("dispatch",), "plan": ("dispatch", "plan"), "combine": ("combine",)}
 
 
 def take_turn(buffers: NvlinkBuffers, move: str) -> None:
-    """Say that a move of this rank comes next ("plan", "dispatch" or "combine"), and put a
-    `barrier` before it where one is needed. All ranks move in the same order.
+    """Record the next move of this rank ("plan", "dispatch" or "combine") and launch a `barrier`
+    before it if it needs one. All ranks make the same moves in the same order.
 
-    A call whose experts are computed here dispatches and combines in turn, and needs none. Experts
-    of others may leave a dispatch without its combine (frozen inputs), or two calls may interleave.
+    Alternating dispatches and combines need none. Recomputed rows and frozen inputs leave a
+    dispatch without its combine, and two calls may interleave.
     """
     space = buffers.workspace
-    if space.last_move in _UNREAD[move]:
+    if space.last_move in _BARRIER_AFTER[move]:
         barrier(buffers)
     space.last_move = move
 
@@ -306,9 +306,9 @@ def take_turn(buffers: NvlinkBuffers, move: str) -> None:
 def begin_combine(
     buffers: NvlinkBuffers, handle: RoutingHandle, row_grad: Tensor | None = None
 ) -> None:
-    """What a combine of sent rows sends besides them: row_grad fp32 [>= N], if given, and zeros for
-    rows over the capacity, of which there may be some in bounded mode, or where a token may name an
-    expert twice. The rows follow, by sent_matmul(..., owners(...)) or by send_rows, then reduce.
+    """Start a combine that sends single rows. Sends row_grad fp32 [>= N], if given, and zeros for
+    rows over the capacity (in bounded mode, or if a token may name an expert twice). The rows
+    follow, by sent_matmul(..., owners(...)) or by send_rows; then reduce.
     """
     graded = row_grad is not None
     bounded = handle.ends is None or buffers.top_k > buffers.local_experts
@@ -333,12 +333,12 @@ def begin_combine(
 
 
 def owners(buffers: NvlinkBuffers, handle: RoutingHandle) -> Owners:
-    """Where the expert rows of a combine go."""
+    """The destination of each expert row, for sent_matmul."""
     return Owners(handle.origins, buffers.addresses("combine", buffers.dtype), buffers.shift)
 
 
 def send_rows(buffers: NvlinkBuffers, handle: RoutingHandle, y: Tensor) -> None:
-    """Write the rows of y [>= N, H] into the combine buffers of their tokens' ranks."""
+    """Write each row of y [>= N, H] into the combine buffer of its token's rank."""
 
     def make() -> Launch:
         constants = {"SHIFT": buffers.shift, "H": buffers.hidden, "ROWS": 4}
