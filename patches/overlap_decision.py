@@ -1,16 +1,16 @@
-"""One negotiation for all layers of Megatron that are replaced: is a layer supported, do the ranks
-agree, which path does it take.
+"""Decides for each Megatron layer that is replaced: is it supported, do the ranks of its group
+agree, and which path does it take.
 
 A layer is decided about in two steps. `announce`, when it is built, asks for a `reason` to keep
 Megatron's own path, and records for the start-up report what the layer is about to do. `settle`, in
 its first forward, asks again, since modules may have changed. The ranks of its group exchange their
 settings and findings once, through the group's store and within the timeout. Settings that differ
-are a `ConfigError` on every rank. One rank's reason is every rank's, so that they never take
-different paths. A backend that was asked for by name and is unavailable is a `ConfigError` on every
-rank; under `auto` the layer keeps Megatron's own path.
+are a `ConfigError` on every rank. If one rank has a reason, all keep Megatron's own path, so that
+they never take different paths. A backend that was asked for by name and is unavailable is a
+`ConfigError` on every rank; under `auto` the layer keeps Megatron's own path.
 
-Modules that are changed after that are a `ConfigError`, too (`refuse_change`), until
-`patches.reset_layers()` lets every layer be decided about again.
+A later change of modules raises `ConfigError`, too (`refuse_change`), until
+`patches.reset_layers()` makes every layer decide again.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ __all__ = [
     "is_choice",
 ]
 
-# A change that `refuse_change` knows.
+# The one change for which `refuse_change` names another remedy.
 RELEASED = "the memory of expert weights was given back, as by offloading a model"
 
 
 def is_choice(reason: str) -> bool:
-    """Whether Megatron's own path is what the user chose, or nothing to overlap: no warning."""
+    """Whether a reason needs no warning: the user chose Megatron's path, or nothing overlaps."""
     return reason.startswith(
         ("moe_backend=", "cp_backend=", "expert_model_parallel_size=1", "the patch ", "auto: ")
     )
@@ -72,8 +72,8 @@ class Finding:
 
     Attributes:
         reason: why its layer has to keep Megatron's own path, or None.
-        details: what else the choice of a path needs to know of every rank.
-        error: what ended its look at the layer, or None.
+        details: this rank's data for the choice of a path.
+        error: text of the exception raised while it examined the layer, or None.
     """
 
     reason: str | None
@@ -89,32 +89,32 @@ def exchange(
     layer: str = "",
     sizes: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> list[Finding]:
-    """What every rank of a group has found about a layer. Collective, through the group's store.
+    """Return every rank's finding about a layer. Collective, through the group's store.
 
     Args:
         mine: this rank's finding.
         group: the ranks that have to agree.
         config: this rank's settings, which must be those of all ranks (FluidConfig.shared).
-        feature: what is decided about.
-        layer: which layer it is, alike on all ranks.
-        sizes: of the layer, alike on all ranks.
+        feature: name of the feature, for errors.
+        layer: name of the layer, the same on all ranks.
+        sizes: sizes of the layer, the same on all ranks.
 
     Raises:
         ConfigError: on every rank: their settings or sizes differ.
         PeerTimeoutError: a rank has not come within the timeout.
         FluidError: the ranks are at different layers, or one of them has failed.
     """
-    words = agreement(group)
-    if words.alone:
+    channel = agreement(group)
+    if channel.alone:
         return [mine] * group.size()
-    ranks, settings = words.ranks, config.shared() | dict(sizes)
+    ranks, settings = channel.ranks, config.shared() | dict(sizes)
     limit_s = wait_timeout_s(group, config.timeout_s)
     try:
-        reports = words.gather(feature, (layer, settings, mine), limit_s)
+        reports = channel.gather(feature, (layer, settings, mine), limit_s)
     except PeerTimeoutError as error:
         raise error.with_detail(
-            "A rank that is lost, runs without megatron_fluid or leaves this patch out does not "
-            "come to the same layer"
+            "Possible causes: a rank is lost, runs without megatron_fluid, or has this patch "
+            "turned off"
         ) from None
     if text := settings_difference([{"layer": name} for name, _, _ in reports], ranks):
         raise FluidError(f"{feature}: the ranks of a group are at different layers: {text}")
@@ -129,17 +129,17 @@ def exchange(
 
 @dataclass
 class Decision[Path]:
-    """What a layer does under the settings that were in force when it was built.
+    """The decision about one layer, under the settings that were in force when it was built.
 
     Attributes:
         config: those settings.
-        backend: who moves its data, as was expected when it was built; None where Megatron does.
+        backend: the backend expected to move its data; None if Megatron moves it.
         reason: why it keeps Megatron's own path, as far as this rank knows; or None.
         settled: whether the ranks of its group have agreed.
-        path: what serves the layer from call to call, once that is settled; with a reason, what
-            serves a part of it.
-        group: the ranks that agree, or None where there is nothing to agree on.
-        details: what a subclass keeps of the agreement.
+        path: the object that runs the layer's calls, once settled. If there is a reason, it runs
+            only a part of the layer, or is None.
+        group: the ranks that have to agree, or None if there is nothing to agree on.
+        details: data from the agreement that a subclass stores.
     """
 
     config: FluidConfig
@@ -152,10 +152,10 @@ class Decision[Path]:
 
 
 class OverlapDecisions[Path]:
-    """The decisions about the layers of one kind. A subclass says what is particular to it.
+    """The decisions about all layers of one kind. A subclass defines what differs by kind.
 
     Attributes:
-        feature: what the reports call it.
+        feature: its name in reports and errors.
         patch: the patch of the layer's forward.
         setting: the field of FluidConfig that asks for a backend.
         compared: fields of the layer's TransformerConfig that must be alike on all ranks.
@@ -170,10 +170,10 @@ class OverlapDecisions[Path]:
         # Keyed by layer and not stored in it: a layer is copied, pickled and walked by others.
         self._decisions: weakref.WeakKeyDictionary[Any, Decision[Path]]
         self._decisions = weakref.WeakKeyDictionary()
-        self.get = self._decisions.get  # every forward looks here
+        self.get = self._decisions.get  # called in every forward
         self.report = FeatureReport(self.feature)
 
-    # ---- what a subclass says ----
+    # ---- what a subclass defines ----
 
     def is_layer(self, module: Any) -> bool:
         """Whether a module is one of these layers."""
@@ -196,16 +196,16 @@ class OverlapDecisions[Path]:
         raise NotImplementedError
 
     def describe(self, layer: Any) -> str:
-        """The reports' words for a layer that is decided about."""
+        """Text about a decided layer for the reports."""
         raise NotImplementedError
 
     def find(self, config: FluidConfig, layer: Any) -> Finding:
-        """What this rank finds in the layer in its first forward."""
+        """Examine the layer on this rank, in its first forward."""
         return Finding(self.reason(config, layer))
 
     def decide(self, config: FluidConfig, layer: Any, found: Sequence[Finding]) -> Path | Reason:
-        """The path of a layer that no rank has found anything against, or why Megatron's own is
-        kept. Collective.
+        """Return the path of a layer for which no rank has a reason, or a Reason to keep
+        Megatron's own. Collective.
 
         Args:
             config: the settings that the layer keeps.
@@ -218,20 +218,20 @@ class OverlapDecisions[Path]:
         raise NotImplementedError
 
     def allowed(self, config: FluidConfig, layer: Any, reason: str) -> str | None:
-        """Where a backend was asked for by name: the values of the setting that the layer can have,
-        and why. None where it was not."""
+        """Return the values of the setting that would work for the layer, and why, if the user
+        asked for a backend by name; otherwise None."""
         raise NotImplementedError
 
     def rest(self, decision: Decision[Path], layer: Any) -> Path | None:
-        """What serves a part of a layer that is not overlapped, for which no other rank is asked;
-        or None."""
+        """Return what runs a part of a layer that keeps Megatron's path, or None. No other rank is
+        asked."""
         return None
 
     # ---- the negotiation ----
 
     def announcing(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Wrap a constructor of Megatron's: what it has built is announced, and counted for the
-        report of patches."""
+        """Wrap a constructor of Megatron: announce each layer that it builds, and count the layer
+        in the report of patches."""
 
         @functools.wraps(original)
         def fluid_init(module: Any, *args: Any, **kwargs: Any) -> None:
@@ -242,16 +242,16 @@ class OverlapDecisions[Path]:
         return fluid_init
 
     def announce(self, layer: Any, late: bool = False) -> Decision[Path]:
-        """Decide about a layer under the configuration in force, which it keeps, as far as this
-        rank can; and record it for the start-up report.
+        """Decide about a layer as far as this rank alone can, and record it for the start-up
+        report. The layer keeps the configuration that is in force now.
 
         Args:
             layer: the layer.
-            late: it is being called already, so that the ranks have to agree before one of them
-                may refuse what it alone has found.
+            late: the layer is already being called. The ranks then have to agree before one of
+                them may raise for a reason that it alone has found.
 
         Raises:
-            ConfigError: a backend was asked for by name and cannot be had.
+            ConfigError: a backend was asked for by name and is unavailable.
         """
         config = current_config()
         decision: Decision[Path] = Decision(config)
@@ -261,7 +261,7 @@ class OverlapDecisions[Path]:
             return decision
         decision.group = self.group(layer)
         left_out = self.left_out(layer)
-        decision.settled = left_out is not None  # its forward is Megatron's, and never comes here
+        decision.settled = left_out is not None  # Megatron's forward never calls `settle`
         decision.reason = left_out or self.reason(config, layer)
         if decision.reason is None:
             decision.backend = self.backend_of(config, layer)
@@ -271,7 +271,7 @@ class OverlapDecisions[Path]:
             self.report.note(layer, decision.reason is None, self.describe(layer))
         return decision
 
-    @torch.inference_mode(False)  # what a validation before training makes serves training, too
+    @torch.inference_mode(False)  # tensors made here are used in training
     def settle(self, layer: Any) -> Decision[Path]:
         """Look at the layer as it is in its first forward, and agree with the ranks of its group.
         Collective over the group.
@@ -284,7 +284,7 @@ class OverlapDecisions[Path]:
         decision = self.get(layer)
         if decision is not None and self.regrouped(decision, layer):
             decision = None
-        late = decision is None  # a copy, built before the patches were applied, or regrouped
+        late = decision is None  # copied, built before the patches were applied, or regrouped
         if decision is None:
             decision = self.announce(layer, late=True)
         if decision.settled:
@@ -294,7 +294,7 @@ class OverlapDecisions[Path]:
         if mine.reason is None:
             try:
                 mine = self.find(decision.config, layer)
-            except Exception as error:  # which the other ranks have to know of
+            except Exception as error:  # reported to the other ranks
                 mine, failure = Finding(None, error=f"{type(error).__name__}: {error}"), error
                 print(f"megatron_fluid: {self.feature}: {mine.error}", file=sys.stderr, flush=True)
         group, name = self.group(layer), f"{getattr(layer, 'layer_number', None)}"
@@ -312,17 +312,17 @@ class OverlapDecisions[Path]:
         real = isinstance(group, dist.ProcessGroup)
         ranks = dist.get_process_group_ranks(group) if real else [0]
         if reason is not None:
-            self._keep(decision, layer, reason, late, ranks)
+            self._keep_megatron(decision, layer, reason, late, ranks)
         else:
             self.report.note(layer, True, self.describe(layer), ranks, " from this call on")
         decision.settled = True
         return decision
 
-    def _keep(
+    def _keep_megatron(
         self, decision: Decision[Path], layer: Any, reason: str, late: bool, ranks: Sequence[int]
     ) -> None:
-        """Keep Megatron's own path, as the ranks have agreed, and say so where the start-up report
-        does not."""
+        """Keep Megatron's own path, as the ranks have agreed. Report it unless the start-up report
+        does."""
         self._refuse_if_named(decision.config, layer, reason)
         announced, decision.backend, decision.reason = decision.backend, None, reason
         decision.path = self.rest(decision, layer)
@@ -341,13 +341,14 @@ class OverlapDecisions[Path]:
         return decision.group is not None and decision.group is not self.group(layer)
 
     def leave(self, layer: Any) -> None:
-        """Let a built layer keep Megatron's own path: the other half of a comparison."""
+        """Make a built layer keep Megatron's own path, as the baseline of a comparison."""
         self._decisions[layer] = Decision(current_config(), settled=True)
 
     def refuse_change(self, layer: Any, changed: str) -> NoReturn:
-        """Raise, in a call of a layer that was changed after the ranks of its group had agreed.
+        """Raise because a layer was changed after the ranks of its group had agreed.
 
-        Ranks that see no change wait for this one in an exchange: their errors name the change.
+        Ranks that see no change wait for this rank in an exchange. It publishes the change, so
+        that their errors name it.
 
         Args:
             changed: what has changed.
@@ -369,13 +370,13 @@ class OverlapDecisions[Path]:
         raise ConfigError(text)
 
     def forget(self) -> None:
-        """Decide about every layer again in its next forward, as about layers built before the
-        patches were applied."""
+        """Make every layer decide again in its next forward, like a layer that was built before
+        the patches were applied."""
         self._decisions.clear()
 
     def left_out(self, layer: Any) -> str | None:
-        """Why the layer's forward stays Megatron's, whatever is decided here: the user left the
-        patch of it out; or None. A layer of a spec has a forward of its own."""
+        """Why the layer's forward stays Megatron's, whatever is decided here: the user left out
+        its patch. Otherwise None, as for a class from the layer spec, which needs no patch."""
         own = getattr(layer, "needs_no_patch", False)
         why = None if own else patches.off_reason(self.patch)
         return None if why is None else f"the patch {self.patch} is left out: {why}"

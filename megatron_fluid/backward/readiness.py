@@ -4,12 +4,12 @@ The owner of gradient buffers (Megatron's DistributedDataParallel) starts to red
 it is told that they are complete. Autograd tells it when it runs a parameter's AccumulateGrad node:
 once in each backward, after all uses of the parameter.
 
-Weights of this package are often no inputs of the graph: autograd visits every input of a function,
-which costs the host some 10 microseconds each, and a deferred gradient would come too late for it.
-So a `ReadyGate` counts the calls with such weights, up in forward and down in backward, and reports
-once nothing is left in this backward: no call, no queued gradient, no visit of autograd. Autograd
-knows which calls belong to the running backward, so that a call whose backward never runs, or runs
-in another backward (recomputation has one of its own), is not waited for.
+This package often leaves weights out of the graph. As an input, each would cost the host about 10
+microseconds, and autograd would report a deferred gradient before it is computed. So a `ReadyGate`
+counts the calls that use such weights, up in forward and down in backward. It reports once this
+backward has no call, no queued gradient and no visit of autograd left. Autograd knows which calls
+belong to the running backward. The gate does not wait for a call that never runs backward, or runs
+it in another backward (recompute has its own).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class GradientOwner(Protocol):
     """The owner of gradient buffers, as backward passes see it."""
 
     def accepts(self) -> bool:
-        """Whether gradients may be reported now. Not while a layer's CUDA graph is captured, whose
-        backward asks autograd for the gradient of each parameter."""
+        """Whether gradients may be reported now. False while a CUDA graph of a layer is
+        captured: that backward asks autograd for the gradient of each parameter."""
 
     def accepts_in_graphs(self) -> bool:
-        """Where it does not accept: whether a captured backward may add gradients to main_grad and
+        """If `accepts()` is False: whether a captured backward may add gradients to main_grad and
         give autograd none, because the owner is told at each replay."""
 
     def gate_of(self, params: Sequence[Tensor]) -> ReadyGate | None:
@@ -64,17 +64,17 @@ class GradientOwner(Protocol):
         """The gate that a parameter is in."""
 
     def count_again(self) -> None:
-        """From this iteration on another number of backward passes may have a gradient for the
-        same parameter. Called in forward, on all ranks alike."""
+        """Expect, from this iteration on, a different number of backward passes with a gradient
+        for the same parameter. Called in forward, on all ranks."""
 
 
 @dataclass(slots=True)
 class _Backward:
-    """What a gate knows of one backward.
+    """State of a gate in one backward.
 
     Attributes:
-        queued: gradients that are not computed yet.
-        visited: identities of parameters to which autograd has added its share.
+        queued: number of deferred gradients that are not computed yet.
+        visited: id() of the parameters whose AccumulateGrad node autograd has run.
     """
 
     queued: int = 0
@@ -85,57 +85,57 @@ class ReadyGate:
     """Parameters that become ready together, once in each backward.
 
     Args:
-        params: leaves, whose owner makes the gate and implements `report`.
+        params: leaf tensors. Their owner makes the gate and implements `report`.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = tuple(params)
-        # By node of a call: the backward in which it has been left.
+        # Node of a call -> id of the backward in which `leave` was called, -1 before.
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._backwards: dict[int, _Backward] = {}
         self._visits: list[Any] = []
         self._delivering = False
 
     def report(self, pending: Callable[[], set[int]]) -> None:
-        """The gradients of this backward are in main_grad. `pending` gives the identities of the
-        parameters that autograd has not visited yet: their owner is told by that visit."""
+        """Called when this backward's gradients are in main_grad. `pending` returns the id() of
+        each parameter that autograd has still to visit: that visit tells the owner."""
         raise NotImplementedError
 
     def enter(self, node: Any) -> None:
-        """A call has been recorded.
+        """Count a call in forward.
 
         Args:
-            node: ctx of its function. `anchor` is the place, among its next_functions, of the graph
-                anchor that says whether gradients of leaves are wanted.
+            node: ctx of its function. `node.anchor` is an index into its next_functions: the edge
+                that tells whether gradients of leaves are wanted.
         """
         self._calls[node] = -1
 
     def leave(self, node: Any) -> None:
-        """Inside the backward of a call: its gradients are added, or queued."""
+        """Called in the backward of a call, once its gradients are added or queued."""
         task = self._calls[node] = _running()
-        self._settle(task)
+        self._report_if_complete(task)
 
     def deferred(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Count `run`, which will compute and deliver gradients of this backward: the function to
-        call in its place."""
+        """Count `run`, which will compute and deliver gradients of this backward. Returns the
+        function to call in its place."""
         task = _running()
         backward = self._backwards.setdefault(task, _Backward())
         backward.queued += 1
 
         def counted_run() -> None:
-            self._delivering = True  # its own visits of autograd are a part of it
+            self._delivering = True  # autograd visits made by `run` belong to it
             try:
                 run()
             finally:
                 self._delivering = False
             backward.queued -= 1
-            self._settle(task)
+            self._report_if_complete(task)
 
         return counted_run
 
     def waits(self, param: Tensor) -> bool:
-        """Autograd has added its share of the gradient of `param`: whether other shares of this
-        backward are still to come. The gate then reports the parameter with the last of them."""
+        """Called when autograd has added to the gradient of `param`. Return whether this backward
+        still has other contributions; the gate then reports the parameter after the last."""
         if self._delivering:
             return True
         task = _running()
@@ -145,7 +145,7 @@ class ReadyGate:
         return waits
 
     def _busy(self, task: int) -> bool:
-        """Whether a call or a queued gradient of a backward is left."""
+        """Whether a backward has a call or a queued gradient left."""
         backward = self._backwards.get(task)
         if backward is not None and backward.queued:
             return True
@@ -155,8 +155,8 @@ class ReadyGate:
             for node, left in self._calls.items()
         )
 
-    def _settle(self, task: int) -> None:
-        """Report, unless something is left."""
+    def _report_if_complete(self, task: int) -> None:
+        """Report, unless a call or a queued gradient is left."""
         if self._busy(task):
             return
         backward = self._backwards.pop(task, None)
@@ -177,14 +177,14 @@ class ReadyGate:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """How gradients of the weights of one call are delivered, and counted.
+    """How the gradients of one call's weights are delivered and counted.
 
     Attributes:
         gates: one for each projection whose gradients are counted.
         bypass: whether the weights may be left out of the graph.
-        direct: whether they are, and the gradients added to main_grad.
-        captured: whether a CUDA graph is captured whose replays add to main_grad: autograd, which
-            asks for each parameter's gradient, is given None.
+        direct: whether they are left out, and the gradients are added to main_grad.
+        captured: whether a CUDA graph is being captured whose replays add to main_grad. Autograd
+            asks for each parameter's gradient and gets None.
     """
 
     gates: tuple[ReadyGate, ...] = ()
@@ -202,7 +202,7 @@ class Readiness:
 
 
 def set_gradient_owner(param: Tensor, owner: GradientOwner) -> None:
-    """Let `owner` be told when gradients of `param` are complete that autograd does not know of."""
+    """Set the owner that is told when gradients of `param` that bypass autograd are complete."""
     setattr(param, _OWNER, owner)
 
 
@@ -227,15 +227,15 @@ def readiness_of(*groups: Sequence[Tensor]) -> Readiness:
         captured = owner.accepts_in_graphs() and all(map(_takes_main_grads, groups))
         return Readiness(bypass=False, captured=captured)
     gates = [gate for group in groups if (gate := owner.gate_of(group)) is not None]
-    if len(gates) < len(groups):  # autograd serves what is shared with other calls in parts
+    if len(gates) < len(groups):  # a parameter has another gate: autograd delivers
         return Readiness(bypass=False)
     return Readiness(tuple(gates), direct=all(map(_takes_main_grads, groups)))
 
 
 def _takes_main_grads(params: Sequence[Tensor]) -> bool:
-    """Whether all have a main_grad of fp32 (another dtype is for the owner to round to), and no
-    hook or gradient of their own, which autograd alone serves."""
-    # Of a hundred parameters in every call: map and count, whose loops are in C.
+    """Whether all have an fp32 main_grad (the owner has to round to other dtypes), and no hook and
+    no .grad, which only autograd handles."""
+    # Runs in every call for about a hundred parameters: map and count loop in C.
     try:
         found = [list(map(_main_grad_dtype, params)).count(torch.float32)]
     except AttributeError:  # one has no main_grad, or none yet
@@ -245,7 +245,7 @@ def _takes_main_grads(params: Sequence[Tensor]) -> bool:
 
 
 def counted(params: Sequence[Tensor], run: Callable[[], None]) -> Callable[[], None]:
-    """Count `run`, which will deliver gradients of `params`, with their gate: what to call in its
-    place."""
+    """Count `run`, which will deliver gradients of `params`, in their gate. Returns the function to
+    call in its place."""
     gate = gate_with(params[0]) if params else None
     return run if gate is None else gate.deferred(run)

@@ -1,17 +1,16 @@
-"""Megatron's MoELayer with its exchange overlapped: the replacement of `MoELayer.forward`, and what
-it needs of a layer from call to call, over any transport.
+"""Overlapped replacement of Megatron's `MoELayer.forward`, for every transport.
 
-It replaces the whole forward. Megatron keeps what decides numbers: the router (scores, auxiliary
-losses, expert bias, capacity, group limits, padding mask), the shared experts and every parameter.
-From the router's result on, the routing plan, dispatch, experts and combine are this package's.
-Where the experts are Megatron's, or other code calls the phases one by one, the token dispatcher is
-replaced instead (token_dispatcher.py). A CUDA graph may hold the router (graphed_router.py).
+Megatron still runs the router (scores, auxiliary losses, expert bias, capacity, group limits,
+padding mask) and the shared experts, and holds every parameter. This package takes the router's
+result and does the rest: routing plan, dispatch, experts and combine. If Megatron computes the
+experts, or other code calls the layer's phases one by one, only the token dispatcher is replaced
+(token_dispatcher.py). Megatron may capture the router in a CUDA graph (graphed_router.py).
 
-Recompute of "moe" keeps the plan of the first forward: the router runs once, outside the
-checkpoint, and what is recomputed is the dispatch, the experts and the shared experts. Recompute of
-whole layers is Megatron's, around this function.
+Recompute of "moe" reuses the routing plan: the router runs once, outside the checkpoint. Dispatch,
+experts and shared experts run again. Recompute of whole layers is Megatron's, around this function.
 
-What is not honoured (limits.py) keeps Megatron's own path. decision.py says how the ranks agree.
+An unsupported setting (limits.py) keeps Megatron's own path. In decision.py the ranks of a group
+agree on the path.
 
 Shapes: S sequence, B batch, T = S * B tokens of this rank, K top-k, E experts, H hidden, W ranks.
 """
@@ -89,8 +88,8 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _serve_phases(layer: MoELayer) -> None:
-    """Let phases that are called one by one reach this exchange: the 1F1B expert overlap never
-    calls a layer's forward, in which another layer's token dispatcher is replaced."""
+    """Replace the token dispatcher for the 1F1B expert overlap, which calls a layer's phases one by
+    one. It never calls `MoELayer.forward`, where the dispatcher is otherwise replaced."""
     if layer.config.overlap_moe_expert_parallel_comm:
         from megatron_fluid.patches.moe.token_dispatcher import install
 
@@ -115,13 +114,13 @@ def moe_forward(
     intermediate_tensors: Any = None,
     padding_mask: Tensor | None = None,
 ) -> Any:
-    """The overlapped forward of a layer, or Megatron's own where that is to be kept.
+    """Run the overlapped forward of a layer, or Megatron's own if the layer keeps that path.
 
     Args:
         original: Megatron's `MoELayer.forward`.
         hidden_states: [S, B, H].
-        intermediate_tensors: set by Megatron when it runs one phase alone, which is left to it.
-        padding_mask: [B, S] bool as Megatron has it, or None.
+        intermediate_tensors: set when Megatron runs one phase alone; its own forward does that.
+        padding_mask: [B, S] bool, or None.
 
     Returns:
         (output [S, B, H], None), as Megatron's.
@@ -137,7 +136,7 @@ def moe_forward(
             intermediate_tensors is not None
             or path.inference_active()
             or path.hooks.logged()
-            # Megatron wants sequence parallelism here, and says so.
+            # Megatron raises here: training with tensor parallelism needs sequence parallelism.
             or (
                 layer.training
                 and layer.attn_tp_group.size() > 1
@@ -147,7 +146,7 @@ def moe_forward(
             path = None
         elif isinstance(looked := path.look(layer), str):
             DECISIONS.refuse_change(layer, looked)
-    if not isinstance(path, OverlappedLayer):  # Megatron's phases, by either token dispatcher
+    if not isinstance(path, OverlappedLayer):  # with its token dispatcher or this package's
         passed = {"intermediate_tensors": intermediate_tensors, "padding_mask": padding_mask}
         return original(layer, hidden_states, **passed)
     if path.captures is not None and path.capturing():
@@ -157,14 +156,13 @@ def moe_forward(
 
 
 class OverlappedLayer(OwnExperts):
-    """What the overlapped forward of one layer needs from call to call. It holds no state of any
-    call, and not the layer. Made in the first forward.
+    """The overlapped path of one layer, made in its first forward and used by every call. It holds
+    no state of a call, and no reference to the layer.
 
     Attributes:
-        backend: name of what moves the tokens.
-        transports: what moves them (moe/backends.py).
-        columns: the experts in the order in which ranks keep them, where that is not their own
-            order. [E]
+        backend: name of the backend that moves the tokens.
+        transports: that backend (moe/backends.py), which plans the transport of each call.
+        columns: expert numbers in the order in which the ranks store them; None if ascending. [E]
     """
 
     def __init__(self, layer: MoELayer, config: FluidConfig, backend: str) -> None:
@@ -176,7 +174,7 @@ class OverlappedLayer(OwnExperts):
         self.checkpoint, self.top_k = tensor_parallel.checkpoint, int(c.moe_router_topk)
         self.padded = bool(c.moe_pad_expert_input_to_capacity)
         self.columns: Tensor | None = None
-        self._indices: Tensor | None = None  # of each expert, its index in `columns`. [E]
+        self._indices: Tensor | None = None  # position of each expert in `columns`. [E]
         self.captures, self.capturing = capture_of(c), is_graph_capturing
         self.rounds = shared_rounds(layer.ep_group, config.timeout_s)
         captured = backend == "nvlink" and bounds_rows(c)
@@ -196,10 +194,10 @@ class OverlappedLayer(OwnExperts):
         self.offload = offload_of(c, config) if backend == "local" else None
 
     def start(self, descends: Sequence[bool]) -> None:
-        """What every rank of the group has to do with the others before the first call.
+        """Prepare the first call with what the ranks have agreed on.
 
         Args:
-            descends: whether a rank keeps its experts in descending order. [W]
+            descends: whether each rank stores its experts in descending order. [W]
         """
         if self.config.defer_weight_grads:
             get_backward_scheduler().enable()
@@ -217,7 +215,7 @@ class OverlappedLayer(OwnExperts):
         padding_mask: Tensor | None,
         looked: Looked | None = None,
     ) -> tuple[Tensor, None]:
-        """[S, B, H] -> ([S, B, H], None). looked: the parameters as this call has found them."""
+        """[S, B, H] -> ([S, B, H], None). looked: this call's parameters; None reads them."""
         self.gather_parameters()
         if padding_mask is not None:
             padding_mask = padding_mask.transpose(0, 1).bool()  # [B, S] -> [S, B], as hidden_states
@@ -226,16 +224,16 @@ class OverlappedLayer(OwnExperts):
         plan, probs = self.route(layer, hidden_states, padding_mask, recompute, fcs)
         if not recompute:
             return self._compute(layer, plan, fcs, hidden_states, probs), None
-        # The second pass looks for itself: parameters may have moved.
+        # Each pass reads the parameters itself: they may move before the recompute.
         compute = functools.partial(self._compute, layer, plan, None)
         return self.checkpoint(compute, False, hidden_states, probs), None
 
     def route(
         self, layer: MoELayer, x: Tensor, mask: Tensor | None, recompute: bool, fcs: Projections
     ) -> tuple[MakeTransport, Tensor]:
-        """Run the router on x [S, B, H] with mask [S, B] bool or None, and plan the exchange: the
-        plan and the probabilities [T, K]. With `recompute` the backward computes the experts again,
-        by the same plan.
+        """Run the router on x [S, B, H] with mask [S, B] bool or None, and plan the exchange.
+        Returns the plan and the probabilities [T, K]. With `recompute` the backward runs the
+        experts again with the same plan.
         """
         ids, probs = self.choices(layer, x, mask)
         plan = self.transports.plan(
@@ -246,8 +244,8 @@ class OverlappedLayer(OwnExperts):
         return plan, probs
 
     def choices(self, layer: MoELayer, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(indices of the chosen experts in the order in which ranks keep them [T, K], -1 where
-        dropped; probs [T, K])."""
+        """Return (chosen experts [T, K], probs [T, K]). An expert is given by its position in the
+        ranks' storage order, -1 if dropped."""
         compact = False
         if self.transports.ascending:
             probs, chosen = layer.route(x, mask)
@@ -276,8 +274,8 @@ class OverlappedLayer(OwnExperts):
 
     @staticmethod
     def _shared_experts(layer: MoELayer, hidden_states: Tensor) -> Callable[[], Tensor] | None:
-        """Start the shared experts, on their own stream where Megatron overlaps them; gives a way
-        to get their output."""
+        """Start the shared experts, on their own stream if Megatron overlaps them. Returns a
+        function that gives their output, or None if there are none."""
         if not layer.use_shared_expert:
             return None
         if not layer.shared_expert_overlap:
@@ -292,14 +290,14 @@ class OverlappedLayer(OwnExperts):
 
 
 def _exchanged(layer: MoELayer, config: FluidConfig, backend: str, experts: bool) -> ExchangedLayer:
-    """What serves a layer whose exchange runs in Megatron's phases, with SeparateExperts or
-    Megatron's."""
+    """Make the path of a layer that runs Megatron's phases with this package's token dispatcher.
+    Its experts are SeparateExperts, or Megatron's if `experts` is False."""
     from megatron_fluid.patches.moe.token_dispatcher import (  # imports Megatron
         ExchangedLayer,
         install,
     )
 
-    install(layer, path_of)  # first: the watch over experts compares the dispatcher's class
+    install(layer, path_of)  # before SeparateExperts, which records the dispatcher's class
     separate = SeparateExperts(layer, config) if experts else None
     return ExchangedLayer(layer, config, backend, separate)
 
@@ -310,45 +308,45 @@ DECISIONS: MoEDecisions[OverlappedLayer | ExchangedLayer | SeparateExperts] = Mo
 
 
 def path_of(layer: MoELayer) -> OverlappedLayer | ExchangedLayer | SeparateExperts | None:
-    """What serves a layer, None where Megatron's own path does. In its first call the ranks of its
-    group agree."""
+    """Return the path of a layer, or None if it keeps Megatron's own. The ranks of its group agree
+    on it in the layer's first call."""
     decision = DECISIONS.get(layer)
-    if decision is not None and decision.group is not layer.ep_group:  # a wrapped one, or another
+    if decision is not None and decision.group is not layer.ep_group:  # wrapped, or made again
         decision = None if DECISIONS.regrouped(decision, layer) else decision
     if decision is None or not decision.settled:
-        with torch.inference_mode(False):  # what it makes serves later training
+        with torch.inference_mode(False):  # tensors made here are used in training
             decision = DECISIONS.settle(layer)
     return decision.path
 
 
 def backend_of(layer: MoELayer) -> tuple[str, str | None]:
-    """Who moves the tokens of a layer: a backend and None, or "megatron" and why. Before its first
-    forward, who is about to."""
+    """Return (backend that moves the layer's tokens, None), or ("megatron", the reason). Before the
+    first forward this is the expected backend."""
     backend = DECISIONS.backend(layer)
     return ("megatron", DECISIONS.parts_of(layer).exchange) if backend is None else (backend, None)
 
 
 def experts_reason_of(layer: MoELayer) -> str | None:
-    """Why a layer has Megatron's experts; None where it has this package's."""
+    """Return why Megatron computes a layer's experts; None if this package does."""
     return DECISIONS.parts_of(layer).experts
 
 
-# The choices of Megatron's router as it makes them, [T, K], without the dense maps [T, E] that it
-# makes of them. Everything of the router runs as it is: gating, z-loss, top-k, aux losses, expert
-# bias. Only the function that scatters the chosen probabilities into maps is asked for them as they
-# are, for which it has an argument (`dense_output`). Where the maps are needed, or another function
-# makes them, the router is left alone.
+# Compact routing: Megatron's router returns its choices as [T, K], not scattered into dense maps
+# [T, E]. The router itself is unchanged: gating, z-loss, top-k, aux losses, expert bias. Only its
+# top-k function is called with `dense_output=True`. Routing stays dense if anything needs the maps,
+# or if another function makes them.
 
-# While `wanted`, the next routing in this thread is to be compact; it leaves its choices in `ids`.
+# `wanted`: the next routing of this thread is compact, and stores its expert numbers in `ids`.
+# `needs_map`: it still returns a routing map, from which the router counts for the expert bias.
 _request = threading.local()
 
 
 def topk_routing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace `topk_routing_with_score_function`: as Megatron's, but for the routing that `route`
-    asks for."""
+    """Wrap `topk_routing_with_score_function`: only routings that `compact_route` asks for
+    change."""
 
     if "dense_output" not in inspect.signature(original).parameters:
-        return original  # before 0.17; choices are then read from its maps
+        return original  # Megatron before 0.17: choices are read from the dense maps
 
     @functools.wraps(original)
     def fluid_topk_routing(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -356,16 +354,16 @@ def topk_routing(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(logits, *args, **kwargs)
         _request.wanted = False
         learning = torch.is_grad_enabled()
-        # Without gradients Megatron leaves the chosen of a token unsorted. Their order is the order
-        # in which rows are summed, and a recomputation shall find the same sums.
+        # Without gradients Megatron does not sort the experts of a token. Rows are summed in that
+        # order, so forward and recompute would differ in rounding.
         with torch.enable_grad():
             logits = logits if learning else logits.detach()
             probs, ids = original(logits, *args, **kwargs, dense_output=True)
         _request.ids = ids
-        if not _request.counted:
+        if not _request.needs_map:
             return probs, ids
-        counted = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-        return probs, counted.scatter_(1, ids, True)
+        routing_map = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+        return probs, routing_map.scatter_(1, ids, True)
 
     return fluid_topk_routing
 
@@ -373,20 +371,20 @@ def topk_routing(original: Callable[..., Any]) -> Callable[..., Any]:
 def compact_route(
     layer: MoELayer, hidden_states: Tensor, padding_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, bool]:
-    """`layer.route(hidden_states, padding_mask)`, compact where that changes nothing.
+    """Call `layer.route(hidden_states, padding_mask)`, compact if the result is the same.
 
     Args:
-        layer: whose router is asked.
+        layer: the layer that owns the router.
         hidden_states: [S, B, H].
         padding_mask: [S, B] bool, or None.
 
     Returns:
-        (probs [T, K], the experts chosen, integers [T, K], True), the chosen of a token best first;
-        or Megatron's (probs [T, E], routing_map bool [T, E], False).
+        (probs [T, K], expert numbers [T, K], True), each token's best expert first; or Megatron's
+        (probs [T, E], routing_map bool [T, E], False).
     """
     _request.ids = None
     _request.wanted = _can_be_compact(layer)
-    _request.counted = _request.wanted and layer.router.enable_expert_bias
+    _request.needs_map = _request.wanted and layer.router.enable_expert_bias
     try:
         probs, routing_map = layer.route(hidden_states, padding_mask)
         ids = _request.ids
@@ -396,7 +394,7 @@ def compact_route(
 
 
 def _can_be_compact(layer: MoELayer) -> bool:
-    """Whether nothing but the count for the expert bias needs the dense maps."""
+    """Whether nothing needs the dense maps, except the token counts for the expert bias."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     router: Any = layer.router
@@ -404,8 +402,8 @@ def _can_be_compact(layer: MoELayer) -> bool:
     return (
         routes_as_megatron(router)
         and type(layer).route is MoELayer.route
-        and config.moe_expert_capacity_factor is None  # drops by the maps
-        and not config.moe_router_fusion  # Transformer Engine's kernel makes maps alone
+        and config.moe_expert_capacity_factor is None  # drops choices in the maps
+        and not config.moe_router_fusion  # Transformer Engine's kernel returns only maps
         and router.router_replay is None
         and not router._forward_hooks
         and "route" not in layer.__dict__

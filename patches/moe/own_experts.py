@@ -1,5 +1,5 @@
-"""This package's experts of a Megatron layer: their parameters, and what is looked at in every
-call. The experts' modules, whose forwards are never called, hold the parameters:
+"""The experts of a Megatron layer where this package computes them: reads their parameters, and
+checks them for changes in every call. Megatron's modules, never called, hold the parameters:
 
     SequentialMLP    experts.local_experts.{i}.linear_fc1.weight    El parameters [F1, H]
     TEGroupedMLP     experts.linear_fc1.weight{i}                   El parameters [F1, H]
@@ -7,9 +7,9 @@ call. The experts' modules, whose forwards are never called, hold the parameters
 
 F1 = 2F for gated activations, gate first.
 
-Packed is what moe_single_grouped_weight makes of a TEGroupedMLP, and moe_single_grouped_bias of its
-biases: a GroupedTensor of Transformer Engine, which has no memory itself. Its values lie in its
-attribute `rowwise_data`. Megatron's DistributedDataParallel re-points that, not `param.data`.
+moe_single_grouped_weight packs the weights of a TEGroupedMLP, moe_single_grouped_bias its biases.
+A packed parameter is a GroupedTensor of Transformer Engine and has no storage. Its values are in
+`rowwise_data`, which Megatron's DistributedDataParallel re-points in place of `param.data`.
 
 Shapes: N expert rows of this rank, El local experts, H hidden, F1 / F widths of an expert.
 """
@@ -48,15 +48,15 @@ _phases_of = operator.attrgetter(*PHASES)
 
 
 class Looked(NamedTuple):
-    """A layer's parameters as one call has found them. Not kept beyond it.
+    """A layer's parameters as one call has read them. Not kept after that call.
 
     Attributes:
-        w1, w2: as of ExpertParameters.current().
-        addresses: where they lie.
-        leaves: whether they are parameters of one class, all of them trained or none.
-        state: numbers and classes to be compared in one go with those of another look: of which
-            classes the parameters are, where they lie, which are trained, and whether there are
-            others (a bias). Whether an object is the same does not matter, as each call reads it.
+        w1, w2: as returned by ExpertParameters.current().
+        addresses: their data pointers.
+        leaves: whether all have one class, and all or none require gradients.
+        state: a list to compare with that of an earlier look: class, address and requires_grad of
+            each parameter, and which other parameters exist (a bias). Object identity is left out:
+            a replaced parameter is allowed, since each call reads them again.
     """
 
     w1: Parameters
@@ -71,18 +71,17 @@ class ExpertParameters:
     them.
 
     They are read at every call: the distributed optimizer re-points `param.data`, and loading may
-    replace parameters, so that nothing derived from them is kept. Only the order is fixed. A
-    grouped GEMM reads matrices that lie in one storage at equal, positive distances. Megatron's
-    parameter buffers (distributed optimizer) hold them at equal distances in reverse, so that the
-    reversed order serves; parameters with a storage each are moved into a common one. Packed
-    parameters lie in order.
+    replace parameters. Only the order of the experts is fixed. A grouped GEMM needs its matrices in
+    one storage at equal, positive strides. Megatron's parameter buffers (distributed optimizer)
+    store the experts in reverse, so the order is reversed for them. Parameters that each own a
+    storage are moved into a common one. Packed parameters are already in order.
 
     Args:
         experts: a SequentialMLP or TEGroupedMLP.
 
     Attributes:
         biased: whether the linears have biases.
-        packed: whether all experts' weights, and whether their biases, are one parameter a linear.
+        packed: (weights, biases): whether a linear has one parameter for all its experts.
         order: local expert numbers in the order of `current()`, ascending or descending. [El]
     """
 
@@ -104,41 +103,41 @@ class ExpertParameters:
         )
 
         def keys(kind: str, packed: bool) -> tuple[list[Any], list[Any], list[str]]:
-            """Of each parameter: the dictionary of fc1 and of fc2 that holds it, its key in
+            """For each parameter: the dictionaries of fc1 and of fc2 that hold it, and its key in
             both."""
             if not grouped or packed:
                 return [*held1], [*held2], [kind] * len(fc1)
             return held1 * count, held2 * count, [f"{kind}{i}" for i in range(count)]
 
         self._weights, self._biases = map(keys, ("weight", "bias"), self.packed)
-        self._name()
-        self._kept: tuple[KeptLayout | None, KeptLayout | None] = None, None  # at these addresses:
+        self._set_getter()
+        self._kept: tuple[KeptLayout | None, KeptLayout | None] = None, None  # at _addresses
         self._addresses: list[int] = []
         fc1_biases, fc2_biases, names = self._biases
         pair = fc1_biases[-1].get(names[-1]), fc2_biases[-1].get(names[-1])
         self.biased = None not in pair
 
-    def _name(self) -> None:
-        """Of several parameters in one dictionary a single look-up gives all."""
+    def _set_getter(self) -> None:
+        """Read all parameters with a single look-up if one dictionary of each linear holds them."""
         fc1, fc2, names = self._weights
         alone = len(names) > 1 and all(held is found[0] for found in (fc1, fc2) for held in found)
-        self._named: Callable[[Any], Parameters] | None = None
+        self._getter: Callable[[Any], Parameters] | None = None
         if alone:
-            self._named = operator.itemgetter(*names)
+            self._getter = operator.itemgetter(*names)
 
     def current(self) -> tuple[Parameters, Parameters]:
         """(w1, w2): El parameters [F1, H] and El parameters [H, F]; packed, one [El, F1, H] and one
         [El, H, F]."""
         fc1, fc2, names = self._weights
-        if self._named is not None:
-            return self._named(fc1[0]), self._named(fc2[0])
+        if self._getter is not None:
+            return self._getter(fc1[0]), self._getter(fc2[0])
         w1 = tuple(map(operator.getitem, fc1, names))
         w2 = tuple(map(operator.getitem, fc2, names))
         return w1, w2
 
     def matrices(self, looked: Looked | None = None) -> tuple[ExpertWeights, ExpertWeights]:
-        """`current()` as grouped GEMMs take it, for one call. Where the parameters lie is looked at
-        again only when one has moved. looked: of this call, if there is one."""
+        """`current()` as operands of grouped GEMMs, for one call. The layout is determined again
+        only if a parameter has moved. looked: this call's parameters; None reads them."""
         w1, w2, addresses, leaves, _ = self.look() if looked is None else looked
         kept1, kept2 = self._kept if addresses == self._addresses else (None, None)
         experts, packed = len(self.order), self.packed[0]
@@ -152,14 +151,14 @@ class ExpertParameters:
         return first, second
 
     def _addresses_of(self, weights: Parameters) -> list[int]:
-        """Where weights lie."""
+        """Data pointers of the weights."""
         if self.packed[0]:
             return [_values(weight).data_ptr() for weight in weights]
-        # Of a hundred parameters in every call: map, whose loop is in C.
+        # Runs in every call for about a hundred parameters: map loops in C.
         return [*map(Tensor.data_ptr, weights)]
 
     def _given(self, parameters: Parameters, packed: bool) -> GivenWeights:
-        """Weights or biases of one linear, as its experts read them."""
+        """Weights or biases of one linear: a parameter per expert, or one Packed for all."""
         if not packed:
             return parameters
         (parameter,) = parameters
@@ -208,15 +207,15 @@ class ExpertParameters:
         return w1 + w2 + b1 + b2
 
     def arrange(self, ordered: bool = True) -> bool:
-        """Bring about the order that a grouped GEMM can read, before the first call, and again when
-        parameters have moved: on a GPU the parameters of each projection get a common storage.
+        """Put the parameters into an order that a grouped GEMM can read. On a GPU the parameters of
+        each projection get a common storage. Needed before the first call, and after a move.
 
         Args:
-            ordered: whether the order may be turned round.
+            ordered: whether the order may be reversed.
 
         Returns:
-            Whether the order was turned round: before the first call, whether it is descending.
-            Every rank of the group has to know it of every other.
+            Whether the order was reversed: before the first call, whether it is now descending.
+            Every rank of the group has to know this about every other rank.
         """
         for projection in () if self.packed[0] else self.current():
             if projection[0].is_cuda:
@@ -225,26 +224,26 @@ class ExpertParameters:
             return False
         for sequence in (*self._weights, *self._biases, self.order):
             sequence.reverse()
-        self._name()
+        self._set_getter()
         return True
 
 
 def _values(parameter: Any) -> Tensor:
-    """Where the values of a packed parameter lie.
+    """Return the tensor that holds the values of a packed parameter.
 
     Raises:
-        RuntimeError: nowhere.
+        RuntimeError: it has none.
     """
     if type(parameter) is nn.Parameter:
         return parameter
     values: Tensor | None = parameter.rowwise_data
     if values is None:
-        raise RuntimeError("a packed parameter without values")
+        raise RuntimeError("a packed expert parameter has no rowwise_data")
     return values
 
 
 def _released(parameter: Any) -> bool:
-    """Whether a parameter's storage was resized to nothing, which leaves its shape."""
+    """Whether a parameter's storage was resized to 0 bytes, which does not change its shape."""
     return parameter.numel() > 0 and _values(parameter).untyped_storage().nbytes() == 0
 
 
@@ -252,20 +251,20 @@ _TRAINED = operator.attrgetter("requires_grad")
 
 
 def _descends(weights: tuple[nn.Parameter, ...]) -> bool:
-    """Whether matrices of one storage lie in it in reverse."""
+    """Whether matrices share a storage, and the last one comes before the first."""
     first, last = weights[0], weights[-1]
     same = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
     return same and last.storage_offset() < first.storage_offset()
 
 
 def share_storage(weights: tuple[nn.Parameter, ...]) -> None:
-    """Move parameters that have a storage each into a common one; those that lie in someone's
-    buffer stay there."""
+    """Move parameters that each own a storage into a common one. Parameters inside a larger buffer
+    stay there."""
     kinds = {(weight.shape, weight.dtype, weight.is_contiguous()) for weight in weights}
     owned = all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
     if len(weights) == 1 or len(kinds) != 1 or not weights[0].is_contiguous() or not owned:
         return
-    # In an evaluation, too, parameters stay tensors that can be trained.
+    # Leave inference mode: an evaluation must not turn parameters into inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         stack = weights[0].new_empty((len(weights), *weights[0].shape))
         for place, weight in zip(stack, weights, strict=True):
@@ -274,15 +273,15 @@ def share_storage(weights: tuple[nn.Parameter, ...]) -> None:
 
 
 class ParameterGathers:
-    """Whether the parameters of a layer are gathered already, of its few bucket groups: Megatron's
-    hook asks for each of some hundred parameters, in every microbatch."""
+    """Tells from a layer's few bucket groups whether its parameters are already gathered.
+    Megatron's own hook asks for each of about a hundred parameters, in every microbatch."""
 
     def __init__(self) -> None:
         self._owner: object = None
         self._groups: tuple[Any, ...] = ()
 
     def finished(self, first: Tensor, params: Callable[[], Sequence[Tensor]]) -> bool:
-        """Whether the hooks would find nothing to do. False where that is not known.
+        """Whether Megatron's gather hooks would do nothing. False if that is not known.
 
         Args:
             first: one of the parameters.
@@ -310,23 +309,23 @@ _SURROUNDINGS = (
 
 
 class OwnExperts:
-    """The experts of one layer from call to call. It holds no state of any call, and neither the
-    layer nor a parameter.
+    """The experts of one layer, used by every call. It holds no state of a call, and no reference
+    to the layer or to a parameter.
 
     The overlapped path never calls the experts' modules. Adapters and quantisers replace modules,
-    classes or forwards, register hooks, or add parameters; made after the first forward, they would
-    be left out of the arithmetic. `look` finds such a change, which is an error
-    (overlap_decision.py). Weights that were moved, replaced by others like them, frozen or thawed
-    are read where they are.
+    classes or forwards, register hooks, or add parameters. After the first forward such a change
+    would have no effect on the result, so `look` detects it and it becomes an error
+    (overlap_decision.py). Weights may be moved, replaced by others of the same kind, frozen or
+    unfrozen: every call reads them again.
 
     Args:
         layer: an MoELayer whose experts megatron_fluid computes.
         config: the settings that the layer keeps.
-        ordered: whether the experts may be computed in descending order, as they may lie in memory.
+        ordered: whether the experts may be computed in descending order, if stored that way.
 
     Attributes:
         weights: the experts' parameters.
-        hooks: those of the experts' modules.
+        hooks: the hooks of the experts' modules.
         fp8: whether they compute in fp8.
         recompute, offload: as in ExpertCall.
     """
@@ -356,8 +355,8 @@ class OwnExperts:
         self._probs_on_input = bool(layer.config.moe_apply_probs_on_input)
 
     def _surroundings(self, layer: MoELayer) -> tuple[Any, ...]:
-        """What decides beside the experts' own modules and parameters, as _SURROUNDINGS has it;
-        none of it compares by value."""
+        """What affects the result besides the experts' modules and parameters, one item for each
+        entry of _SURROUNDINGS. Comparing the items reads no tensor values."""
         kind, held = type(layer), vars(layer)
         return (
             layer._modules["experts"],
@@ -369,8 +368,8 @@ class OwnExperts:
         )
 
     def look(self, layer: MoELayer) -> Looked | str:
-        """The parameters as they are now; or what has changed of the experts that this does not
-        honour. One cheap look in every call."""
+        """Return the current parameters, or the text of a change that is not supported after the
+        first forward. Runs in every call, so it is cheap if nothing has changed."""
         found = self._surroundings(layer)
         if found != self._known:
             pairs = zip(_SURROUNDINGS, found, self._known, strict=True)
@@ -398,14 +397,14 @@ class OwnExperts:
         return looked
 
     def gather_parameters(self) -> None:
-        """Wait for the parameters, as calling the experts' modules would have done."""
-        # Replaced parameters were found before.
+        """Wait for the all-gather of the parameters, as the forwards of the modules would."""
+        # `look` has already dealt with replaced parameters.
         if not self._gathers.finished(self.weights.first(), self.weights.every):
             self.hooks.run_parameter_gather()
 
     def projections(self, layer: MoELayer, looked: Looked | None = None) -> Projections:
-        """fc1 and fc2 of one call. looked: the parameters as this call has found them, if it has
-        looked."""
+        """Return the weights of fc1 and fc2 for one call. looked: this call's parameters; None
+        reads them."""
         fcs = self.weights.matrices(looked)
         if self.fp8:
             expire_casts(layer, fcs)
@@ -415,10 +414,10 @@ class OwnExperts:
         self, x: Tensor, probs: Tensor, fcs: Projections,
         scheduler: WeightGradScheduler | None = None,
     ) -> ExpertCall:  # fmt: skip
-        """One call of these experts: x and probs as its transport takes them, [T, H] with [T, K] or
-        [N, H] with [N]."""
+        """Return one call of these experts. x and probs are in its transport's layout: [T, H] with
+        [T, K], or [N, H] with [N]."""
         scale: Tensor | None = probs
-        if self._probs_on_input:  # K is 1
+        if self._probs_on_input:  # K = 1: Megatron requires it
             x, scale = (probs.view(-1, 1) * x).to(x.dtype), None
         w1, w2 = fcs
         return ExpertCall(
