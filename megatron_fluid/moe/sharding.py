@@ -74,10 +74,21 @@ def shard_experts(local: Tensor, group: Group, device_type: str) -> nn.Parameter
     _refuse_data_parallel()
     mesh = group
     if isinstance(group, dist.ProcessGroup):
-        make = functools.partial(DeviceMesh.from_group, group, device_type)
+        make = functools.partial(_mesh_of, group, device_type)
         mesh = group_resource(group, "device mesh", make)
     assert isinstance(mesh, DeviceMesh)
     return nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+
+
+def _mesh_of(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """A new mesh of a group."""
+    from torch.distributed.tensor import debug
+
+    # DTensor caches the shardings of operations by the ranks of a mesh. What it has cached may name
+    # a group of the same ranks that was destroyed.
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
+    return DeviceMesh.from_group(group, device_type)
 
 
 @functools.cache

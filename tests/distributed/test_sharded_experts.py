@@ -24,6 +24,7 @@ from megatron_fluid import (
     MoELayer,
     TransformerLayer,
     clip_grad_norm_,
+    close_group,
     get_backward_scheduler,
 )
 from megatron_fluid.errors import ConfigError
@@ -297,3 +298,20 @@ def test_a_router_in_fp32_serves_a_bf16_model() -> None:
     assert layer.mlp.router.weight.grad.dtype == torch.float32
     assert layer.mlp.router.weight.grad.abs().max() > 0
     assert layer.mlp.router(x.view(-1, 8)).probs.dtype == torch.float32
+
+
+def _made_again(rank: int, world: int) -> list[float]:
+    norms = []
+    for _ in range(3):
+        group: Any = dist.new_group(list(range(world)))
+        layer = MoELayer(SIZES, group, dtype=F64)
+        layer(tokens(rank)).square().sum().backward()
+        norms.append(clip_grad_norm_(layer.weight1, 1e9).item())
+        close_group(group)
+        dist.destroy_process_group(group)
+    return norms
+
+
+def test_experts_of_a_group_that_is_made_again_forget_the_one_that_was_destroyed() -> None:
+    for norms in run_ranks(_made_again, 2):
+        assert norms[0] > 0 and norms == [norms[0]] * 3
