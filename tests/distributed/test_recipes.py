@@ -110,12 +110,11 @@ def test_a_smoke_run_trains_the_same_structure_and_reports_what_the_table_says(
     rows = re.findall(r"^overlapped MoE layer +(on|off) +\d+ +(\S.*)$", log, re.MULTILINE)
     assert len(rows) == 1
     (state, reason) = rows[0]
-    if told(recipe) == "ours":
-        assert (state, reason) == ("on", "rounds, 2 expert-parallel ranks")
-    else:
-        exchange, _, why = reason.partition("; Megatron's experts: ")
-        assert (state, exchange) == ("on", "rounds, 2 expert-parallel ranks")
-        assert told(recipe) == f"Megatron's: `{why.partition('=')[0]}`"
+    exchange, _, why = reason.partition("; Megatron's experts: ")
+    assert (state, exchange) == ("on", "rounds, 2 expert-parallel ranks")
+    # A run on CPUs has no grouped GEMM: its SequentialMLP is no part of the recipe.
+    if not why.startswith("SequentialMLP's"):
+        assert told(recipe) == (f"Megatron's: `{why.partition('=')[0]}`" if why else "ours")
 
     ran = dict(re.findall(r"^ +(\w+) \.{3,} (.*)$", log, re.MULTILINE))
     wanted = {name: text for name, text in model_arguments(recipe).items() if name not in SIZES}
