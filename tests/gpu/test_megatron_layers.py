@@ -137,8 +137,11 @@ CASES: dict[str, dict[str, Case]] = {
         **_auto("nvlink"),
         "fp16": Case(dtype=torch.float16, fluid=NVLINK, exchange="nvlink"),
         "fp32": Case(dtype=torch.float32, fluid=NVLINK, exchange="nvlink"),
-        "deferred": Case(fluid=NVLINK | DEFERRED, exchange="nvlink"),
         "te": _over_nvlink(GROUPED, fluid=NVLINK),
+    },
+    # Trained, too: reductions of gradients need NCCL.
+    "symmetric memory": {
+        "deferred": Case(fluid=NVLINK | DEFERRED, exchange="nvlink"),
         "te, main_grad, deferred, shared beside": _over_nvlink(
             FUSED | SHARED_BESIDE, fluid=NVLINK | DEFERRED
         ),
@@ -160,7 +163,7 @@ NAMES = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
 # Of these a small model is trained, too.
 TRAINED = {
     "one rank, single parameters": ("weights",),
-    "shared GPUs": ("deferred", "te, main_grad, deferred, shared beside"),
+    "symmetric memory": ("deferred", "te, main_grad, deferred, shared beside"),
     "rounds": ("te, main_grad, deferred, shared beside", "local modules, deferred, chunks"),
 }
 
@@ -171,7 +174,7 @@ def _ranks(which: str) -> int:
     if which == "shared GPUs":
         return 4
     if SHARED or RANKS < 2:
-        pytest.skip("peer rounds need NCCL, which refuses ranks that share a GPU")
+        pytest.skip("needs NCCL, which refuses ranks that share a GPU")
     return min(RANKS, 4)
 
 
