@@ -26,6 +26,7 @@ import functools
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -115,11 +116,16 @@ class State:
     """
 
     def __init__(self, model: list[torch.nn.Module]) -> None:
+        self._first = weakref.ref(model[0])
         # Megatron's DistributedDataParallel has something else by the name of `buffers`.
         self._buffers = [one for chunk in model for one in torch.nn.Module.buffers(chunk)]
         self._tensors: list[Tensor] = []
         self._kept: list[Tensor] = []
         self._generators: list[tuple[torch.Generator, int]] = []
+
+    def is_of(self, model: list[torch.nn.Module]) -> bool:
+        """Whether it is the state of this model, and not of an earlier one of the process."""
+        return self._first() is model[0]
 
     def keep(self) -> None:
         """Copy it as it is now."""
@@ -185,7 +191,9 @@ def _bounded(wrapper: Any, original: Callable[..., Any], stage: str, given: dict
     chunks = given["model"] if isinstance(given["model"], list) else [given["model"]]
     device = next(chunks[0].parameters()).device
     if stage not in _overflows:
-        _overflows[stage], _states[stage] = Overflow(device), State(chunks)
+        _overflows[stage] = Overflow(device)
+    if stage not in _states or not _states[stage].is_of(chunks):
+        _states[stage] = State(chunks)
     overflow, state = _overflows[stage], _states[stage]
     state.keep()
     step = _telling(given["forward_step_func"], given["num_microbatches"], overflow)

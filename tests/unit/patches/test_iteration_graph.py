@@ -155,6 +155,16 @@ def test_evaluation_has_a_graph_of_its_own_and_leaves_gradients(run: Any) -> Non
     assert run.wrapper.captures == 2
 
 
+def test_a_second_model_of_a_process_gets_its_own_state_back(run: Any) -> None:
+    for _ in range(2):
+        model, counted = Model(), 0.0
+        for rows in (200, 200, 200, 200, 900):
+            assert run(model, rows) == MICROBATCHES * rows
+            counted += MICROBATCHES * rows
+            assert model.counted.item() == counted
+        run.wrapper.reset_cuda_graph("training")
+
+
 def test_a_model_without_layers_over_symmetric_memory_is_left_alone(run: Any) -> None:
     model = Model()
     ROOMS.layers.clear()
