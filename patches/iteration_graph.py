@@ -90,9 +90,9 @@ class Overflow:
 
     def tell(self) -> None:
         """Enqueue it on the current stream, which may be captured. Collective over the job."""
-        found = [buffers.overflow for buffers in ROOMS.buffers]
         device = self._words.device
-        lacked = torch.stack([word.to(device, non_blocking=True) for word in found]).amax(0).sign()
+        found = [one.overflow.to(device, non_blocking=True) for one in ROOMS.buffers]
+        lacked = torch.stack([torch.zeros_like(self._words[:1]), *found]).amax(0).sign()
         dist.all_reduce(lacked, op=dist.ReduceOp.MAX)
         self._words[1:].copy_(lacked)
         self._words[:1].add_(1)
