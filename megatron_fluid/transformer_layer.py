@@ -90,6 +90,7 @@ class TransformerLayerConfig(FieldsConfig):
     overlap: bool = True
     pre_softmax: bool = False
     scaling: float | None = None
+    router_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.norm not in _NORMS:

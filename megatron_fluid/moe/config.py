@@ -25,7 +25,8 @@ class MoEConfig(FieldsConfig):
         num_experts: E, a multiple of the number of ranks.
         top_k: K.
         activation: a name in moe.activations.ACTIVATIONS, or a callable.
-        score_function, pre_softmax, scaling: the router's, see moe.router.route.
+        score_function, pre_softmax, scaling: the router's, see moe.router.route. With top_k 1,
+            softmax needs pre_softmax.
         aux_loss_coefficient: weight of the load-balancing loss; 0 for none. Where the main loss is
             scaled, so is this by moe.router.set_aux_loss_scale.
         shared_ffn_hidden_size: width of an expert that every token passes; 0 for none.
@@ -45,6 +46,8 @@ class MoEConfig(FieldsConfig):
         fp8_weight_grads: with fp8_recipe: the precision of the experts' weight gradients: "fp8"
             with a scale for 128 rows of each feature, or "bf16". None takes FluidConfig's.
         init_std: standard deviation of the initial weights.
+        router_dtype: "fp32" or "fp64" computes the router's logits and probabilities in it; None in
+            the dtype of its weight, which `layer.router.float()` keeps in fp32 in a bf16 model.
     """
 
     hidden_size: int
@@ -64,6 +67,7 @@ class MoEConfig(FieldsConfig):
     fp8_recipe: str | None = None
     fp8_weight_grads: str | None = None
     init_std: float = 0.02
+    router_dtype: str | None = None
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(("hidden_size", "ffn_hidden_size", "num_experts", "top_k"), 1)

@@ -78,7 +78,7 @@ class _MoEModule(nn.Module):
         gates = 2 if self.activation.gated else 1
         self.router = TopKRouter(
             c.hidden_size, c.num_experts, c.top_k, c.score_function, c.pre_softmax, c.scaling,
-            c.aux_loss_coefficient, name=f"{self.name} router", **kwargs,  # type: ignore[arg-type]
+            c.aux_loss_coefficient, c.router_dtype, name=f"{self.name} router", **kwargs,  # type: ignore[arg-type]
         )  # fmt: skip
         hidden, ffn, local = c.hidden_size, c.ffn_hidden_size, self.num_local_experts
         self.weight1 = weight(local, gates * ffn, hidden)

@@ -18,6 +18,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.experts import have_triton
 
 __all__ = [
+    "ROUTER_DTYPES",
     "SCORE_FUNCTIONS",
     "Routing",
     "TopKRouter",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
+ROUTER_DTYPES = {None: None, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -159,11 +161,18 @@ class TopKRouter(nn.Module):
         top_k: K.
         score_function, pre_softmax, scaling: as for `route`.
         aux_loss_coefficient: weight of the load-balancing loss in training; 0 for none.
+        router_dtype: "fp32" or "fp64" computes logits and probabilities in it, also under autocast,
+            as Megatron's --moe-router-dtype; the weight keeps its dtype. None: in the weight's, and
+            probabilities in fp32.
         name: for errors.
 
     Attributes:
         weight: [E, H]
         last_aux_loss: of the last forward, detached, for logging; None if there was none.
+
+    Raises:
+        ConfigError: a setting out of range; softmax after the choice of one expert, where every
+            probability is 1 and the router would get no gradient.
     """
 
     def __init__(
@@ -175,17 +184,26 @@ class TopKRouter(nn.Module):
         pre_softmax: bool = False,
         scaling: float | None = None,
         aux_loss_coefficient: float = 0.0,
+        router_dtype: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         name: str = "router",
     ) -> None:
         super().__init__()
         _check_routing(top_k, num_experts, score_function)
+        if top_k == 1 and score_function == "softmax" and not pre_softmax:
+            allowed = (
+                "True, or score_function sigmoid: softmax of one choice is 1, without gradient"
+            )
+            raise ConfigError.of("pre_softmax with top_k 1", pre_softmax, allowed)
+        if router_dtype not in ROUTER_DTYPES:
+            raise ConfigError.of("router_dtype", router_dtype, "fp32, fp64, None")
         shape = num_experts, hidden_size
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.top_k, self.score_function = top_k, score_function
         self.pre_softmax, self.scaling = pre_softmax, scaling
         self.aux_loss_coefficient, self.name = aux_loss_coefficient, name
+        self.dtype = ROUTER_DTYPES[router_dtype]
         self.last_aux_loss: Tensor | None = None
         self.reset_parameters()
 
@@ -199,18 +217,27 @@ class TopKRouter(nn.Module):
         if self._is_fused(tokens):
             routing = self._fused(tokens, balanced)
         else:
-            # A router may be kept in another dtype than the model: `layer.router.float()`.
-            logits = deferred_linear(tokens.to(self.weight.dtype), self.weight, self.name)
-            routing = route(logits, self.top_k, self.score_function, self.pre_softmax, self.scaling)
+            routing = self._plain(tokens)
         if balanced:
             loss = load_balancing_loss(routing, self.aux_loss_coefficient)
             self.last_aux_loss = loss.detach()
             routing = Routing(routing.ids, attach_aux_loss(routing.probs, loss), routing.scores)
         return routing
 
+    def _plain(self, tokens: Tensor) -> Routing:
+        # A router may be kept in another dtype than the model: `layer.router.float()`.
+        dtype, kind = self.dtype or self.weight.dtype, tokens.device.type
+        keeps = self.dtype is None and torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=keeps):
+            logits = deferred_linear(tokens.to(dtype), self.weight.to(dtype), self.name)
+        made = route(logits, self.top_k, self.score_function, self.pre_softmax, self.scaling)
+        probs = made.probs.to(torch.promote_types(tokens.dtype, torch.float32))
+        return Routing(made.ids, probs, made.scores)
+
     def _is_fused(self, tokens: Tensor) -> bool:
         """Whether one GEMM and one kernel do it: softmax over the chosen experts, bf16 on a GPU."""
-        fits = self.score_function == "softmax" and not self.pre_softmax and tokens.is_cuda
+        plain = self.pre_softmax or self.dtype is not None
+        fits = self.score_function == "softmax" and not plain and tokens.is_cuda
         narrow = tokens.dtype == self.weight.dtype == torch.bfloat16
         return fits and narrow and not torch.is_autocast_enabled("cuda") and have_triton()
 

@@ -37,7 +37,7 @@ def _differing(rank: int, world: int) -> list[str]:
     """What each of some pairs of layers that differ between the ranks is refused with."""
     group = dist.group.WORLD
     cases = (
-        lambda: _moe(top_k=1 + rank),
+        lambda: _moe(top_k=2 + rank),
         lambda: _moe((MoELayer, MoEBaseline)[rank]),
         lambda: _moe(dtype=(torch.float32, torch.float64)[rank]),
         lambda: TransformerLayer(
@@ -77,7 +77,7 @@ def test_every_rank_names_the_settings_that_differ() -> None:
     for text, words in zip(
         first,
         (
-            "MoELayer: top_k: found '1' on rank 0, '2' on rank 1; allowed: the same on all ranks",
+            "MoELayer: top_k: found '2' on rank 0, '3' on rank 1; allowed: the same on all ranks",
             "layer: found 'MoELayer' on rank 0, 'MoEBaseline' on rank 1",
             "dtype: found 'torch.float32' on rank 0, 'torch.float64' on rank 1",
             "SelfAttention: window: found 'None' on rank 0, '3' on rank 1",
@@ -97,7 +97,7 @@ def _one_layer_more(rank: int, world: int) -> str:
     if rank == 0:
         agreement(dist.group.WORLD).barrier("end of the model")  # type: ignore[arg-type]
     with pytest.raises(FluidError) as caught:
-        _moe(top_k=1)
+        _moe(top_k=3)
     return str(caught.value)
 
 
@@ -114,13 +114,13 @@ def _alike(rank: int, world: int) -> None:
     set_config(FluidConfig(timeout_s=0.2))
     if rank == 0:
         with pytest.raises(PeerTimeoutError, match="a new layer .*: rank 1 did not come"):
-            _moe(top_k=1)
+            _moe(top_k=3)
 
 
 def _closed(rank: int, world: int) -> None:
     group = dist.group.WORLD
     assert group is not None
-    for top_k in (1, 2, 4, 1):
+    for top_k in (3, 2, 4, 3):
         _moe(top_k=top_k)
     close_group(group)
     for top_k in (4, 2):  # another order: reports of before must not be taken for these

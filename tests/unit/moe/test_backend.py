@@ -177,7 +177,7 @@ def gelu(h: torch.Tensor) -> torch.Tensor:
 
 
 def _asked_for(rank: int, world: int) -> None:
-    config = {"hidden_size": 8, "ffn_hidden_size": 8, "num_experts": 2, "top_k": 1}
+    config = {"hidden_size": 8, "ffn_hidden_size": 8, "num_experts": 2, "top_k": 2}
     for activation, named in (
         ("gelu", "gelu"),
         (torch.nn.functional.gelu, "gelu"),

@@ -347,7 +347,7 @@ def test_a_nan_or_an_infinity_in_a_token_reaches_that_tokens_output_alone(
 
 
 def test_what_fp8_cannot_do_is_named() -> None:
-    config = {"hidden_size": 128, "ffn_hidden_size": 128, "num_experts": 2, "top_k": 1}
+    config = {"hidden_size": 128, "ffn_hidden_size": 128, "num_experts": 2, "top_k": 2}
     layer = MoELayer(config | {"fp8_recipe": "blockwise"}, dtype=torch.bfloat16)
     x = torch.randn(3, 128, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match="fp8_recipe.*Hopper GPUs, and tensors are on the cpu"):

@@ -219,7 +219,7 @@ def test_rows_without_probabilities_and_no_rows_at_all(
 
 
 def test_the_setting_of_a_layer_and_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = {"hidden_size": 128, "ffn_hidden_size": 128, "num_experts": 2, "top_k": 1}
+    shape = {"hidden_size": 128, "ffn_hidden_size": 128, "num_experts": 2, "top_k": 2}
 
     def chosen(**settings: Any) -> bool:
         config = MoEConfig.of(shape | {"fp8_recipe": "blockwise"} | settings)
