@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_fluid import patches
-from megatron_fluid.backward.readiness import (
+from megatron_fluid.backward.autograd import (
     ReadyGate,
     gate_with,
     gradient_owner,

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_fluid.attention.exchange.protocol import HeadExchange, RowsInFlight
 from megatron_fluid.attention.layouts import HeadPart
 from megatron_fluid.attention.packed import Triple, expand_shared
-from megatron_fluid.backward.functions import once_differentiable
+from megatron_fluid.backward.autograd import once_differentiable
 
 __all__ = ["exchanged_attention", "return_rows"]
 

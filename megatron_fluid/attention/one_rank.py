@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from megatron_fluid.attention.call import AttentionCall, AttentionWeights, run_kernel
 from megatron_fluid.attention.exchange.protocol import Prepare
 from megatron_fluid.attention.packed import Norm, Triple, pack_backward, split
-from megatron_fluid.backward.functions import apply, once_differentiable
+from megatron_fluid.backward.autograd import apply, once_differentiable
 
 __all__ = ["one_rank_attention"]
 

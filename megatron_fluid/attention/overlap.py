@@ -51,8 +51,13 @@ from megatron_fluid.attention.exchange.protocol import (
     wide_dtype,
 )
 from megatron_fluid.attention.gate import gate_backward, gated, join_gate, split_gate
-from megatron_fluid.backward.functions import apply, goes_on_to, once_differentiable
-from megatron_fluid.backward.readiness import Readiness, readiness_of
+from megatron_fluid.backward.autograd import (
+    Readiness,
+    apply,
+    goes_on_to,
+    once_differentiable,
+    readiness_of,
+)
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import FluidError
 

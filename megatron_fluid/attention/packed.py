@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_fluid.attention.layouts import HeadPart
 from megatron_fluid.attention.tables import cached_tables
-from megatron_fluid.backward.functions import once_differentiable
+from megatron_fluid.backward.autograd import once_differentiable
 from megatron_fluid.cuda.triton_launch import power_of_two
 from megatron_fluid.errors import ConfigError
 

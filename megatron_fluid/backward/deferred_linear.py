@@ -10,8 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.functions import apply, goes_on_to, once_differentiable
-from megatron_fluid.backward.readiness import Readiness, readiness_of
+from megatron_fluid.backward.autograd import (
+    Readiness,
+    apply,
+    goes_on_to,
+    once_differentiable,
+    readiness_of,
+)
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 
 __all__ = ["can_defer", "deferred_linear", "graph_anchor", "linear_weight_grad"]

@@ -14,7 +14,7 @@ hooks work as ever.
 
 Limits under torch's DDP: a deferred weight may be used once per forward, and `static_graph` and
 `find_unused_parameters` must be off (DDP marks a parameter ready at its first gradient). Megatron's
-DDP has no such limit (megatron_fluid.backward.readiness). In a process that uses FSDP2 dW is
+DDP has no such limit (megatron_fluid.backward.autograd). In a process that uses FSDP2 dW is
 computed at once.
 
 Ownership: a task holds its tensors itself (never a pooled buffer that a later layer may overwrite),
@@ -36,8 +36,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.functions import apply, backward_is_recorded
-from megatron_fluid.backward.readiness import counted
+from megatron_fluid.backward.autograd import apply, backward_is_recorded, counted
 from megatron_fluid.errors import ConfigError
 
 __all__ = [

@@ -26,10 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fluid.backward.autograd import (
+    Readiness,
+    apply,
+    goes_on_to,
+    graph_is_kept,
+    once_differentiable,
+    readiness_of,
+)
 from megatron_fluid.backward.deferred_linear import graph_anchor
-from megatron_fluid.backward.functions import apply, goes_on_to, graph_is_kept, once_differentiable
 from megatron_fluid.backward.main_grad import mark_all_added_to_main_grad
-from megatron_fluid.backward.readiness import Readiness, readiness_of
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation, resolve_activation

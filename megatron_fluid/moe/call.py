@@ -39,7 +39,7 @@ class ExpertCall:
         fp8: compute forward and dgrad in fp8 e4m3 with a scale for each block.
         fp8_weight_grads: with fp8: compute weight gradients so, too. False: in bf16.
         fused_main_grad: add weight gradients straight to `param.main_grad` (Megatron's gradient
-            accumulation fusion). Parameters with an owner (backward/readiness.py) get theirs there
+            accumulation fusion). Parameters with an owner (backward/autograd.py) get theirs there
             in any case.
         recompute: what the backward makes again in place of keeping it: "rows", the dispatched
             tokens (by another dispatch), "hidden", the output of fc1 (by another GEMM).

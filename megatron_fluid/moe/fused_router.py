@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.functions import apply, once_differentiable
+from megatron_fluid.backward.autograd import apply, once_differentiable
 from megatron_fluid.cuda.triton_launch import Launch, power_of_two
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.routing_plan.topk_router import (

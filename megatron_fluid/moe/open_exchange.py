@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.functions import once_differentiable
+from megatron_fluid.backward.autograd import once_differentiable
 from megatron_fluid.moe.expert_weights import RowGroups
 from megatron_fluid.moe.experts import merge_rows, split_rows
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport

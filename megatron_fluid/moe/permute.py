@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_fluid.backward.functions import once_differentiable
+from megatron_fluid.backward.autograd import once_differentiable
 from megatron_fluid.errors import ConfigError
 
 __all__ = ["Permutation", "count_choices", "local_experts", "rows_of_tokens", "sum_of_rows"]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_fluid.backward.autograd import once_differentiable
 from megatron_fluid.backward.deferred_linear import deferred_linear
-from megatron_fluid.backward.functions import once_differentiable
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.experts import have_triton
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.backward.functions import once_differentiable
+from megatron_fluid.backward.autograd import once_differentiable
 from megatron_fluid.comm.agreement import agreement
 from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.comm.group_resources import group_resource

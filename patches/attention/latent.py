@@ -25,7 +25,7 @@ from megatron_fluid.attention.attention_kernels import CoreCase
 from megatron_fluid.attention.choice import gather_slower_reason
 from megatron_fluid.attention.exchanged import return_rows
 from megatron_fluid.attention.layouts import SequenceLayout
-from megatron_fluid.backward.functions import once_differentiable
+from megatron_fluid.backward.autograd import once_differentiable
 from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches.attention.core import softmax_offset

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.attention.packed import RotaryTable
-from megatron_fluid.backward.functions import once_differentiable
+from megatron_fluid.backward.autograd import once_differentiable
 
 __all__ = ["Reorder", "foreign_pack_reason", "pack_order", "pack_table", "unserved_pack_reason"]
 

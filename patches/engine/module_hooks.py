@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as every
 
-from megatron_fluid.backward.readiness import gradient_owner
+from megatron_fluid.backward.autograd import gradient_owner
 
 __all__ = ["ModuleHooks", "is_foreign", "replaced_forward", "routes_as_megatron"]
 

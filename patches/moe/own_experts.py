@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_fluid.backward.readiness import gradient_owner
+from megatron_fluid.backward.autograd import gradient_owner
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.moe.call import ExpertCall

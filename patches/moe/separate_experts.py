@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_fluid.backward.readiness import counted
+from megatron_fluid.backward.autograd import counted
 from megatron_fluid.backward.weight_grads import (
     WeightGradScheduler,
     WeightGradTask,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron_fluid.backward.autograd import ReadyGate, gate_with, readiness_of, set_gradient_owner
 from megatron_fluid.backward.deferred_linear import deferred_linear
-from megatron_fluid.backward.readiness import ReadyGate, gate_with, readiness_of, set_gradient_owner
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.moe.autograd import run_experts
 from megatron_fluid.moe.call import ExpertCall

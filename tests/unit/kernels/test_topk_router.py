@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fluid.backward.autograd import apply, once_differentiable
 from megatron_fluid.backward.deferred_linear import deferred_linear
-from megatron_fluid.backward.functions import apply, once_differentiable
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.fused_router import topk_softmax
 from megatron_fluid.moe.router import route

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fluid.backward.readiness import gradient_owner, set_gradient_owner
+from megatron_fluid.backward.autograd import gradient_owner, set_gradient_owner
 from megatron_fluid.errors import FluidError
 
 pytest.importorskip("megatron.core")
