@@ -58,10 +58,14 @@ def next_commands(
 
     def estimate(ranks_then: int, **given: Any) -> float | None:
         """Seconds of a run of this script with these flags, as its arithmetic compares with that
-        of the run that ends."""
+        of the run that ends. None where that one was much smaller, as a recipe's --smoke is: most
+        of its time is no arithmetic."""
         if step_s is None:
             return None
         machine = dataclasses.replace(Machine.detect(), ranks=ranks_then)
+        usual = default_settings({}, dataclasses.replace(machine, ranks=ranks))
+        if 2 * training_flops(vars(args)) < training_flops(usual):
+            return None
         then = {**given, **default_settings(given, machine)}
         ratio = training_flops(then) / training_flops(vars(args)) * ranks / ranks_then
         return step_s * ratio * then["train_iters"]

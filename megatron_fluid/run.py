@@ -21,8 +21,8 @@ def run(words: Sequence[str]) -> None:
         words: the script's path and its flags.
 
     Raises:
-        SystemExit: after --help, if no script is named or it does not exist, or what the script
-            raises.
+        SystemExit: after --help, if no script is named or it does not exist, if a --fluid-* flag
+            is wrong, or what the script raises.
     """
     usage = "usage: python -m megatron_fluid.run SCRIPT [ITS FLAGS]"
     if words and words[0] in ("-h", "--help"):
@@ -32,6 +32,9 @@ def run(words: Sequence[str]) -> None:
         problem = f"there is no file {words[0]}" if words else "no script is named"
         raise SystemExit(f"megatron_fluid.run: {problem}; {usage}")
     import megatron_fluid  # noqa: F401 (arms the patches; `-m` has done so already)
+    from megatron_fluid.patches.arguments import check_flags
+
+    check_flags(words[1:], Path(words[0]).name)
 
     sys.argv = list(words)
     sys.path[0] = str(Path(words[0]).resolve().parent)

@@ -6,10 +6,14 @@ A flag beats its environment variable, which beats the default. Parsing puts the
 
 import argparse
 import dataclasses
+import difflib
 import functools
+import os
+import re
 import sys
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from megatron_fluid import patches
 from megatron_fluid.config import (
@@ -22,11 +26,20 @@ from megatron_fluid.config import (
 )
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.cpu.mode import hint_at_cpu_mode
-from megatron_fluid.patches.engine.switches import add_switches
+from megatron_fluid.patches.engine.switches import add_switches, switched_off
 from megatron_fluid.patches.iteration_graph import turn_on_graph
 from megatron_fluid.patches.profile_steps import check_profile
 
-__all__ = ["add_fluid_arguments", "config_from_args", "configure", "microbatch_room", "parse_args"]
+__all__ = [
+    "add_fluid_arguments",
+    "check_flags",
+    "config_from_args",
+    "configure",
+    "microbatch_room",
+    "parse_args",
+]
+
+_FIRST_RANK_S = 8.0  # how long a rank waits for rank 0 to show an error that both may have met
 
 
 def _flag(field: str) -> str:
@@ -178,23 +191,78 @@ def _escape_bare_percent_signs(parser: argparse.ArgumentParser) -> argparse.Argu
     return parser
 
 
+def check_flags(words: Sequence[str], program: str) -> None:
+    """Check the --fluid-* flags of a command line before its ranks start or its script is imported.
+    All other words are left to the script.
+
+    Args:
+        words: the script's flags.
+        program: the name that an error begins with.
+
+    Raises:
+        SystemExit: an unknown flag or a value out of range; rank 0 has printed one line.
+    """
+    if switched_off() is not None:
+        return
+    parser = argparse.ArgumentParser(prog=program, add_help=False, allow_abbrev=False)
+    _end_in_one_line(parser)
+    args, others = add_fluid_arguments(parser).parse_known_args(words)
+    if unknown := [word for word in others if word.startswith("--fluid-")]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    try:
+        config_from_args(args)
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def _end_in_one_line(parser: argparse.ArgumentParser) -> None:
+    """Let an error of the parser be one line of rank 0. Megatron's usage text has 700, on each
+    rank. Other ranks wait, because a launcher ends them when rank 0 leaves, and then speak
+    themselves: a variable may be wrong on their host alone."""
+
+    def error(message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments"):
+            message += _nearest(message, list(parser._option_string_actions))
+        if (rank := os.environ.get("RANK", "0")) != "0":
+            time.sleep(_FIRST_RANK_S)
+            message += f" (rank {rank})"
+        print(f"{parser.prog}: error: {message}", file=sys.stderr, flush=True)
+        raise SystemExit(2)
+
+    parser.error = error  # type: ignore[method-assign]
+
+
+def _nearest(message: str, known: Sequence[str]) -> str:
+    """The flag that the first one in a message resembles, in words."""
+    flag = re.search(r"--[\w-]+", message)
+    near = difflib.get_close_matches(flag[0], known, 1, 0.85) if flag else []
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `megatron.training.arguments.parse_args`: the --fluid-* flags join the caller's
-    own, and their values are put in force."""
+    own, and their values are put in force. An error ends the job with one line and status 2."""
 
     @functools.wraps(original)
     def fluid_parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
+        parsers: list[argparse.ArgumentParser] = []
+
         def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            _end_in_one_line(parser)
             if extra_args_provider is not None:
                 parser = extra_args_provider(parser)
+            parsers.append(parser)
             return add_fluid_arguments(_escape_bare_percent_signs(parser))
 
         args = original(provider, ignore_unknown_args)
         hint_at_cpu_mode()
-        configure(args)
-        check_profile(args)
-        turn_on_graph(args)
-        patches.disable(*getattr(args, "fluid_disable_patch", ()))
+        try:
+            configure(args)
+            check_profile(args)
+            turn_on_graph(args)
+            patches.disable(*getattr(args, "fluid_disable_patch", ()))
+        except ConfigError as error:
+            parsers[0].error(str(error))
         return args
 
     return fluid_parse_args

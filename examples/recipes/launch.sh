@@ -27,7 +27,7 @@ if [ "$mode" = smoke ]; then
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
     # No checkpoint is kept, and biases are where MODEL has them. MODEL and MOE are those of the real run; SMOKE makes them small.
     exec "$python" -m megatron_fluid.cli run --nproc-per-node 2 "$root/examples/pretrain_gpt_moe.py" \
-        "${MODEL[@]}" "${MOE[@]}" "${SMOKE[@]}" --fluid-verbose --no-defaults save disable-bias-linear \
+        "${MODEL[@]}" "${MOE[@]}" "${SMOKE[@]}" --no-defaults save disable-bias-linear \
         --expert-model-parallel-size 2 --seq-length 64 --micro-batch-size 2 --global-batch-size 8 \
         --train-iters 20 --lr 3e-3 --log-interval 1 --eval-iters 1 --eval-interval 1000 "$@"
 fi
@@ -41,7 +41,7 @@ if [ "$mode" = print ]; then
     exit
 fi
 : "${MEGATRON_LM:?names no checkout of Megatron-LM, tag core_v0.19.x}"
-exec "$python" -m torch.distributed.run \
+exec "$python" -m megatron_fluid.cli run \
     --nproc-per-node "${GPUS_PER_NODE:-8}" --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" \
     --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}" \
     -m megatron_fluid.run "$MEGATRON_LM/pretrain_gpt.py" "${flags[@]}"

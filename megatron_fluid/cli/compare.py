@@ -152,6 +152,9 @@ def prepare(words: Sequence[str], steps: int, on: bool) -> list[str]:
     Raises:
         ConfigError: no script is named.
     """
+    from megatron_fluid.patches.arguments import check_flags
+
+    check_flags(words, "megatron-fluid compare")
     scripts = [i for i, word in enumerate(words) if word.endswith(".py") and Path(word).is_file()]
     if not scripts:
         found = " ".join(words) or "nothing"

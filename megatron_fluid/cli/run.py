@@ -52,6 +52,9 @@ def run(words: Sequence[str]) -> int:
     taken = 2 if first == ["--grace"] else int(first in (["-h"], ["--help"]))
     args = parser.parse_args(words[:taken])
     wanted = _torchrun_arguments(words[taken:])
+    from megatron_fluid.patches.arguments import check_flags
+
+    check_flags(wanted.training_script_args, parser.prog)
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

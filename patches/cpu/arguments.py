@@ -73,6 +73,8 @@ def adapt_arguments(args: Any) -> list[str]:
     # Megatron asks for this on GPUs older than Blackwell, with tensor or context parallelism; a CPU
     # does not read it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if changed and os.environ.get("RANK", "0") == "0":
+    # Gloo alone is no news: the line that says that this is CPU mode names it.
+    others = [text for text in changed if not text.startswith("distributed_backend ")]
+    if others and os.environ.get("RANK", "0") == "0":
         _LOG.warning("CPU mode: %s", ", ".join(changed))
     return changed

@@ -66,6 +66,12 @@ def test_every_command_says_how_long_it_takes(tmp_path: Path) -> None:
     assert stopped[0] == "go on where it stopped (about 5 min):" and "--resume" in stopped[1]
 
 
+def test_a_run_of_a_tiny_model_tells_no_time_of_a_larger_one(tmp_path: Path) -> None:
+    lines = nc.next_commands(_args(tmp_path, hidden_size=16, num_layers=1), 0.3)
+    assert lines[0] == "train on from the checkpoint (about 60 s):"
+    assert lines[2] == "your own text:"
+
+
 def _larger(lines: list[str]) -> tuple[str, list[str]]:
     title, command = lines[-2:]
     return title, command.split()

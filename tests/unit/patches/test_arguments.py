@@ -130,15 +130,64 @@ def test_the_scripts_own_arguments_are_kept() -> None:
     assert (args.mine, args.num_layers, args.fluid_moe_backend) == (1, 2, "auto")
 
 
-def test_a_bad_value_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="^--fluid-dx-chunks: found 0"):
-        arguments.parse_args(megatron_like(["--fluid-dx-chunks", "0"]))()
-    with pytest.raises(
-        ConfigError, match="^--fluid-timeout: found -1.0, allowed: a number of seconds above 0"
-    ):
-        arguments.parse_args(megatron_like(["--fluid-timeout", "-1"]))()
-    with pytest.raises(ConfigError, match="patch: found 'nonsense', allowed: arguments"):
-        arguments.parse_args(megatron_like(["--fluid-disable-patch", "nonsense"]))()
+BAD_FLAGS = {
+    "--fluid-moe-bakcend=rounds": "unrecognized arguments: --fluid-moe-bakcend=rounds; "
+    "did you mean --fluid-moe-backend?",
+    "--fluid-moe-backend foo": "argument --fluid-moe-backend: invalid choice: 'foo'",
+    "--fluid-dx-chunks two": "argument --fluid-dx-chunks: invalid int value: 'two'",
+    "--fluid-dx-chunks 0": "--fluid-dx-chunks: found 0",
+    "--fluid-timeout -1": "--fluid-timeout: found -1.0, allowed: a number of seconds above 0",
+}
+BAD_TO_MEGATRON = {
+    "--num-layrs 2": "unrecognized arguments: --num-layrs 2; did you mean --num-layers?",
+    "--fluid-disable-patch nonsense": "patch: found 'nonsense', allowed: arguments",
+}
+
+
+def one_line(error: pytest.ExceptionInfo[SystemExit], capsys: pytest.CaptureFixture[str]) -> str:
+    """The only line that was printed before a process ended with status 2."""
+    assert error.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("flags", [*BAD_FLAGS, *BAD_TO_MEGATRON])
+def test_a_wrong_flag_ends_the_job_with_one_line(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        arguments.parse_args(megatron_like(flags.split()))()
+    message = (BAD_FLAGS | BAD_TO_MEGATRON)[flags]
+    assert f": error: {message}" in one_line(ended, capsys)
+
+
+@pytest.mark.parametrize("flags", BAD_FLAGS)
+def test_a_launcher_refuses_wrong_flags_and_leaves_others_to_the_script(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        arguments.check_flags(["--lr", "1", *flags.split(), "-x"], "megatron-fluid run")
+    assert one_line(ended, capsys).startswith(f"megatron-fluid run: error: {BAD_FLAGS[flags]}")
+    arguments.check_flags("--fluid 1 file --lr -1 --fluid-dx-chunks 2 -- -h".split(), "run")
+
+
+def test_ranks_meet_a_wrong_flag_and_rank_0_alone_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+
+    def ended_by_the_launcher(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(arguments.time, "sleep", ended_by_the_launcher)
+    with pytest.raises(KeyboardInterrupt):
+        arguments.check_flags(["--fluid-nonsense"], "run")
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(arguments.time, "sleep", lambda seconds: None)
+    with pytest.raises(SystemExit) as ended:  # rank 0 has gone on: its host's variables are right
+        arguments.check_flags(["--fluid-nonsense"], "run")
+    said = one_line(ended, capsys)
+    assert said == "run: error: unrecognized arguments: --fluid-nonsense (rank 1)"
 
 
 def test_a_flag_beats_a_variable_that_cannot_be_had(
