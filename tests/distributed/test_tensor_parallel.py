@@ -6,7 +6,9 @@ gradient, errors.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.comm.agreement import Agreement
-from megatron_fluid.errors import ConfigError
+from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter, ops
 from megatron_fluid.tensor_parallel.choice import Backend, backend_for
 from megatron_fluid.tensor_parallel.gemm import Gemm
@@ -271,11 +274,24 @@ def test_no_rows_give_no_rows() -> None:
     run_ranks(_no_rows, 2)
 
 
-def _unequal(rank: int, ranks: int) -> list[str]:
+def _as_on_a_gpu() -> Any:
+    """Ranks compare as they do on GPUs: where a shape follows one that it has not followed yet."""
+    return mock.patch.object(ops, "_compares_each_call", return_value=False)
+
+
+def _unequal(rank: int, ranks: int, on_gpu: bool) -> list[str]:
     """What each rank is told of shapes and dtypes that differ between ranks."""
     group = dist.group.WORLD
     assert group is not None
-    told = []
+    told: list[str] = []
+    with _as_on_a_gpu() if on_gpu else contextlib.nullcontext():
+        _refusals(rank, ranks, on_gpu, told)
+    return told
+
+
+def _refusals(rank: int, ranks: int, on_gpu: bool, told: list[str]) -> None:
+    group = dist.group.WORLD
+    assert group is not None
 
     def refused(call: Callable[[], object]) -> None:
         with pytest.raises(ConfigError) as caught:
@@ -302,13 +318,40 @@ def _unequal(rank: int, ranks: int) -> list[str]:
             torch.testing.assert_close(c, torch.ones(3 * ranks, 6) @ b)
             total = matmul_reduce_scatter(torch.ones(4, 6), b, group)
             torch.testing.assert_close(total, ranks * torch.ones(4 // ranks, 6) @ b)
-    assert sum(name.startswith("compare the shapes") for name in compared) == 2, compared
-    return told
+    count = sum(name.startswith("compare the shapes") for name in compared)
+    assert count == (4 if on_gpu else 0), compared  # a shape after none, and after itself
+    # In a later call, too: of a new shape on all ranks, and where one alone changes its rows.
+    refused(lambda: all_gather_matmul(torch.ones(5 + rank, 6), b, group))
+    refused(lambda: matmul_reduce_scatter(torch.ones(6 + 2 * rank, 6), b, group))
+    if not on_gpu:
+        refused(lambda: all_gather_matmul(torch.ones(3 + rank, 6), b, group))
+        refused(lambda: matmul_reduce_scatter(torch.ones(4 + 2 * rank, 6), b, group))
 
 
-def test_shapes_that_differ_between_ranks_are_refused_on_every_rank() -> None:
-    one, other = run_ranks(_unequal, 2)
-    assert one == other and len(one) == 5
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_shapes_that_differ_between_ranks_are_refused_on_every_rank(on_gpu: bool) -> None:
+    one, other = run_ranks(_unequal, 2, on_gpu)
+    assert one == other and len(one) == (7 if on_gpu else 9)
     assert "a_shard [m, K]: found (3, 6) torch.float32 on rank 0, (4, 6)" in one[0]
     assert "(3, 6) torch.float64 on rank 1" in one[2]
     assert "C [M, N]: found (4, 8) torch.float32 on rank 0, (5, 8)" in one[3]
+
+
+def _one_rank_changes(rank: int, ranks: int) -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    b = torch.randn(6, 8)
+    with _as_on_a_gpu():
+        for rows in (4, 3, 3):
+            all_gather_matmul(torch.ones(rows, 6), b, group)
+        set_config(FluidConfig(timeout_s=2.0))
+        with pytest.raises(FluidError) as caught:
+            all_gather_matmul(torch.ones(4 if rank else 3, 6), b, group)
+    return " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
+def test_a_wait_for_a_rank_that_alone_changes_its_rows_ends_by_name() -> None:
+    steady, changed = run_ranks(_one_rank_changes, 2)
+    assert "compare the shapes of all_gather_matmul" in changed
+    assert "a_shard [m, K] of this rank is ((4, 6), torch.float32), and was ((3, 6)" in changed
+    assert "all-gather of a linear's rows" in steady
