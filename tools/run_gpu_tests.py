@@ -51,7 +51,9 @@ def read_junit(path: Path) -> dict[str, dict[str, Any]]:
             if child.tag in ("skipped", "failure", "error"):
                 outcome = "skipped" if child.tag == "skipped" else "failed"
                 message, text = child.get("message", ""), (child.text or "").strip()
-                reason = (text if message == "collection skipped" else message or text)[:400]
+                reason = text if message == "collection skipped" else message or text
+                # The first lines say what failed, the last ones of a traceback say why.
+                reason = reason if len(reason) < 1500 else f"{reason[:400]} ... {reason[-1000:]}"
         rows[test] = {"outcome": outcome, "seconds": round(float(case.get("time", 0)), 1)}
         if reason:
             rows[test]["reason"] = reason

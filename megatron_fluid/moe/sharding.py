@@ -9,6 +9,7 @@ copies.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,6 +34,8 @@ __all__ = [
     "local_part",
     "shard_experts",
 ]
+
+_MESHES = itertools.count()
 
 type Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -81,14 +84,11 @@ def shard_experts(local: Tensor, group: Group, device_type: str) -> nn.Parameter
 
 
 def _mesh_of(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    """A new mesh of a group."""
-    from torch.distributed.tensor import debug
-
-    # DTensor caches the shardings of operations by the ranks of a mesh. What it has cached may name
-    # a group of the same ranks that was destroyed.
-    debug._clear_python_sharding_prop_cache()
-    debug._clear_fast_path_sharding_prop_cache()
-    return DeviceMesh.from_group(group, device_type)
+    """A new mesh of a group, equal to no other: DTensor caches the shardings of operations by mesh,
+    in each thread, and two meshes of the same ranks and names are equal to it. One of a group that
+    was destroyed would be taken for a living one."""
+    name = f"experts_{next(_MESHES)}"
+    return DeviceMesh.from_group(group, device_type, mesh_dim_names=(name,))
 
 
 @functools.cache
