@@ -44,6 +44,7 @@ __all__ = ["Overflow", "State", "graphed_iteration", "turn_on_graph"]
 
 _LOGGER = logging.getLogger("megatron_fluid")
 _POLL_S = 5e-5
+_LONGEST_POLL_S = 0.05
 _IMPLEMENTATIONS = ("none", "full_iteration")
 
 
@@ -99,11 +100,17 @@ class Overflow:
         self._told.copy_(self._words, non_blocking=True)
 
     def found(self) -> bool:
-        """Wait until the iteration that was launched last has told it."""
+        """Wait until the iteration that was launched last has told it.
+
+        Polls get rarer, so that the watch over peers finds the main thread here at each look: a
+        collective inside a graph has no timeout of its own.
+        """
         self._iterations += 1
+        pause = _POLL_S
         while self._on_host[0] != self._iterations:
             raise_if_failed()
-            time.sleep(_POLL_S)
+            time.sleep(pause)
+            pause = min(1.01 * pause, _LONGEST_POLL_S)  # 1% of what was waited so far
         return self._on_host[1] != 0
 
 
@@ -168,6 +175,7 @@ def _generators() -> list[torch.Generator]:
 # By stage, as FullCudaGraphWrapper keeps its graphs: evaluations make a wrapper each.
 _overflows: dict[str, Overflow] = {}
 _states: dict[str, State] = {}
+_groups_of_mtp: dict[str, Any] = {}
 
 
 def graphed_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,17 +186,46 @@ def graphed_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
         # One eager iteration shows how many rows arrive, one more has room for as many.
         self.cuda_graph_warmup_steps = max(self.cuda_graph_warmup_steps, 2)
         stage = "validation" if kwargs.get("forward_only") else "training"
-        first = self.curr_iter(stage) < self.cuda_graph_warmup_steps - 1
-        if first or not ROOMS.layers:
-            return original(self, *args, **kwargs)
-        return _bounded(self, original, stage, kwargs)
+        chunks = kwargs["model"] if isinstance(kwargs["model"], list) else [kwargs["model"]]
+        eager = self.cuda_graph_warmup_steps - self.curr_iter(stage)  # iterations still to come
+        if eager == 0 and stage == "training":
+            _gather_parameters(chunks)
+        if eager > 1 or not ROOMS.layers:
+            result = original(self, *args, **kwargs)
+        else:
+            result = _bounded(self, original, stage, chunks, kwargs)
+        if stage == "training":
+            _name_groups_of_mtp()
+        return result
 
     return fluid_iteration
 
 
-def _bounded(wrapper: Any, original: Callable[..., Any], stage: str, given: dict[str, Any]) -> Any:
+def _gather_parameters(chunks: list[Any]) -> None:
+    """Let the forward that is captured gather all parameters (--overlap-param-gather), as all its
+    replays have to. After an evaluation or a checkpoint Megatron would leave it out, since they are
+    gathered then."""
+    for chunk in chunks:
+        for name in ("bucket_groups", "expert_parallel_bucket_groups"):
+            for group in getattr(chunk, name, ()):
+                group.param_gather_dispatched = False
+
+
+def _name_groups_of_mtp() -> None:
+    """Name the groups over which Megatron reduces the losses of multi-token prediction for its log.
+    It forgets them at each log, and only a forward on the host names them again."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    tracker = MTPLossLoggingHelper.tracker
+    for name in ("reduce_group", "avg_group") if tracker else ():
+        _groups_of_mtp[name] = tracker[name] = tracker.get(name) or _groups_of_mtp.get(name)
+
+
+def _bounded(
+    wrapper: Any, original: Callable[..., Any], stage: str, chunks: list[torch.nn.Module],
+    given: dict[str, Any],
+) -> Any:  # fmt: skip
     """An iteration with bounded room: eager, captured or replayed."""
-    chunks = given["model"] if isinstance(given["model"], list) else [given["model"]]
     device = next(chunks[0].parameters()).device
     if stage not in _overflows:
         _overflows[stage] = Overflow(device)

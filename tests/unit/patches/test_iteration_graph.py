@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -102,6 +103,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(iteration_graph, "_overflows", {})
     monkeypatch.setattr(iteration_graph, "_states", {})
+    monkeypatch.setattr(iteration_graph, "_groups_of_mtp", {})
     monkeypatch.setattr(iteration_graph, "_sums_of_losses", lambda: iter(()))
     monkeypatch.setattr(ROOMS, "layers", type(ROOMS.layers)())
     monkeypatch.setattr(ROOMS, "buffers", type(ROOMS.buffers)())
@@ -142,6 +144,29 @@ def test_the_last_eager_iteration_has_bounded_room_already(run: Any) -> None:
     assert ROOMS.margin == 0.25 and run.wrapper.captures == 0
     run(model, 375)
     assert run.wrapper.captures == 1 and ROOMS.margin == 0.25
+
+
+def test_a_capture_after_an_evaluation_gathers_parameters(run: Any) -> None:
+    """Megatron's forward gathers none that are marked as gathered, and a replay has to."""
+    model, group = Model(), SimpleNamespace(param_gather_dispatched=False)
+    model.bucket_groups = [group]  # type: ignore[assignment]
+    for _ in range(WARM_UP):
+        run(model, 200)
+    group.param_gather_dispatched = True  # as evaluation and checkpoints leave it
+    run(model, 200)
+    assert run.wrapper.captures == 1 and not group.param_gather_dispatched
+
+
+def test_a_replay_reduces_losses_of_multi_token_prediction(run: Any) -> None:
+    """Megatron forgets the groups when it logs, and only a forward on the host names them."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    model, group = Model(), object()
+    with mock.patch.object(MTPLossLoggingHelper, "tracker", {"avg_group": group}) as tracker:
+        run(model, 200)
+        tracker["avg_group"] = None  # it was logged
+        run(model, 200)
+        assert tracker["avg_group"] is group
 
 
 def test_evaluation_has_a_graph_of_its_own_and_leaves_gradients(run: Any) -> None:
