@@ -267,28 +267,28 @@ def look(
             end(error)
 
 
-def _is_stuck(device: torch.device) -> bool:
-    """Return whether work enqueued on a GPU is not done within _STUCK_S."""
+def _is_stuck(device: torch.device, limit_s: float = _STUCK_S) -> bool:
+    """Return whether work enqueued on a GPU is not done within `limit_s`."""
     if device.type != "cuda":
         return False
+    # In a thread: work that waits inside NCCL has no bound.
     waiter = threading.Thread(target=_synchronize, daemon=True)
     waiter.start()
-    waiter.join(_STUCK_S)
+    waiter.join(limit_s)
     return waiter.is_alive()
 
 
 def _at_exit() -> None:
-    """End the process with EXIT_CODE if it is about to end as if nothing had happened."""
+    """End the process with EXIT_CODE if it is about to end as if nothing had happened, or would
+    wait in destructors for a device that is stuck."""
     if not _watched:
         return
-    limit = max(errors.timeout_s for errors in _watched) + GRACE_S
-    if any(errors.device.type == "cuda" for errors in _watched):
-        # In a thread: work that waits inside NCCL has no bound.
-        waiter = threading.Thread(target=_synchronize, daemon=True)
-        waiter.start()
-        waiter.join(limit)
+    raised = any(errors.raised for errors in _watched)
+    limit = _STUCK_S if raised else max(errors.timeout_s for errors in _watched) + GRACE_S
+    devices = {errors.device.type: errors.device for errors in _watched}
+    stuck = any(_is_stuck(device, limit) for device in devices.values())
     for errors in _watched:
-        if not errors.raised and (error := errors.error()) is not None:
+        if (stuck or not errors.raised) and (error := errors.error()) is not None:
             say(error)
             logging.shutdown()
             sys.stdout.flush()

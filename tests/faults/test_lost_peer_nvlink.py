@@ -235,6 +235,20 @@ def test_what_nobody_raises_is_told_and_ends_the_process(
     assert len(ended) == 1
 
 
+def test_a_process_whose_device_is_stuck_ends_once_it_has_raised(
+    watched: Domain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective in a CUDA graph waits for the lost peer for ever, and destructors for it."""
+    watched.forward()
+    with pytest.raises(PeerTimeoutError):
+        check_for_failed_waits()
+    ended: list[int] = []
+    monkeypatch.setattr(failed_waits, "_is_stuck", lambda device, limit_s: limit_s < GRACE_S)
+    monkeypatch.setattr(failed_waits.os, "_exit", ended.append)
+    failed_waits._at_exit()
+    assert ended == [75]
+
+
 LAST_ITERATION = """
 from tests.faults.test_lost_peer_nvlink import Domain
 domain = Domain(watched=True)
