@@ -24,12 +24,14 @@ if not PLAIN:
     importlib.import_module("megatron_fluid")  # before Megatron, as a user's one line
 
 import torch
+from megatron.core import mpu
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import get_args, pretrain, training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -115,7 +117,11 @@ def _loss(mask: torch.Tensor, per_token: torch.Tensor) -> tuple[Any, ...]:
 def _forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
     sample = next(iterator)
     names = ("tokens", "labels", "loss_mask", "position_ids")
-    batch = {name: sample[name].cuda(non_blocking=True) for name in names}
+    batch = get_batch_on_this_cp_rank(
+        {name: sample[name].cuda(non_blocking=True) for name in names},
+        is_hybrid_cp=False,
+        cp_group=mpu.get_context_parallel_group(),
+    )
     out = model(
         batch["tokens"],
         batch["position_ids"],
