@@ -1,27 +1,29 @@
 """Whole layers and whole iterations in CUDA graphs on one expert-parallel rank, and iterations on
-several, through Megatron's own training loop: the losses have the bits of those without a graph,
-whether the experts' gradients are zeroed or written by the first microbatch, and whatever the
-routing does."""
+several, through Megatron's own training loop: losses and norms have the bits of those without a
+graph, whatever the routing does, and also from a checkpoint on.
+
+MEGATRON_FLUID_TEST_ITERATIONS=500 makes the training on real text longer (its limit is an hour).
+"""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import importlib.util
-import json
 import os
 import re
+import shutil
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.graph_jobs import STEPS, Job, logged, start_alone, train
 from tests.support.machine import GPUS
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not GPUS, reason="needs a GPU"),
@@ -29,28 +31,7 @@ pytestmark = [
         importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
     ),
 ]
-STEPS = 12  # three of them before the capture
-UNEVEN = "uneven in replays"
 _UNFUSED = ["--no-gradient-accumulation-fusion"]
-MODEL = [
-    *("--num-layers", "2", "--hidden-size", "256", "--num-attention-heads", "4"),
-    *("--ffn-hidden-size", "384", "--moe-ffn-hidden-size", "384", "--num-experts", "16"),
-    *("--moe-router-topk", "4", "--moe-router-load-balancing-type", "none"),
-    *("--seq-length", "256", "--max-position-embeddings", "256", "--vocab-size", "2048"),
-    *("--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", str(STEPS)),
-    *("--tokenizer-type", "NullTokenizer", "--mock-data", "--split", "1,1,1"),
-    *("--no-create-attention-mask-in-dataloader", "--eval-iters", "0", "--log-interval", "1"),
-    *("--eval-interval", "1000000", "--seed", "1234", "--lr", "1e-3", "--swiglu", "--bf16"),
-    *("--lr-decay-style", "constant", "--moe-token-dispatcher-type", "alltoall"),
-    *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--moe-grouped-gemm"),
-    *("--disable-bias-linear", "--untie-embeddings-and-output-weights", "--te-rng-tracker"),
-    *("--attention-dropout", "0", "--hidden-dropout", "0", "--use-distributed-optimizer"),
-    *("--disable-gloo-process-groups", "--no-check-for-nan-in-loss-and-grad"),
-    *("--logging-level", "20"),
-    *("--fluid-moe-backend", "local"),
-]
-# What Megatron says afterwards.
-CAPTURED = ("Time spent in CUDA Graphs capture", "> built ", "CUDA graph capture done")
 _WHOLE = ["--cuda-graph-impl", "full_iteration"]
 _OVERLAPPED = ["--overlap-grad-reduce", "--overlap-param-gather"]
 GRAPHS: dict[str, list[str]] = {
@@ -62,6 +43,7 @@ GRAPHS: dict[str, list[str]] = {
 }
 # Of several expert-parallel ranks.
 RANKS = 4 if GPUS >= 4 else min(GPUS, 2)
+needs_two = pytest.mark.skipif(RANKS < 2, reason=f"needs two GPUs, found {GPUS}")
 _SEVERAL = [
     *("--fluid-moe-backend", "nvlink", "--expert-model-parallel-size", str(RANKS)),
     *("--global-batch-size", str(4 * RANKS)),
@@ -69,116 +51,42 @@ _SEVERAL = [
     *("--fluid-machine", "reference"),
 ]
 _FP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise"]
-EAGER_AND_GRAPHED = {
-    "unfused weight gradients": _UNFUSED,
-    "overlapped reductions and gathers": _OVERLAPPED,
-    "fp8": _FP8,
-    "dropout and auxiliary loss": [
-        *("--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--moe-aux-loss-coeff", "1e-2"),
-        *("--moe-router-load-balancing-type", "aux_loss"),
-    ],
-    UNEVEN: [
-        *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
-        *("--hidden-dropout", "0.1", "--eval-iters", "2", "--eval-interval", "4"),
-    ],
+_AUX_LOSS = ["--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2"]
+_DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
+_BIAS = ["--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"]
+UNEVEN = "uneven in replays"
+SWITCHES = {
+    "unfused weight gradients": Job(_UNFUSED),
+    "overlapped reductions and gathers": Job(_OVERLAPPED),
+    "fp8": Job(_FP8),
+    "dropout and auxiliary loss": Job([*_DROPOUT, *_AUX_LOSS]),
+    # The second turn is before an evaluation, after which the next iteration is captured.
+    UNEVEN: Job(
+        [*_BIAS, *_OVERLAPPED, "--hidden-dropout", "0.1"]
+        + ["--eval-iters", "2", "--eval-interval", "4"],
+        {"turns": [6, 8]},
+    ),
 }
-SEVERAL: dict[str, list[str]] = {
-    **{f"none, {name}": [*_SEVERAL, *flags] for name, flags in EAGER_AND_GRAPHED.items()},
-    **{
-        f"graph, {name}": [*_SEVERAL, *flags, "--fluid-graph"]
-        for name, flags in EAGER_AND_GRAPHED.items()
-    },
+LAYOUTS = {
+    "multi-token prediction and a shared expert": Job(
+        ["--mtp-num-layers", "1", "--moe-shared-expert-intermediate-size", "384", *_AUX_LOSS]
+    ),
+    "context parallelism": Job(
+        ["--context-parallel-size", "2", "--cp-comm-type", "a2a", *_AUX_LOSS]
+    ),
+    "replicas of experts": Job(
+        ["--expert-model-parallel-size", "2", *_BIAS, *_OVERLAPPED], {"turns": [6, 8]}
+    ),
 }
-
-
-def _start(
-    folder: Path, flags: list[str], ranks: int = 1, program: str = "benchmarks.cases.pretrain_rank"
-) -> tuple[subprocess.Popen[bytes], Path, Path]:
-    folder.mkdir()
-    result, log = folder / "result.json", folder / "log.txt"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-        "PRETRAIN_RESULT": str(result),
-        "PRETRAIN_PLAIN": "0",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONFAULTHANDLER": "1",  # where a job that is aborted hangs
-    }
-    if ranks == 1:
-        one = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        environment["CUDA_VISIBLE_DEVICES"] = one
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", program]
-    command += [*MODEL, *flags]
-    with log.open("wb") as words:
-        process = subprocess.Popen(
-            [*command, "--data-cache-path", str(folder)],
-            cwd=folder,
-            env=environment,
-            stdout=words,
-            stderr=subprocess.STDOUT,
-        )
-    return process, result, log
-
-
-def _children(parent: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == parent:
-                found.append(int(stat.parent.name))
-    return found
-
-
-def _abort(process: subprocess.Popen[bytes]) -> int:
-    """End a job whose ranks say in its log where they are."""
-    for rank in _children(process.pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(rank, signal.SIGABRT)
-    try:
-        process.wait(30)
-    except subprocess.TimeoutExpired:
-        for one in (*_children(process.pid), process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one, signal.SIGKILL)
-    return -1
-
-
-def _train(folder: Path, kinds: dict[str, list[str]], ranks: int) -> dict[str, dict[str, Any]]:
-    """What each job reports; all run side by side."""
-    programs = {True: "tests.support.uneven_routing", False: "benchmarks.cases.pretrain_rank"}
-    jobs = {
-        name: _start(folder / name.replace(" ", "_"), flags, ranks, programs[UNEVEN in name])
-        for name, flags in kinds.items()
-    }
-    found: dict[str, dict[str, Any]] = {}
-    end = time.monotonic() + 240
-    for name, (process, result, log) in jobs.items():
-        try:
-            code = process.wait(max(end - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:
-            code = _abort(process)
-        text = log.read_text(errors="replace")
-        captured = any(words in text for words in CAPTURED)
-        if code == 0 and result.is_file():
-            found[name] = {**json.loads(result.read_text()), "captured": captured, "text": text}
-        else:
-            found[name] = {"error": text[-6000:], "text": text, "captured": captured}
-    return found
+if RANKS < 4:
+    del LAYOUTS["replicas of experts"]
+GROUPS = {"switches": SWITCHES, "layouts": LAYOUTS}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    jobs = {name: [*_UNFUSED, *flags] for name, flags in GRAPHS.items()}
-    return _train(tmp_path_factory.mktemp("graphs"), jobs, 1)
-
-
-@pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    if RANKS < 2:
-        pytest.skip(f"needs two GPUs, found {GPUS}")
-    return _train(tmp_path_factory.mktemp("several"), SEVERAL, RANKS)
+    jobs = {name: Job([*_UNFUSED, *flags]) for name, flags in GRAPHS.items()}
+    return train(tmp_path_factory.mktemp("graphs"), jobs, 1)
 
 
 @pytest.mark.timeout(300)
@@ -195,35 +103,137 @@ def test_captured_layers_have_the_bits_of_eager_ones(
     assert graphed["losses"] == eager["losses"]
 
 
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`several(group)`: what the jobs of a group report, eager and as graphs."""
+
+    @functools.cache
+    def found(group: str) -> dict[str, dict[str, Any]]:
+        jobs = {}
+        for name, job in GROUPS[group].items():
+            jobs[f"none, {name}"] = Job([*_SEVERAL, *job.flags], job.options)
+            jobs[f"graph, {name}"] = _graphed(job)
+        return train(tmp_path_factory.mktemp(group), jobs, RANKS)
+
+    return found
+
+
+def _graphed(job: Job) -> Job:
+    return Job([*_SEVERAL, *job.flags, "--fluid-graph"], job.options)
+
+
+@needs_two
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", EAGER_AND_GRAPHED)
+@pytest.mark.parametrize(
+    ("group", "name"), [(group, name) for group, jobs in GROUPS.items() for name in jobs]
+)
 def test_an_iteration_of_several_expert_parallel_ranks_has_the_bits_of_an_eager_one(
-    several: dict[str, dict[str, Any]], name: str
+    several: Any, group: str, name: str
 ) -> None:
-    eager, graphed = several[f"none, {name}"], several[f"graph, {name}"]
+    eager, graphed = several(group)[f"none, {name}"], several(group)[f"graph, {name}"]
+    _require_equal(eager, graphed, STEPS)
+
+
+def _require_equal(eager: dict[str, Any], graphed: dict[str, Any], steps: int) -> None:
     for run in (eager, graphed):
         assert "error" not in run, run["error"]
-        assert any("2 on (nvlink" in words for words in run["overlap"]), run["overlap"]
+        assert any(re.search(r"\b[23] on \(nvlink", words) for words in run["overlap"]), run
     assert graphed["captured"] and not eager["captured"]
-    assert len(eager["losses"]) == STEPS and eager["losses"][-1] < eager["losses"][0]
+    assert len(eager["losses"]) == steps and eager["losses"][-1] < eager["losses"][0]
     assert graphed["losses"] == eager["losses"]
-    assert _logged(graphed["text"]) == _logged(eager["text"])
+    words = logged(eager["text"])
+    assert len(words) > 3 * steps
+    assert logged(graphed["text"]) == words
 
 
-def _logged(text: str) -> list[str]:
-    """What each iteration's line says of losses and norms, and each evaluation."""
-    lines = [line for line in text.splitlines() if "iteration" in line and " | " in line]
-    found = re.findall(r"(?:loss|norm)[^|]*: [^|]*", "\n".join(lines))
-    assert len(found) > 2 * STEPS
-    return [words.strip() for words in found]
-
-
+@needs_two
 @pytest.mark.timeout(300)
-def test_iterations_that_lack_room_run_again(several: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [(group, name) for group, jobs in GROUPS.items() for name in jobs if jobs[name].options],
+)
+def test_iterations_that_lack_room_run_again(several: Any, group: str, name: str) -> None:
     """Every token goes to one rank, in replays: the bits of all losses are those of eager runs."""
-    run = several[f"graph, {UNEVEN}"]
+    _require_two_repeats(several(group)[f"graph, {name}"])
+
+
+def _require_two_repeats(run: dict[str, Any]) -> None:
     assert "error" not in run, run["error"]
     again = run["text"].count("training: a rank received more expert rows")
     assert again >= 2, "fewer iterations than turns of the routing ran again"
     captures = run["text"].count("Capture CUDA graph for training")
-    assert captures == RANKS * (1 + again), "a graph was not captured anew, or more than once"
+    assert 2 * RANKS <= captures <= RANKS * (1 + again), "none was captured again, or too many"
+
+
+@needs_two
+@pytest.mark.timeout(300)
+def test_a_checkpoint_of_a_graph_resumes_in_a_graph(tmp_path: Path) -> None:
+    """With the bits of the run that went on: generators, expert biases and optimizer come back."""
+    half, saved = STEPS // 2, tmp_path / "saved"
+    flags = [*_AUX_LOSS, *_BIAS, *_DROPOUT, *_OVERLAPPED, "--save", str(saved)]
+    flags += ["--save-interval", str(half), "--ckpt-format", "torch_dist"]
+    whole = train(tmp_path, {"whole": _graphed(Job(flags))}, RANKS, 140.0)["whole"]
+    assert "error" not in whole, whole["error"]
+    shutil.rmtree(saved / f"iter_{STEPS:07d}")
+    (saved / "latest_checkpointed_iteration.txt").write_text(str(half))
+    again = _graphed(Job([*flags, "--load", str(saved)]))
+    resumed = train(tmp_path, {"resumed": again}, RANKS, 140.0)["resumed"]
+    assert "error" not in resumed, resumed["error"]
+    assert whole["captured"] and resumed["captured"]
+    assert resumed["losses"] == whole["losses"][half:]
+    norms = [[w for w in logged(run["text"]) if "exact" in w] for run in (whole, resumed)]
+    assert len(norms[0]) == STEPS and norms[1] == norms[0][half:]
+
+
+@needs_two
+@pytest.mark.timeout(3600)
+def test_real_text_with_an_auxiliary_loss_has_the_bits_of_an_eager_run(tmp_path: Path) -> None:
+    """One job after the other, each with all GPUs; two iterations lack room."""
+    steps = int(os.environ.get("MEGATRON_FLUID_TEST_ITERATIONS", STEPS))
+    turns = {"turns": [steps // 2, 3 * steps // 4], "text": str(tmp_path / "tokens")}
+    flags = [*_AUX_LOSS, *_BIAS, "--train-iters", str(steps)]
+    jobs = {"none": Job([*_SEVERAL, *flags], turns), "graph": _graphed(Job(flags, turns))}
+    found: dict[str, dict[str, Any]] = {}
+    for name, job in jobs.items():
+        found |= train(tmp_path, {name: job}, RANKS, 100.0 + steps / 2)
+    _require_equal(found["none"], found["graph"], steps)
+    _require_two_repeats(found["graph"])
+
+
+BOUND_S = 20.0
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The ranks of a job, the last of which dies in the third replay."""
+    flags = [*_AUX_LOSS, *_OVERLAPPED, "--global-batch-size", str(16 * RANKS)]
+    flags += ["--fluid-timeout", str(BOUND_S), "--fluid-end-on-timeout"]
+    ranks, store = start_alone(tmp_path, _graphed(Job(flags, {"dies": 3})), RANKS)
+    yield ranks
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+    del store
+
+
+@needs_two
+@pytest.mark.timeout(300)
+def test_a_rank_that_dies_in_a_replay_is_named_by_the_others_in_time(
+    alone: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    def log(rank: int) -> str:
+        return (tmp_path / f"log-{rank}.txt").read_text(errors="replace")[-6000:]
+
+    lost = RANKS - 1
+    assert alone[lost].wait(200) == -signal.SIGKILL, log(lost)
+    end = time.monotonic() + 2 * BOUND_S
+    for rank, process in enumerate(alone[:lost]):
+        try:
+            code = process.wait(max(end - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # it says where it stands
+            process.wait(30)
+            pytest.fail(f"rank {rank} did not end in time:\n{log(rank)}")
+        assert code != 0
+        named = rf"rank {rank}: no answer from (peer|.*rank) {lost}\b"
+        assert re.search(named, log(rank)), log(rank)

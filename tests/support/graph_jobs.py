@@ -1,0 +1,167 @@
+"""Trainings of a small mixture of experts by Megatron's own loop on GPUs, for comparing CUDA graphs
+with eager runs: each a job of its own (tests/support/graph_rank.py), several of them at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["MODEL", "STEPS", "Job", "logged", "start_alone", "train"]
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 12  # three of them before the capture
+MODEL = [
+    *("--num-layers", "2", "--hidden-size", "256", "--num-attention-heads", "4"),
+    *("--ffn-hidden-size", "384", "--moe-ffn-hidden-size", "384", "--num-experts", "16"),
+    *("--moe-router-topk", "4", "--moe-router-load-balancing-type", "none"),
+    *("--seq-length", "256", "--max-position-embeddings", "256", "--vocab-size", "2048"),
+    *("--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", str(STEPS)),
+    *("--tokenizer-type", "NullTokenizer", "--mock-data", "--split", "1,1,1"),
+    *("--no-create-attention-mask-in-dataloader", "--eval-iters", "0", "--log-interval", "1"),
+    *("--eval-interval", "1000000", "--seed", "1234", "--lr", "1e-3", "--swiglu", "--bf16"),
+    *("--lr-decay-style", "constant", "--moe-token-dispatcher-type", "alltoall"),
+    *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--moe-grouped-gemm"),
+    *("--disable-bias-linear", "--untie-embeddings-and-output-weights", "--te-rng-tracker"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0", "--use-distributed-optimizer"),
+    *("--disable-gloo-process-groups", "--no-check-for-nan-in-loss-and-grad"),
+    *("--logging-level", "20", "--fluid-moe-backend", "local"),
+]
+# What Megatron says afterwards.
+_CAPTURED = ("Time spent in CUDA Graphs capture", "> built ", "CUDA graph capture done")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training: `flags` beside MODEL, of which Megatron takes the last, and `options` for
+    tests/support/graph_rank.py."""
+
+    flags: list[str]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def command(self, folder: Path) -> list[str]:
+        """The module and its arguments."""
+        place = ["--data-cache-path", str(folder)]
+        return ["-m", "tests.support.graph_rank", *MODEL, *self.flags, *place]
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """Variables of its processes."""
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        return {
+            **os.environ,
+            "PYTHONPATH": path,
+            "PRETRAIN_RESULT": str(folder / "result.json"),
+            "PRETRAIN_PLAIN": "0",
+            "GRAPH_RANK": json.dumps(self.options),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",  # where a job that is aborted hangs
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        }
+
+
+def _start(folder: Path, job: Job, ranks: int) -> subprocess.Popen[bytes]:
+    folder.mkdir()
+    environment = job.environment(folder)
+    if ranks == 1:
+        one = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        environment["CUDA_VISIBLE_DEVICES"] = one
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), *job.command(folder)]
+    with (folder / "log.txt").open("wb") as words:
+        return subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=words, stderr=subprocess.STDOUT
+        )
+
+
+def start_alone(folder: Path, job: Job, ranks: int) -> tuple[list[subprocess.Popen[bytes]], Any]:
+    """A job whose ranks nobody ends when one of them is lost; their outputs are `log-RANK.txt`.
+    Returns the ranks and the store that they meet at, which ends with its last reference."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started = []
+    for rank in range(ranks):
+        environment = {
+            **job.environment(folder),
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)},
+            **{"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"},
+            **{"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        with (folder / f"log-{rank}.txt").open("wb") as words:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, *job.command(folder)],
+                    cwd=folder,
+                    env=environment,
+                    stdout=words,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    return started, store
+
+
+def _children(parent: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _abort(process: subprocess.Popen[bytes]) -> int:
+    """End a job whose ranks say in its log where they are."""
+    for rank in _children(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGABRT)
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        for one in (*_children(process.pid), process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+    return -1
+
+
+def train(
+    folder: Path, jobs: Mapping[str, Job], ranks: int, limit_s: float = 240.0
+) -> dict[str, dict[str, Any]]:
+    """What each job reports; all run side by side. Beside the report of
+    benchmarks/cases/pretrain_rank.py "captured" is whether a graph was, "text" all output, and
+    "error" its end where the job failed."""
+    started = {
+        name: _start(folder / name.replace(" ", "_"), job, ranks) for name, job in jobs.items()
+    }
+    found: dict[str, dict[str, Any]] = {}
+    end = time.monotonic() + limit_s
+    for name, process in started.items():
+        try:
+            code = process.wait(max(end - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            code = _abort(process)
+        place = folder / name.replace(" ", "_")
+        text, result = (place / "log.txt").read_text(errors="replace"), place / "result.json"
+        found[name] = {"captured": any(words in text for words in _CAPTURED), "text": text}
+        if code == 0 and result.is_file():
+            found[name] |= json.loads(result.read_text())
+        else:
+            found[name]["error"] = text[-6000:]
+    return found
+
+
+def logged(text: str) -> list[str]:
+    """What each iteration's line says of losses and norms, and each evaluation."""
+    lines = [line for line in text.splitlines() if "iteration" in line and " | " in line]
+    found = re.findall(r"(?:loss|norm)[^|]*: [^|]*", "\n".join(lines))
+    return [words.strip() for words in found]
