@@ -61,6 +61,10 @@ TRAINING=(
     --log-interval 1 --log-throughput --eval-interval 1000 --eval-iters 10
 )
 FLUID=(--fluid-moe-backend auto --fluid-fused-optimizer)
+# Pipeline stages stay eager.
+if [ "${NNODES:-1}" -eq 1 ]; then
+    FLUID+=(--fluid-graph)
+fi
 SMOKE=(
     --num-layers 3 --moe-layer-freq '([0]*1+[1]*2)' --hidden-size 64 --ffn-hidden-size 96
     --num-attention-heads 4 --q-lora-rank 32 --kv-lora-rank 16

@@ -39,7 +39,7 @@ TRAINING=(
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --init-method-std 0.02
     --log-interval 1 --log-throughput --eval-interval 1000 --eval-iters 10
 )
-FLUID=(--fluid-moe-backend auto --fluid-fused-optimizer)
+FLUID=(--fluid-moe-backend auto --fluid-graph --fluid-fused-optimizer)
 SMOKE=(
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 32 --moe-ffn-hidden-size 32
     --num-attention-heads 4 --kv-channels 16 --num-experts 16

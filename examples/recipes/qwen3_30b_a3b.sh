@@ -42,6 +42,10 @@ TRAINING=(
     --log-interval 1 --log-throughput --eval-interval 1000 --eval-iters 10
 )
 FLUID=(--fluid-moe-backend auto --fluid-fused-optimizer)
+# Pipeline stages stay eager.
+if [ "${NNODES:-1}" -eq 1 ]; then
+    FLUID+=(--fluid-graph)
+fi
 SMOKE=(
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --moe-ffn-hidden-size 32
     --num-attention-heads 4 --num-query-groups 2 --kv-channels 32 --num-experts 16

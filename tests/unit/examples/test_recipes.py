@@ -62,6 +62,8 @@ def test_megatron_takes_every_flag(run: str, checked: dict[str, dict[str, Any]])
     assert arguments["moe_token_dispatcher_type"] == "alltoall"
     assert arguments["bf16"] == "True"
     assert arguments["fluid_moe_backend"] == "auto"
+    stages, biased = arguments["pipeline_model_parallel_size"], arguments["add_bias_linear"]
+    assert (arguments["fluid_graph"] == "True") is (stages == "1" and biased == "False")
 
 
 @pytest.mark.parametrize("run", RUNS)
