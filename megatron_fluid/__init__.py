@@ -26,7 +26,7 @@ _MODULES = {
     "megatron_fluid.config": ("FluidConfig", "current_config", "set_config"),
     "megatron_fluid.errors": ("ConfigError", "FluidError", "PatchError", "PeerTimeoutError"),
     "megatron_fluid.low_latency.all_to_all": ("AllToAll",),
-    "megatron_fluid.moe.config": ("MoEConfig",),
+    "megatron_fluid.moe.config": ("MoEConfig", "MoEConfigDict"),
     "megatron_fluid.moe.layer": ("MoEBaseline", "MoELayer", "moe_multicard_p2p_overlap_forward"),
     "megatron_fluid.patches.arguments": ("configure",),
     "megatron_fluid.moe.sharding": ("clip_grad_norm_",),
@@ -59,6 +59,7 @@ if TYPE_CHECKING:  # the same, for type checkers and editors
     from megatron_fluid.errors import PeerTimeoutError as PeerTimeoutError
     from megatron_fluid.low_latency.all_to_all import AllToAll as AllToAll
     from megatron_fluid.moe.config import MoEConfig as MoEConfig
+    from megatron_fluid.moe.config import MoEConfigDict as MoEConfigDict
     from megatron_fluid.moe.layer import MoEBaseline as MoEBaseline
     from megatron_fluid.moe.layer import MoELayer as MoELayer
     from megatron_fluid.moe.layer import (
@@ -76,14 +77,15 @@ if TYPE_CHECKING:  # the same, for type checkers and editors
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        text = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted(__all__)
 
 
 def _refuse_second_copy() -> None:

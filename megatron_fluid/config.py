@@ -6,6 +6,7 @@ whoever speaks last wins.
 """
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import operator
@@ -13,7 +14,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -104,15 +105,21 @@ class FieldsConfig:
             if len(shape) > len(known) or named.keys() & fields.keys():
                 raise ConfigError.of("config", (*shape, *fields), f"once each of {list(known)}")
             given = {**named, **fields}
-        unknown = sorted(given.keys() - known.keys())
-        if unknown:
-            raise ConfigError.of("config", ", ".join(unknown), ", ".join(known))
+        if unknown := sorted(given.keys() - known.keys()):
+            allowed = ", ".join(known) + _closest(unknown, known)
+            raise ConfigError.of("config", ", ".join(unknown), allowed)
         required = [n for n, field in known.items() if field.default is dataclasses.MISSING]
         missing = [name for name in required if name not in given]
         if missing:
             found = ", ".join(given) or "nothing"
             raise ConfigError(f"config: {', '.join(missing)} not found, needed besides {found}")
         return cls(**given)
+
+
+def _closest(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """The names that may have been meant, to follow a list of all; "" if none is near."""
+    near = [name for word in unknown for name in difflib.get_close_matches(word, known, 1)]
+    return f"; did you mean {', '.join(near)}?" if near else ""
 
 
 def shows_fields_of[F: Callable[..., Any]](
@@ -319,6 +326,7 @@ def _warn_of_unknown(variables: tuple[str, ...]) -> None:
     ]
     if unknown := [name for name in variables if name not in known]:
         text = f"nothing reads {', '.join(unknown)}; the variables are {', '.join(known)}"
+        text += _closest(unknown, known)
         warnings.warn(f"megatron_fluid: {text}", stacklevel=3)
 
 

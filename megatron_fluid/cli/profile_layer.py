@@ -1,6 +1,7 @@
 """One MoE layer under torch's profiler. `megatron-fluid profile` starts this on every rank."""
 
 import argparse
+import dataclasses
 import math
 import os
 import sys
@@ -10,14 +11,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
+from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.layer import MoEBaseline, MoELayer
 from megatron_fluid.profiling.timeline import STEP, add_facts
 
 __all__ = ["main"]
 
 # (tokens, layer): the widths of Qwen3-30B-A3B on a GPU, small ones on a CPU.
-_ON_GPU = 4096, {"hidden_size": 2048, "ffn_hidden_size": 768, "num_experts": 128, "top_k": 8}
-_ON_CPU = 1024, {"hidden_size": 128, "ffn_hidden_size": 512, "num_experts": 8, "top_k": 2}
+_ON_GPU = 4096, MoEConfig(hidden_size=2048, ffn_hidden_size=768, num_experts=128, top_k=8)
+_ON_CPU = 1024, MoEConfig(hidden_size=128, ffn_hidden_size=512, num_experts=8, top_k=2)
 
 
 def main() -> int:
@@ -34,8 +36,8 @@ def main() -> int:
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     tokens, layer = _ON_GPU if on_gpu else _ON_CPU
     # Round up, so that any number of ranks divides the experts.
-    each = math.ceil(layer["num_experts"] / dist.get_world_size())
-    layer = {**layer, "num_experts": each * dist.get_world_size()}
+    each = math.ceil(layer.num_experts / dist.get_world_size())
+    layer = dataclasses.replace(layer, num_experts=each * dist.get_world_size())
     dtype = torch.bfloat16 if on_gpu else torch.float32
     kind = MoEBaseline if options.baseline else MoELayer
     model = kind(layer, ep_group=dist.group.WORLD, device=device, dtype=dtype)
@@ -44,7 +46,7 @@ def main() -> int:
         scheduler.enable()
 
     def step() -> None:
-        shape = (tokens, layer["hidden_size"])
+        shape = (tokens, layer.hidden_size)
         with torch.profiler.record_function(STEP):
             x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
             with torch.profiler.record_function("forward"):
@@ -65,7 +67,7 @@ def main() -> int:
     dist.barrier()
     # FLOPs of a rank if the rows of the experts are spread evenly over the ranks.
     weights = model.weight1[0].numel() + model.weight2[0].numel()
-    forward = 2 * tokens * (layer["top_k"] * weights + model.router.weight.numel())
+    forward = 2 * tokens * (layer.top_k * weights + model.router.weight.numel())
     with torch.profiler.profile(
         activities=activities, acc_events=True, record_shapes=True
     ) as profiler:
