@@ -28,6 +28,7 @@ _MODULES = {
     "megatron_fluid.low_latency.all_to_all": ("AllToAll",),
     "megatron_fluid.moe.config": ("MoEConfig", "MoEConfigDict"),
     "megatron_fluid.moe.layer": ("MoEBaseline", "MoELayer", "moe_multicard_p2p_overlap_forward"),
+    "megatron_fluid.moe.room": ("graph_room",),
     "megatron_fluid.patches.arguments": ("configure",),
     "megatron_fluid.moe.sharding": ("clip_grad_norm_",),
     "megatron_fluid.patches.layer_specs": ("get_fluid_custom_layers",),
@@ -65,6 +66,7 @@ if TYPE_CHECKING:  # the same, for type checkers and editors
     from megatron_fluid.moe.layer import (
         moe_multicard_p2p_overlap_forward as moe_multicard_p2p_overlap_forward,
     )
+    from megatron_fluid.moe.room import graph_room as graph_room
     from megatron_fluid.moe.sharding import clip_grad_norm_ as clip_grad_norm_
     from megatron_fluid.patches.arguments import configure as configure
     from megatron_fluid.patches.layer_specs import (

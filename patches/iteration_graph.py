@@ -37,7 +37,7 @@ from torch import Tensor
 from megatron_fluid.comm.failed_waits import raise_if_failed
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.room import ROOMS
+from megatron_fluid.moe.room import ROOMS, graph_room
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 
 __all__ = ["Overflow", "State", "graphed_iteration", "turn_on_graph"]
@@ -234,11 +234,8 @@ def _bounded(
     overflow, state = _overflows[stage], _states[stage]
     state.keep()
     step = _telling(given["forward_step_func"], given["num_microbatches"], overflow)
-    ROOMS.bounded = True
-    try:
+    with graph_room():
         result = original(wrapper, **{**given, "forward_step_func": step})
-    finally:
-        ROOMS.bounded = False
     return _again(wrapper, stage, chunks, given) if overflow.found() else result
 
 

@@ -58,6 +58,8 @@ class MoEConfig(FieldsConfig):
             None takes FluidConfig's; "experts" and "megatron" there are for Megatron's layers.
         capacity_factor: bounded mode of MoELayer: a rank has room for that many times the rows of a
             balanced routing, the most tokens of a rank * top_k. None for exact mode: room for all.
+        graph: MoELayer's calls can be captured in CUDA graphs under any routing, with room for what
+            its eager calls received: see moe.room.graph_room.
         recompute: what MoELayer's backward computes again in place of keeping it: "rows", the
             dispatched tokens (another dispatch), "hidden", fc1's output (another GEMM). None takes
             FluidConfig's.
@@ -85,6 +87,7 @@ class MoEConfig(FieldsConfig):
     dx_chunks: int | None = None
     backend: str | None = None
     capacity_factor: float | None = None
+    graph: bool = False
     recompute: Collection[str] | None = None
     fp8_recipe: str | None = None
     fp8_weight_grads: str | None = None
@@ -106,6 +109,8 @@ class MoEConfig(FieldsConfig):
         factor = self.capacity_factor
         if factor is not None and not 0.0 < factor < math.inf:
             raise ConfigError.of("capacity_factor", factor, "a number above 0, or None")
+        if factor is not None and self.graph:
+            raise ConfigError.of("capacity_factor", factor, "None with graph=True")
         if self.recompute is not None and (
             isinstance(self.recompute, str) or not set(self.recompute) <= {"rows", "hidden"}
         ):

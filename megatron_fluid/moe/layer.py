@@ -32,6 +32,7 @@ from megatron_fluid.moe.call import ExpertCall
 from megatron_fluid.moe.config import MoEConfig, MoEConfigDict
 from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout
 from megatron_fluid.moe.permute import local_experts
+from megatron_fluid.moe.room import LayerRoom
 from megatron_fluid.moe.rounds.all_to_all import AllToAllTransport
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.rounds.transport import RoundsTransport
@@ -261,7 +262,8 @@ class MoELayer(_MoEModule):
     contribute nothing over NVLink (one rank has room for all), and the next forward raises
     FluidError; a replayed graph runs no forward, so call `check_overflow` after it. Nobody learns
     of more tokens than the first forward had then: a rank that brings them raises ConfigError, and
-    its peers end with its message.
+    its peers end with its message. With `MoEConfig.graph` the same holds inside `graph_room` only;
+    a forward outside of it serves any routing.
 
     Args:
         config, ep_group, device, dtype: as for MoEBaseline.
@@ -311,10 +313,10 @@ class MoELayer(_MoEModule):
     def _choose(self) -> Backend:
         """The backend of this layer. Collective."""
         kind = choose_backend(self, self.config.backend or current_config().moe_backend)
-        for setting in ("capacity_factor", "fp8_recipe"):
+        for setting, none in (("capacity_factor", None), ("graph", False), ("fp8_recipe", None)):
             value = getattr(self.config, setting)
-            if value is not None and kind.exact_over is not None:
-                raise ConfigError.of(setting, value, f"None over {kind.exact_over}")
+            if value is not none and kind.exact_over is not None:
+                raise ConfigError.of(setting, value, f"{none} over {kind.exact_over}")
         return kind(self.shape(), self.rounds)
 
     def shape(self) -> LayerShape:
@@ -328,6 +330,7 @@ class MoELayer(_MoEModule):
             name=self.name,
             dx_chunks=current_config().dx_chunks if c.dx_chunks is None else c.dx_chunks,
             capacity_factor=c.capacity_factor,
+            captured=LayerRoom() if c.graph else None,
         )
 
     def _call(

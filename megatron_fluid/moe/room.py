@@ -5,19 +5,22 @@ notes the most rows that this rank received in one eager call. A captured call h
 a margin. Layers and ranks differ in it, as their routing does.
 
 A call that receives more leaves the surplus rows out and records that in `NvlinkBuffers.overflow`.
-Who replays the graph looks there, and runs such an iteration again (patches/iteration_graph.py).
+Who replays the graph looks there, and runs such an iteration again: patches/iteration_graph.py, on
+plain torch the training loop.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 
-__all__ = ["ROOMS", "LayerRoom", "Rooms"]
+__all__ = ["ROOMS", "LayerRoom", "Rooms", "graph_room"]
 
 _MARGIN = 0.125
 _LEAST = 128
@@ -72,3 +75,16 @@ class Rooms:
 
 
 ROOMS = Rooms()
+
+
+@contextlib.contextmanager
+def graph_room() -> Iterator[None]:
+    """Around the capture of a CUDA graph, and around one call before it that builds its kernels:
+    layers read nothing on the host. A layer with `MoEConfig.graph` has room for the most rows that
+    one of its calls outside received on this rank, and 12.5% more.
+    """
+    ROOMS.bounded = True
+    try:
+        yield
+    finally:
+        ROOMS.bounded = False

@@ -229,7 +229,8 @@ class NvlinkBuffers:
             raise FluidError(
                 f"rank {self.rank}: the routing wanted {wanted} expert rows, more than the "
                 "capacity of this layer's bounded mode; the rows above it were left out. Raise the "
-                "capacity or use exact mode"
+                "capacity or use exact mode. With MoEConfig.graph, run the iteration again outside "
+                "of graph_room, then capture it again"
             )
 
     def bounded_rows(self, factor: float) -> int:

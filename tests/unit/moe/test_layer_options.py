@@ -4,6 +4,7 @@ simulated NVLink rank, under the interpreter where there is no GPU."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron_fluid.errors import FluidError
 from megatron_fluid.moe.backends import BACKENDS
 from megatron_fluid.moe.layer import MoELayer
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+from megatron_fluid.moe.room import graph_room
 from megatron_fluid.moe.router import TopKRouter, route
 from tests.support.launch import run_ranks
 from tests.support.machine import NEEDS_INTERPRETER
@@ -61,6 +63,18 @@ def _options(rank: int, world: int) -> None:
     with pytest.raises(FluidError, match="more than the capacity"):
         gradients(tight)
     tight.check_overflow()  # it is reported once
+
+    graphed = nvlink_layer(graph=True)
+    eager = gradients(graphed)
+    with graph_room(), mock.patch("megatron_fluid.moe.room._LEAST", 1):
+        for value, right in zip(gradients(graphed), eager, strict=True):
+            torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-5)
+        graphed.check_overflow()
+        graphed._backend.shape.captured.most = 4  # type: ignore[union-attr]
+        gradients(graphed)
+    with pytest.raises(FluidError, match="again outside of graph_room"):
+        graphed.check_overflow()
+    gradients(graphed)  # outside there is room for all
 
 
 def test_bounded_mode_and_recomputation_of_a_layer() -> None:
