@@ -62,7 +62,7 @@ def patched_layer(**overrides: Any) -> Iterator[Any]:
     """Megatron's MoELayer on this process' one rank, patched, its path over simulated NVLink.
     overrides: of its TransformerConfig. torch.distributed is initialised."""
     from megatron_fluid.moe import choose
-    from megatron_fluid.moe.nvlink import buffers
+    from megatron_fluid.moe.nvlink import shared
     from megatron_fluid.patches.moe import decision
     from tests.support import tiny_gpt
     from tests.support.simulated_workspace import SimulatedWorkspace
@@ -74,7 +74,7 @@ def patched_layer(**overrides: Any) -> Iterator[Any]:
 
     workspace.close = lambda _: None  # type: ignore[attr-defined]
     with (
-        mock.patch.object(buffers, "SymmetricWorkspace", workspace),
+        mock.patch.object(shared, "SymmetricWorkspace", workspace),
         mock.patch.object(decision, "nvlink_unsupported_reason", return_value=None),
         mock.patch.dict(choose.TRANSPORTS, nvlink=lambda case: None),
         tiny_gpt.plug_in(True, moe_backend="nvlink"),

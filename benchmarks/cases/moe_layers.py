@@ -22,7 +22,7 @@ from megatron_fluid.kernels.grouped_gemm.launch import grouped_weight_grad, send
 from megatron_fluid.moe.expert_weights import ExpertWeights, grouped_product
 from megatron_fluid.moe.experts import PlainExperts
 from megatron_fluid.moe.local.transport import LocalPlan, plan_local
-from megatron_fluid.moe.nvlink import buffers
+from megatron_fluid.moe.nvlink import shared
 from megatron_fluid.moe.nvlink.schedule import Schedule, choose_schedule
 from megatron_fluid.moe.sharding import local_part
 
@@ -95,7 +95,7 @@ def chosen_schedule(schedule: Schedule | None) -> Iterator[None]:
     if schedule is None:
         yield
         return
-    with mock.patch.object(buffers, "choose_schedule", return_value=schedule):
+    with mock.patch.object(shared, "choose_schedule", return_value=schedule):
         yield
 
 

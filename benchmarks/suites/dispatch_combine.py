@@ -40,9 +40,9 @@ from benchmarks.harness.options import chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from benchmarks.suites.moe_phases import phase_buffers
-from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
-from megatron_fluid.moe.nvlink.schedule import Schedule
-from megatron_fluid.moe.nvlink.steps import (
+from megatron_fluid.moe.nvlink.buffers import (
+    NvlinkBuffers,
+    RoutingHandle,
     barrier,
     make_plan,
     publish,
@@ -50,9 +50,8 @@ from megatron_fluid.moe.nvlink.steps import (
     reduce,
     reduce_push,
     scatter,
-    stream_push,
-    stream_scatter,
 )
+from megatron_fluid.moe.nvlink.schedule import Schedule
 
 __all__ = ["main"]
 
@@ -143,10 +142,8 @@ def _calls(
         barrier(buffers)
 
     def stream_dispatch() -> None:
-        buffers.fork()
-        stream_push(buffers, handle, x, buffers.side)
-        stream_scatter(buffers, handle, x, out)
-        buffers.join()
+        push(buffers, handle, x, streamed=True)
+        scatter(buffers, handle, x, out, streamed=True)
 
     def combine() -> None:
         reduce_push(buffers, handle, y)

@@ -33,9 +33,18 @@ from megatron_fluid.moe.autograd import run_experts
 from megatron_fluid.moe.call import ExpertCall
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups, grouped_product
 from megatron_fluid.moe.experts import PlainExperts, activation_backward, activation_forward
-from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle, shared_buffers
+from megatron_fluid.moe.nvlink.buffers import (
+    NvlinkBuffers,
+    RoutingHandle,
+    make_plan,
+    publish,
+    push,
+    reduce,
+    reduce_push,
+    scatter,
+)
 from megatron_fluid.moe.nvlink.schedule import Schedule
-from megatron_fluid.moe.nvlink.steps import make_plan, publish, push, reduce, reduce_push, scatter
+from megatron_fluid.moe.nvlink.shared import shared_buffers
 from megatron_fluid.moe.nvlink.transport import NvlinkTransport, plan_nvlink
 from megatron_fluid.moe.sharding import local_part
 from megatron_fluid.moe.transport import Segment

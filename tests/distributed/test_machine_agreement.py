@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
-from megatron_fluid.moe.nvlink.buffers import _choose
 from megatron_fluid.moe.nvlink.schedule import Schedule
+from megatron_fluid.moe.nvlink.shared import _choose
 from megatron_fluid.plan.machine import REFERENCE
 from tests.support.launch import run_ranks
 

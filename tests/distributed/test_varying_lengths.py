@@ -45,18 +45,18 @@ def _steps(layer: Any, rank: int) -> dict[str, torch.Tensor]:
 def _nvlink(space: Any, sizes: list[int]) -> Iterator[None]:
     """Inside, layers that are patched exchange over `space`; `sizes` tells how it grows."""
     from megatron_fluid.moe import choose
-    from megatron_fluid.moe.nvlink import buffers
+    from megatron_fluid.moe.nvlink import shared
     from megatron_fluid.patches.moe import decision
     from tests.support import tiny_gpt
 
     def make(group: Any, tokens: int, hidden: int, ffn: int, *rest: Any, **_: Any) -> Any:
         sizes.append(tokens)
-        return buffers.NvlinkBuffers(space, tokens, hidden, *rest, torch.float32)
+        return shared.NvlinkBuffers(space, tokens, hidden, *rest, torch.float32)
 
     with (
         mock.patch.object(decision, "nvlink_unsupported_reason", return_value=None),
         mock.patch.dict(choose.TRANSPORTS, nvlink=lambda case: None),
-        mock.patch.object(buffers, "shared_buffers", make),
+        mock.patch.object(shared, "shared_buffers", make),
         tiny_gpt.plug_in(True, moe_backend="nvlink"),
     ):
         yield

@@ -19,7 +19,8 @@ from megatron_fluid import check_for_failed_waits
 from megatron_fluid.comm import failed_waits
 from megatron_fluid.comm.failed_waits import GRACE_S, look, raise_if_failed
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
-from megatron_fluid.moe.nvlink import steps
+from megatron_fluid.moe.nvlink import buffers as steps
+from megatron_fluid.moe.nvlink import sent_rows
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 from tests.support.expert_calls import nvlink_moe
@@ -95,17 +96,13 @@ def test_tables_of_a_plan_that_failed_are_not_followed(schedule: Schedule) -> No
     handle.offsets.fill_(3)
     guarded = torch.full((5, H), 7.0)
     sent = [peer.clone() for peer in rank.workspace._find("moe combine", torch.float32).peers]
-    if schedule.stream:
-        steps.stream_push(rank, handle, x)
-        steps.stream_scatter(rank, handle, x, guarded)
-    else:
-        steps.push(rank, handle, x)
-        steps.scatter(rank, handle, x, guarded)
+    steps.push(rank, handle, x, streamed=schedule.stream)
+    steps.scatter(rank, handle, x, guarded, streamed=schedule.stream)
     assert guarded[:3].isnan().all()  # the rows that were allocated are marked
     assert (guarded[3:] == 7.0).all()
     if schedule.sent_rows:
-        steps.begin_combine(rank, handle)
-        steps.send_rows(rank, handle, guarded[:3])
+        sent_rows.begin_combine(rank, handle)
+        sent_rows.send_rows(rank, handle, guarded[:3])
     else:
         steps.reduce_push(rank, handle, guarded)
     peers = rank.workspace._find("moe combine", torch.float32).peers

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from megatron_fluid import FluidConfig, check_for_failed_waits, set_config
 from megatron_fluid.errors import PeerTimeoutError
-from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, shared_buffers
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
+from megatron_fluid.moe.nvlink.shared import shared_buffers
 from tests.support.expert_calls import nvlink_moe
 from tests.support.launch import run_ranks_outcomes
 from tests.support.machine import RANKS

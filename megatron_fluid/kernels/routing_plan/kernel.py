@@ -20,12 +20,52 @@ dropped.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from megatron_fluid.kernels.flags import advance, barrier
 
-__all__ = ["count_blocks", "count_choices", "plan_kernel", "publish_kernel", "rows_of_choices"]
+__all__ = [
+    "RoutingHandle",
+    "count_blocks",
+    "count_choices",
+    "plan_kernel",
+    "publish_kernel",
+    "rows_of_choices",
+]
+
+
+@dataclass
+class RoutingHandle:
+    """Where every token of one call went. Saved by the forward, replayed by the backward and by
+    recompute.
+
+    num_tokens T; ids [T, K]; destinations int32 [C], of which T are set (bit d: the token goes to
+    rank d); offsets int32 [El]; row_prob fp32 [capacity]; inverse int32 [W * C, K] (expert row of
+    each receive row and k; -1 not here, -2 over capacity); origins int32 [capacity] (the choice
+    that each expert row is of: its rank << NvlinkBuffers.shift | t * K + k, 32 unsigned bits);
+    ends: offsets on the host in exact mode, else None. row_count: N on the device (int32, one
+    element), at most the capacity.
+    """
+
+    num_tokens: int
+    ids: Tensor
+    destinations: Tensor
+    offsets: Tensor
+    row_count: Tensor
+    row_prob: Tensor
+    inverse: Tensor
+    origins: Tensor
+    capacity: int
+    ends: list[int] | None = None
+
+    @property
+    def buffer_rows(self) -> int:
+        """Rows that activations are allocated for."""
+        return self.capacity if self.ends is None else self.ends[-1]
 
 
 @triton.jit

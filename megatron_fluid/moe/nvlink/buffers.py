@@ -1,12 +1,23 @@
-"""Buffers, flags and prepared launches of one layer shape on the NVLink path, and the routing of
-one call.
+"""Symmetric buffers of one layer shape on the NVLink path, and the steps of its data path: one
+function a step, which launches one kernel.
 
-Layers use the same buffers one after the other, so a model of any depth holds them once:
-`shared_buffers` keeps one symmetric workspace a process group, and NvlinkBuffers for each layer
-shape on it.
+    publish -> make_plan -> push -> scatter -> (experts) -> reduce_push -> reduce
+                                                         -> begin_combine -> sent_matmul -> reduce
+
+A streamed push and scatter work in chunks of tokens, at the same time. A combine has two forms:
+reduce_push sums a token's rows on the sending rank and sends the sum; sent_rows.py sends each row.
+
+A real rank runs the steps in order on the current stream; a test runs each step for all ranks of a
+SimulatedWorkspace in turn. The backward runs the same steps with the saved `RoutingHandle`, without
+publish and make_plan.
+
+No buffer is overwritten too early, because all ranks launch the steps in the same order. A rank
+writes a peer's receive buffer only after a combine with that peer, so after the peer's scatter. It
+writes a peer's combine buffer only after a dispatch with that peer, so after the peer's reduce. Two
+dispatches or two combines in a row need a `barrier` between them, which `take_turn` adds.
 
 Shapes: T tokens of this rank, C token capacity of a rank, K top-k, W ranks, El local experts, H
-hidden.
+hidden, N expert rows of this rank.
 """
 
 from __future__ import annotations
@@ -14,60 +25,44 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm.agreement import agreement
-from megatron_fluid.comm.group_resources import group_resource
-from megatron_fluid.comm.symmetric import SymmetricWorkspace
-from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.comm.workspace import FlagRegion, Workspace
-from megatron_fluid.config import current_config
 from megatron_fluid.cuda.streams import current_stream
-from megatron_fluid.cuda.triton_launch import Launch
+from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two
 from megatron_fluid.errors import ConfigError, FluidError
-from megatron_fluid.kernels.grouped_gemm.launch import prepare, sends_rows
-from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule, choose_schedule
-from megatron_fluid.plan.machine import machine_named
+from megatron_fluid.kernels.flags import barrier_kernel
+from megatron_fluid.kernels.grouped_gemm.launch import prepare
+from megatron_fluid.kernels.move_tokens.kernel import (
+    push_kernel,
+    reduce_kernel,
+    reduce_push_kernel,
+    row_pieces,
+    scatter_kernel,
+)
+from megatron_fluid.kernels.routing_plan.kernel import RoutingHandle, plan_kernel, publish_kernel
+from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 
-__all__ = ["NvlinkBuffers", "RoutingHandle", "SizedBuffers", "shared_buffers"]
+__all__ = [
+    "NvlinkBuffers",
+    "RoutingHandle",
+    "barrier",
+    "make_plan",
+    "publish",
+    "push",
+    "reduce",
+    "reduce_push",
+    "scatter",
+]
 
 PLAN_TOKENS = 32  # of one program of the plan
 _MOST_CHUNKS = 8
 _PUSHERS = 48
-
-
-@dataclass
-class RoutingHandle:
-    """Where every token of one call went. Saved by the forward, replayed by the backward and by
-    recompute.
-
-    num_tokens T; ids [T, K]; destinations int32 [C], of which T are set (bit d: the token goes to
-    rank d); offsets int32 [El]; row_prob fp32 [capacity]; inverse int32 [W * C, K] (expert row of
-    each receive row and k; -1 not here, -2 over capacity); origins int32 [capacity] (the choice
-    that each expert row is of: its rank << NvlinkBuffers.shift | t * K + k, 32 unsigned bits);
-    ends: offsets on the host in exact mode, else None. row_count: N on the device (int32, one
-    element), at most the capacity.
-    """
-
-    num_tokens: int
-    ids: Tensor
-    destinations: Tensor
-    offsets: Tensor
-    row_count: Tensor
-    row_prob: Tensor
-    inverse: Tensor
-    origins: Tensor
-    capacity: int
-    ends: list[int] | None = None
-
-    @property
-    def buffer_rows(self) -> int:
-        """Rows that activations are allocated for."""
-        return self.capacity if self.ends is None else self.ends[-1]
+# A streamed scatter waits for the push, so a program of each must always fit on an SM together: 3
+# scattering programs of 128 threads and a pushing one of 512 share the SM's 65536 registers.
+_WAITING_PROGRAMS, _WAITING_REGISTERS, _PUSHING_REGISTERS = 3, 72, 64
 
 
 class NvlinkBuffers:
@@ -237,128 +232,220 @@ class NvlinkBuffers:
         """Expert rows of a rank in bounded mode: `factor` times those of a balanced routing."""
         return math.ceil(min(self.most_rows, factor * self.max_tokens * self.top_k))
 
-    def check(self, x: Tensor, ids: Tensor, probs: Tensor, bounded: bool = False) -> None:
-        """Raise ConfigError where the arguments of a call do not fit these buffers. That tokens are
-        too many, the ranks learn from the plan, unless it is bounded: nobody reads it then."""
-        tokens, hidden, top_k = x.shape[0], self.hidden, self.top_k
-        if x.dim() != 2 or x.shape[1] != hidden or x.dtype != self.dtype:
-            raise ConfigError.of("x", _shown(x), f"[T, {hidden}] {self.dtype}")
-        if bounded and tokens > self.max_tokens:
-            raise self.too_many(
-                tokens, "; with a capacity factor buffers stay as the first call made them"
-            )
-        if ids.shape != (tokens, top_k) or ids.is_floating_point():
-            raise ConfigError.of("topk_ids", _shown(ids), f"integers [{tokens}, {top_k}]")
-        if probs.shape != ids.shape or probs.dtype != torch.float32:
-            raise ConfigError.of("probs", _shown(probs), f"float32 {tuple(ids.shape)}")
 
-    def too_many(self, tokens: int, why: str = "") -> ConfigError:
-        allowed = f"at most max_tokens = {self.max_tokens}{why}"
-        return ConfigError.of("tokens of a rank", tokens, allowed)
+def _plan_constants(buffers: NvlinkBuffers) -> dict[str, int]:
+    top_k, experts = buffers.top_k, buffers.local_experts
+    constants = {"K": top_k, "KP": power_of_two(top_k), "W": buffers.ranks, "EL": experts}
+    return constants | {"ELP": power_of_two(experts), "BT": PLAN_TOKENS}
 
 
-def _shown(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype}"
+def publish(
+    buffers: NvlinkBuffers, ids: Tensor, probs: Tensor, capacity: int | None = None
+) -> RoutingHandle:
+    """Send ids [T, K] and probs fp32 [T, K] to every rank; make_plan fills the handle's tables.
+    If there are more tokens than the buffers hold, only the number of tokens is sent."""
+    device, top_k = buffers.workspace.device, buffers.top_k
+    wanted = ids.shape[0]
+    tokens = wanted if wanted <= buffers.max_tokens else 0
+    size = buffers.most_rows if capacity is None else capacity
+    ids, probs = aligned(ids), aligned(probs)
+    destinations = torch.empty(buffers.max_tokens, dtype=torch.int32, device=device)
+
+    def make() -> Launch:
+        fixed = (
+            buffers.addresses("ids", torch.int32),
+            buffers.addresses("probs", torch.float32),
+            buffers.addresses("counts", torch.int32),
+            buffers.addresses("wanted", torch.int32),
+            *(buffers.plan_flags.counter, buffers.abort, buffers.rank, buffers.max_tokens),
+        )
+        return Launch(publish_kernel, 4, _plan_constants(buffers), fixed)
+
+    launch = buffers.launch(("publish", ids.dtype), make)
+    launch((buffers.plan_blocks, 1), (ids, probs, destinations, tokens, wanted))
+    # The plan's tables are allocated while the kernel runs.
+    offsets = torch.empty(buffers.local_experts, dtype=torch.int32, device=device)
+    return RoutingHandle(
+        num_tokens=tokens,
+        ids=ids,
+        destinations=destinations,
+        offsets=offsets,
+        row_count=offsets[-1:],
+        row_prob=torch.empty(size, dtype=torch.float32, device=device),
+        inverse=torch.empty(
+            buffers.ranks * buffers.max_tokens, top_k, dtype=torch.int32, device=device
+        ),
+        origins=torch.empty(size, dtype=torch.int32, device=device),
+        capacity=size,
+    )
 
 
-@torch.inference_mode(False)
-def shared_buffers(
-    group: dist.ProcessGroup,
-    max_tokens: int,
-    hidden: int,
-    ffn: int,
-    top_k: int,
-    num_experts: int,
-    dtype: torch.dtype = torch.bfloat16,
-    schedule: Schedule | None = None,
-) -> NvlinkBuffers:
-    """The buffers of this shape on the group's workspace. Collective the first time: all ranks ask
-    in the same order.
+def make_plan(buffers: NvlinkBuffers, handle: RoutingHandle) -> None:
+    """Fill the handle's tables once every rank has published. buffers.read_offsets() then waits for
+    the offsets on the host."""
 
-    schedule None takes the one that rank 0 chooses for the shape. Raises ConfigError where the
-    ranks cannot map each other's memory.
+    def make() -> Launch:
+        constants = _plan_constants(buffers)
+        blocks = power_of_two(buffers.ranks * buffers.plan_blocks)
+        constants["RB"] = max(16, min(blocks, 4096 // constants["ELP"]))
+        constants["SHIFT"] = buffers.shift
+        fixed = (
+            *(buffers.told, buffers.overflow),
+            buffers.local("ids", torch.int32),
+            buffers.local("probs", torch.float32),
+            buffers.local("counts", torch.int32),
+            buffers.local("wanted", torch.int32),
+            *(*buffers.waiting(buffers.plan_flags), buffers.max_tokens, buffers.plan_blocks),
+        )
+        return Launch(plan_kernel, 4, constants, fixed)
+
+    launch = buffers.launch("plan", make)
+    tables = (handle.offsets, handle.row_prob, handle.inverse, handle.origins, handle.capacity)
+    launch((buffers.ranks * buffers.plan_blocks, 1), tables)
+    buffers.planned()
+
+
+def push(
+    buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, *, streamed: bool = False
+) -> None:
+    """Write rows of x [T, H or less] into the receive buffers of the ranks that need them, without
+    gaps at any width. `scatter` must follow, with the same width on all ranks.
+
+    streamed: in chunks with a flag each, so that a streamed scatter can run meanwhile, and on the
+    side stream, if there is one. Takes buffers.stream_programs SMs, enough for NVLink's full
+    bandwidth.
     """
-    shape = (max_tokens, hidden, ffn, top_k, num_experts)
-    if schedule is None:
-        schedule = group_resource(
-            group, ("moe schedule", *shape, dtype), lambda: _choose(group, shape, dtype)
+    width = x.shape[1]
+
+    def make() -> Launch:
+        assert width <= buffers.hidden, "rows are wider than those of the receive buffer"
+        region = buffers.stream_flags if streamed else buffers.dispatch_flags
+        block = min(1024, power_of_two(width))
+        while block > 512 and width % block:
+            block //= 2
+        constants = {"H": width, "W": buffers.ranks, "BLOCK": block, "ROWS": 8 if streamed else 2}
+        constants["CHUNKS"] = buffers.stream_chunks if streamed else 0
+        fixed = (
+            *(buffers.addresses("receive", buffers.dtype), region.counter, region.addresses),
+            *(buffers.abort, buffers.rank, buffers.max_tokens),
         )
-    chosen = schedule
+        registers = _PUSHING_REGISTERS if streamed else None
+        return Launch(push_kernel, 16 if streamed else 4, constants, fixed, maxnreg=registers)
 
-    given = (max_tokens, hidden, top_k, num_experts, dtype)
-
-    def make() -> NvlinkBuffers:
-        workspace = group_resource(
-            group,
-            "moe workspace",
-            lambda: SymmetricWorkspace(group, wait_timeout_s(group)),
-            close=SymmetricWorkspace.close,
-        )
-        return NvlinkBuffers(workspace, *given, schedule=chosen)
-
-    return group_resource(group, ("moe buffers", *given, schedule), make)
+    launch = buffers.launch(("push", width, streamed), make)
+    programs = buffers.stream_programs if streamed else buffers.sms * 4
+    arguments = (x, handle.destinations, handle.num_tokens)
+    if streamed:
+        buffers.fork()
+    launch((programs, 1), arguments, buffers.side if streamed else None)
 
 
-def _choose(
-    group: dist.ProcessGroup, shape: tuple[int, int, int, int, int], dtype: torch.dtype
-) -> Schedule:
-    """choose_schedule on the group's first rank, for all: ranks with other schedules would wait for
-    each other in vain."""
+def scatter(
+    buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, out: Tensor, *, streamed: bool = False
+) -> Tensor:
+    """Once every rank has pushed, fill expert rows `out` [>= N, H or less] from the receive buffer
+    and this rank's own x [T, H or less]. Both are as wide as the pushed rows.
 
-    def found() -> tuple[Schedule, str]:
-        if dist.get_rank(group):
-            return NO_OVERLAP, ""
-        # Whether this GPU's grouped GEMMs can send the rows of their results.
-        sends = torch.cuda.is_available() and sends_rows(
-            torch.device("cuda", torch.cuda.current_device()), dtype
-        )
-        try:
-            figures = machine_named(current_config().machine)
-        except ConfigError as error:
-            return NO_OVERLAP, str(error)
-        return choose_schedule(*shape, dist.get_world_size(group), sends, figures), ""
+    streamed: take the chunks of a streamed push one by one, as they arrive.
+    """
+    width = x.shape[1]
 
-    chosen, failure = agreement(group).first("schedule of an MoE layer", found())
-    if failure:
-        raise ConfigError(failure)
-    schedule: Schedule = chosen
-    return schedule
+    def make() -> Launch:
+        region = buffers.stream_flags if streamed else buffers.dispatch_flags
+        # Above top-16, row indices need registers, so fewer values are in flight.
+        most = (8 if buffers.top_k <= 16 else 4) * 2 // buffers.dtype.itemsize
+        constants = {"H": width, "W": buffers.ranks} | row_pieces(width, most)
+        constants |= {"K": buffers.top_k, "ROWS": 4}
+        constants["CHUNKS"] = buffers.stream_chunks if streamed else 1
+        constants["PUSHERS"] = buffers.stream_programs if streamed else 0
+        received, waiting = buffers.local("receive", buffers.dtype), buffers.waiting(region)
+        registers = _WAITING_REGISTERS if streamed else None
+        fixed = (received, *waiting, buffers.max_tokens)
+        return Launch(scatter_kernel, 4, constants, fixed, maxnreg=registers)
+
+    launch = buffers.launch(("scatter", width, streamed), make)
+    programs = buffers.sms * (_WAITING_PROGRAMS if streamed else 6)
+    launch((programs, 1), (x, handle.inverse, handle.row_count, out))
+    if streamed:
+        buffers.join()  # x is the caller's again
+    return out
 
 
-class SizedBuffers:
-    """The NVLink buffers of one layer, sized by its first forward: by the rank that then has most
-    tokens. Where a later one brings more to any rank, all ranks make larger ones together.
-
-    Args:
-        ffn, top_k, experts: F, K and E of the layer.
-        factor: how many times the tokens of the first forward a later one may bring before that.
-
-    Attributes:
-        buffers: None before the first forward.
+def barrier(buffers: NvlinkBuffers) -> None:
+    """Block each rank's stream until all ranks reach this point. Required between two dispatches
+    with no combine in between: a dispatch overwrites the receive buffers, so every rank must have
+    read its own first.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, ffn: int, top_k: int, experts: int, factor: int = 1
-    ) -> None:
-        self._group, self._factor = group, factor
-        self._shape = (ffn, top_k, experts)
-        self.buffers: NvlinkBuffers | None = None
+    def make() -> Launch:
+        flags, addresses, counter, errors, abort, rank, operation, timeout_ns = buffers.waiting(
+            buffers.barrier_flags
+        )
+        fixed = (flags, addresses, counter, errors, abort, rank, operation, 0, timeout_ns)
+        constants = {"W": buffers.ranks, "SLOT": 0, "MARK": False}
+        return Launch(barrier_kernel, 1, constants, (0, 0, *fixed))
 
-    def of(self, tokens: int, hidden: int, dtype: torch.dtype) -> NvlinkBuffers:
-        """The buffers of a call with `tokens` of this rank. Collective the first time."""
-        if self.buffers is None:
-            self._make(tokens, self._factor, hidden, dtype)
-        assert self.buffers is not None
-        return self.buffers
+    buffers.launch("barrier", make)((1, 1), ())
 
-    def grow(self, tokens: int) -> NvlinkBuffers:
-        """Buffers for the rank that has most tokens, `tokens` being those of this one. Collective:
-        every rank has learnt from the plan of a call that some rank's tokens do not fit."""
-        assert self.buffers is not None
-        self._make(tokens, 1, self.buffers.hidden, self.buffers.dtype)
-        return self.buffers
 
-    def _make(self, tokens: int, factor: int, hidden: int, dtype: torch.dtype) -> None:
-        sizes = agreement(self._group).gather("tokens of an MoE layer", tokens)
-        most = max(*sizes, 1) * factor
-        self.buffers = shared_buffers(self._group, most, hidden, *self._shape, dtype=dtype)
+def reduce_push(
+    buffers: NvlinkBuffers, handle: RoutingHandle, y: Tensor, row_grad: Tensor | None = None
+) -> None:
+    """Sum each token's rows of y [>= N, H] and send the sums to the tokens' ranks.
+
+    row_grad fp32 [>= N], if given, is sent unsummed: each (token, k) has one row.
+    """
+    graded = row_grad is not None
+    slots = min(buffers.top_k, buffers.local_experts)
+
+    def make() -> Launch:
+        constants: dict[str, object] = {"HAS_GRAD": graded, "K": buffers.top_k, "SLOTS": slots}
+        constants |= {"H": buffers.hidden, "W": buffers.ranks, "ROWS": 4}
+        constants |= row_pieces(buffers.hidden, 4 if slots > 2 else 8)
+        fixed = (
+            buffers.addresses("combine", buffers.dtype),
+            buffers.addresses("prob grads", torch.float32),
+            *(buffers.combine_flags.counter, buffers.abort, buffers.rank, buffers.max_tokens),
+        )
+        return Launch(reduce_push_kernel, 4, constants, fixed)
+
+    launch = buffers.launch(("reduce push", graded), make)
+    grads = handle.row_prob if row_grad is None else row_grad
+    resident = 3 if slots > 2 else 5  # programs that fit in the registers of an SM at once
+    launch((buffers.sms * resident, 1), (y, handle.inverse, grads))
+
+
+def reduce(
+    buffers: NvlinkBuffers,
+    handle: RoutingHandle,
+    out: Tensor | None = None,
+    grads: Tensor | None = None,
+) -> Tensor:
+    """Once every rank has sent, sum what they sent into out [T, H] and return it. The gradient of
+    the probabilities goes into grads fp32 [T, K], if given. buffers.schedule.sent_rows tells
+    whether the ranks sent single rows or sums.
+    """
+    if out is None:
+        size = (handle.num_tokens, buffers.hidden)
+        out = torch.empty(size, dtype=buffers.dtype, device=buffers.workspace.device)
+    graded, by_choice = grads is not None, buffers.schedule.sent_rows
+
+    def make() -> Launch:
+        top_k, ranks = buffers.top_k, buffers.ranks
+        in_flight = 16 // (min(top_k, 8) if by_choice else ranks)  # accesses
+        constants: dict[str, object] = {"HAS_GRAD": graded, "BY_CHOICE": by_choice, "K": top_k}
+        constants |= {"KP": power_of_two(top_k), "H": buffers.hidden, "W": ranks, "ROWS": 4}
+        constants |= row_pieces(buffers.hidden, max(1, in_flight))
+        fixed = (
+            buffers.local("combine", buffers.dtype),
+            buffers.local("prob grads", torch.float32),
+            *buffers.waiting(buffers.combine_flags),
+            *(buffers.max_tokens, buffers.num_experts),
+        )
+        return Launch(reduce_kernel, 4, constants, fixed)
+
+    launch = buffers.launch(("reduce", graded, by_choice, handle.ids.dtype), make)
+    filled = handle.row_prob if grads is None else grads
+    arguments = (handle.ids, out, handle.destinations, filled, handle.num_tokens)
+    launch((buffers.sms * 5, 1), arguments)
+    return out

@@ -35,8 +35,19 @@ from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows,
 from megatron_fluid.kernels.grouped_gemm.launch import can_send, sent_matmul
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.expert_weights import Matrices, RowGroups, computed_dtype, grouped_product
-from megatron_fluid.moe.nvlink import steps
-from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle, SizedBuffers
+from megatron_fluid.moe.nvlink.buffers import (
+    NvlinkBuffers,
+    RoutingHandle,
+    barrier,
+    make_plan,
+    publish,
+    push,
+    reduce,
+    reduce_push,
+    scatter,
+)
+from megatron_fluid.moe.nvlink.sent_rows import begin_combine, owners, send_rows
+from megatron_fluid.moe.nvlink.shared import SizedBuffers
 from megatron_fluid.moe.room import LayerRoom
 from megatron_fluid.moe.transport import (
     Backend,
@@ -99,16 +110,29 @@ class NvlinkTransport(TokenTransport):
         assert probs is not None
         probs = probs.float()
         self.buffers.errors.check()
-        self.buffers.check(x, self.ids, probs, self.capacity is not None)
+        self._check(x, probs)
         return aligned(x), probs
+
+    def _check(self, x: Tensor, probs: Tensor) -> None:
+        # In exact mode the ranks learn from the plan that a rank's tokens are too many.
+        buffers, ids, tokens = self.buffers, self.ids, x.shape[0]
+        if x.dim() != 2 or x.shape[1] != buffers.hidden or x.dtype != buffers.dtype:
+            raise ConfigError.of("x", _shown(x), f"[T, {buffers.hidden}] {buffers.dtype}")
+        if self.capacity is not None and tokens > buffers.max_tokens:
+            kept = "; with a capacity factor buffers stay as the first call made them"
+            raise _too_many(tokens, buffers, kept)
+        if ids.shape != (tokens, buffers.top_k) or ids.is_floating_point():
+            raise ConfigError.of("topk_ids", _shown(ids), f"integers [{tokens}, {buffers.top_k}]")
+        if probs.shape != ids.shape:
+            raise ConfigError.of("probs", _shown(probs), f"float32 {tuple(ids.shape)}")
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _NvlinkExchange:
         planned = self.handle is not None
-        steps.take_turn(self.buffers, "dispatch")
+        take_turn(self.buffers, "dispatch")
         again = None
         if self.handle is None:
             assert probs is not None
-            self.handle = steps.publish(self.buffers, self.ids, probs, self.capacity)
+            self.handle = publish(self.buffers, self.ids, probs, self.capacity)
             if self.capacity is None:
                 again = functools.partial(self._publish_again, probs)
         return _NvlinkExchange(
@@ -118,18 +142,18 @@ class NvlinkTransport(TokenTransport):
     def _publish_again(self, probs: Tensor, wanted: int) -> tuple[NvlinkBuffers, RoutingHandle]:
         """The same call on larger buffers, when the plan says that a rank's tokens do not fit."""
         self.buffers = _grown(self.buffers, self._grow, self.ids.shape[0], wanted)
-        steps.take_turn(self.buffers, "dispatch")
-        self.handle = steps.publish(self.buffers, self.ids, probs)
+        take_turn(self.buffers, "dispatch")
+        self.handle = publish(self.buffers, self.ids, probs)
         return self.buffers, self.handle
 
     def backward(self, grad: Tensor, keep: bool) -> _NvlinkExchange:
         assert self.handle is not None
-        steps.take_turn(self.buffers, "dispatch")
+        take_turn(self.buffers, "dispatch")
         return _NvlinkExchange(self.buffers, self.handle, aligned(grad), graded=True)
 
     def recompute_rows(self, x: Tensor) -> list[Tensor]:
         assert self.handle is not None
-        steps.take_turn(self.buffers, "dispatch")
+        take_turn(self.buffers, "dispatch")
         _send(self.buffers, self.handle, x)
         return [_receive(self.buffers, self.handle, x)]  # no combine follows, but a dispatch
 
@@ -185,25 +209,74 @@ class _NvlinkExchange(Exchange):
         self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
         row_grad: Tensor | None = None,
     ) -> None:  # fmt: skip
-        steps.take_turn(self.buffers, "combine")
-        send_product(self.buffers, self.handle, segment.groups, x, matrices, row_grad)
+        buffers, handle = self.buffers, self.handle
+        if (sending_product := self._sending_product(x, matrices)) is None:
+            self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
+            return
+        take_turn(buffers, "combine")
+        begin_combine(buffers, handle, row_grad)
+        sending_product(x, matrices, handle.offsets, owners(buffers, handle))
+
+    def _sending_product(
+        self, x: Tensor | Fp8Rows, matrices: Matrices
+    ) -> Callable[..., None] | None:
+        """The grouped GEMM that sends its rows, or None where there is none for these operands."""
+        if not self.buffers.schedule.sent_rows:
+            return None
+        if isinstance(x, Fp8Rows) and isinstance(matrices, Fp8Matrices) and x.values.is_cuda:
+            return fp8_sent_matmul
+        if isinstance(x, Tensor) and isinstance(matrices, Tensor) and can_send(x, matrices):
+            return sent_matmul
+        return None
 
     def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
-        steps.take_turn(self.buffers, "combine")
-        send_back(self.buffers, self.handle, aligned(rows), row_grad)
+        buffers, rows = self.buffers, aligned(rows)
+        take_turn(buffers, "combine")
+        if buffers.schedule.sent_rows:
+            begin_combine(buffers, self.handle, row_grad)
+            send_rows(buffers, self.handle, rows)
+        else:
+            reduce_push(buffers, self.handle, rows, row_grad)
 
     def finish(self, later: bool = False) -> None:
         # In a backward, after the weight gradients: a peer that is late has had their time to
         # arrive.
-        steps.reduce(self.buffers, self.handle, *self.results)
+        reduce(self.buffers, self.handle, *self.results)
+
+
+# For each move, the previous moves after which it needs a barrier: a slower rank may not have read
+# what the move overwrites.
+_BARRIER_AFTER = {"dispatch": ("dispatch",), "plan": ("dispatch", "plan"), "combine": ("combine",)}
+
+
+def take_turn(buffers: NvlinkBuffers, move: str) -> None:
+    """Record the next move of this rank ("plan", "dispatch" or "combine") and launch a `barrier`
+    before it if it needs one. All ranks make the same moves in the same order.
+
+    Alternating dispatches and combines need none. Recomputed rows and frozen inputs leave a
+    dispatch without its combine, and two calls may interleave.
+    """
+    space = buffers.workspace
+    if space.last_move in _BARRIER_AFTER[move]:
+        barrier(buffers)
+    space.last_move = move
 
 
 def _grown(buffers: NvlinkBuffers, grow: Grow | None, tokens: int, wanted: int) -> NvlinkBuffers:
     """Larger buffers for the `tokens` of this rank, where some rank has `wanted`; or ConfigError,
     on every rank, where nobody makes them."""
     if grow is None:
-        raise buffers.too_many(wanted)
+        raise _too_many(wanted, buffers)
     return grow(tokens)
+
+
+def _too_many(tokens: int, buffers: NvlinkBuffers, why: str = "") -> ConfigError:
+    allowed = f"at most max_tokens = {buffers.max_tokens}{why}"
+    return ConfigError.of("tokens of a rank", tokens, allowed)
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 def _send(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, plan: bool = False) -> None:
@@ -213,50 +286,17 @@ def _send(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, plan: bool =
     arrived.
     """
     if buffers.schedule.stream:
-        buffers.fork()
-        steps.stream_push(buffers, handle, x, buffers.side)
+        push(buffers, handle, x, streamed=True)
     if plan:
-        steps.make_plan(buffers, handle)
+        make_plan(buffers, handle)
     if buffers.ranks > 1 and not buffers.schedule.stream:
-        steps.push(buffers, handle, x)
+        push(buffers, handle, x)
 
 
 def _receive(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor) -> Tensor:
     """The expert rows of what was sent, as wide as x."""
     rows = x.new_empty(handle.buffer_rows, x.shape[1])
-    if not buffers.schedule.stream:
-        return steps.scatter(buffers, handle, x, rows)
-    steps.stream_scatter(buffers, handle, x, rows)
-    buffers.join()  # x is the caller's again
-    return rows
-
-
-def send_product(
-    buffers: NvlinkBuffers, handle: RoutingHandle, groups: RowGroups, x: Tensor | Fp8Rows,
-    matrices: Matrices, row_grad: Tensor | None = None,
-) -> None:  # fmt: skip
-    """x [N, in] times El matrices [in, H], towards the tokens' ranks; with the probabilities'
-    gradients row_grad fp32 [N], if given."""
-    sends = buffers.schedule.sent_rows
-    if sends and isinstance(x, Fp8Rows) and isinstance(matrices, Fp8Matrices) and x.values.is_cuda:
-        steps.begin_combine(buffers, handle, row_grad)
-        fp8_sent_matmul(x, matrices, handle.offsets, steps.owners(buffers, handle))
-    elif sends and isinstance(x, Tensor) and isinstance(matrices, Tensor) and can_send(x, matrices):
-        steps.begin_combine(buffers, handle, row_grad)
-        sent_matmul(x, matrices, handle.offsets, steps.owners(buffers, handle))
-    else:
-        send_back(buffers, handle, grouped_product(x, matrices, groups), row_grad)
-
-
-def send_back(
-    buffers: NvlinkBuffers, handle: RoutingHandle, rows: Tensor, row_grad: Tensor | None = None
-) -> None:
-    """rows [N, H] towards the tokens' ranks; row_grad as for send_product."""
-    if not buffers.schedule.sent_rows:
-        steps.reduce_push(buffers, handle, rows, row_grad)
-        return
-    steps.begin_combine(buffers, handle, row_grad)
-    steps.send_rows(buffers, handle, rows)
+    return scatter(buffers, handle, x, rows, streamed=buffers.schedule.stream)
 
 
 def plan_nvlink(
@@ -272,9 +312,9 @@ def plan_nvlink(
     published here until that call. room: of the layer, which is told the rows of exact mode.
     """
     while True:
-        steps.take_turn(buffers, "plan")
-        handle = steps.publish(buffers, topk_ids, probs.detach().float(), capacity)
-        steps.make_plan(buffers, handle)
+        take_turn(buffers, "plan")
+        handle = publish(buffers, topk_ids, probs.detach().float(), capacity)
+        make_plan(buffers, handle)
         if capacity is not None:
             return handle
         handle.ends = buffers.read_offsets()
@@ -303,7 +343,9 @@ class NvlinkBackend(Backend):
     def plan(
         self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool
     ) -> MakeTransport:
-        buffers, capacity = self.sized.of(x.shape[0], x.shape[1], computed_dtype(x)), None
+        if (buffers := self.sized.buffers) is None:
+            buffers = self.sized.of(x.shape[0], x.shape[1], computed_dtype(x))
+        capacity = None
         if (factor := self.shape.capacity_factor) is not None:
             buffers.check_overflow()
             capacity = buffers.bounded_rows(factor)

@@ -21,7 +21,8 @@ from megatron_fluid.cuda.triton_launch import Argument
 from megatron_fluid.kernels.activation import kernel as fused_activation
 from megatron_fluid.kernels.fp8_casts.reference import packed_width
 from megatron_fluid.moe.activations import Variant
-from megatron_fluid.moe.nvlink import steps as nvlink_path
+from megatron_fluid.moe.nvlink import buffers as nvlink_path
+from megatron_fluid.moe.nvlink import sent_rows
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 from tests.support.kernel_cases import KernelCase
@@ -122,7 +123,7 @@ class _Noted:
 def _note(label: str, steps: Callable[[], object]) -> None:
     _Noted.label = label
     with contextlib.ExitStack() as stack:
-        for module in (nvlink_path, fused_activation):
+        for module in (nvlink_path, sent_rows, fused_activation):
             stack.enter_context(mock.patch.object(module, "Launch", _Noted))
         steps()
 
@@ -183,15 +184,15 @@ def _moves(buffers: NvlinkBuffers) -> RoutingHandle:
     nvlink_path.reduce_push(buffers, handle, rows, row_grad)
     nvlink_path.reduce(buffers, handle)
     nvlink_path.reduce(buffers, handle, grads=grads)
-    nvlink_path.stream_push(buffers, handle, x)
-    nvlink_path.stream_scatter(buffers, handle, x, rows)
+    nvlink_path.push(buffers, handle, x, streamed=True)
+    nvlink_path.scatter(buffers, handle, x, rows, streamed=True)
     nvlink_path.barrier(buffers)
     result = x.new_empty(x.shape)
     for ends in (None, [0]):
         handle.ends = ends
-        nvlink_path.begin_combine(buffers, handle)
-        nvlink_path.begin_combine(buffers, handle, row_grad)
-    nvlink_path.send_rows(buffers, handle, rows)
+        sent_rows.begin_combine(buffers, handle)
+        sent_rows.begin_combine(buffers, handle, row_grad)
+    sent_rows.send_rows(buffers, handle, rows)
     buffers.schedule = Schedule(sent_rows=True)
     nvlink_path.reduce(buffers, handle, result)
     nvlink_path.reduce(buffers, handle, result, grads)
@@ -206,8 +207,8 @@ def _streamed(shape: MoECase, dtype: torch.dtype = torch.bfloat16) -> None:
         buffers, torch.zeros(TOKENS, shape.top_k, dtype=torch.int32), _probs(shape.top_k)
     )
     x = torch.empty(TOKENS, shape.hidden, dtype=dtype)
-    nvlink_path.stream_push(buffers, handle, x)
-    nvlink_path.stream_scatter(buffers, handle, x, x.new_empty(x.shape))
+    nvlink_path.push(buffers, handle, x, streamed=True)
+    nvlink_path.scatter(buffers, handle, x, x.new_empty(x.shape), streamed=True)
 
 
 def _packed(name: str) -> None:
@@ -218,12 +219,9 @@ def _packed(name: str) -> None:
         buffers, torch.zeros(TOKENS, shape.top_k, dtype=torch.int32), _probs(shape.top_k)
     )
     x = torch.empty(TOKENS, packed_width(shape.hidden), dtype=torch.bfloat16)
-    for push, scatter in (
-        (nvlink_path.push, nvlink_path.scatter),
-        (nvlink_path.stream_push, nvlink_path.stream_scatter),
-    ):
-        push(buffers, handle, x)
-        scatter(buffers, handle, x, x.new_empty(x.shape))
+    for streamed in (False, True):
+        nvlink_path.push(buffers, handle, x, streamed=streamed)
+        nvlink_path.scatter(buffers, handle, x, x.new_empty(x.shape), streamed=streamed)
 
 
 def _probs(top_k: int, tokens: int = TOKENS) -> Tensor:

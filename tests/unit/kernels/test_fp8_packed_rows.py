@@ -13,7 +13,7 @@ from megatron_fluid.kernels.fp8_casts import reference
 from megatron_fluid.kernels.fp8_casts.packed_rows import pack_rows, unpack_rows
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
 from megatron_fluid.moe.local import kernel_plan
-from megatron_fluid.moe.nvlink import steps
+from megatron_fluid.moe.nvlink import buffers as steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from tests.support.simulated_workspace import SimulatedWorkspace
 
@@ -101,15 +101,11 @@ def test_packed_tokens_cross_nvlink_in_their_own_width(stream: bool) -> None:
 
     def dispatched(sent: list[Tensor]) -> list[Tensor]:
         for r, buffers in enumerate(every):
-            if stream:
-                steps.stream_push(buffers, handles[r], sent[r])
-            else:
-                steps.push(buffers, handles[r], sent[r])
+            steps.push(buffers, handles[r], sent[r], streamed=stream)
         if not stream:
             _signal(every, "dispatch_flags")
-        scatter = steps.stream_scatter if stream else steps.scatter
         return [
-            scatter(b, h, x, x.new_empty(h.buffer_rows, x.shape[1]))
+            steps.scatter(b, h, x, x.new_empty(h.buffer_rows, x.shape[1]), streamed=stream)
             for b, h, x in zip(every, handles, sent, strict=True)
         ]
 

@@ -13,20 +13,18 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import FluidError
-from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
-from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
-from megatron_fluid.moe.nvlink.steps import (
-    begin_combine,
+from megatron_fluid.moe.nvlink.buffers import (
+    NvlinkBuffers,
+    RoutingHandle,
     make_plan,
     publish,
     push,
     reduce,
     reduce_push,
     scatter,
-    send_rows,
-    stream_push,
-    stream_scatter,
 )
+from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
+from megatron_fluid.moe.nvlink.sent_rows import begin_combine, send_rows
 from tests.support.kernel_references import (
     PlanReference,
     dispatch_reference,
@@ -290,11 +288,11 @@ def test_streamed_dispatch_gives_the_same_rows(kind: str) -> None:
     for turn in range(2):
         xs = ranks.tokens(turn)
         for buffers, handle, x in zip(ranks.buffers, ranks.handles, xs, strict=True):
-            stream_push(buffers, handle, x)
+            push(buffers, handle, x, streamed=True)
         for r, (buffers, handle) in enumerate(zip(ranks.buffers, ranks.handles, strict=True)):
             plan = plan_of(case, r)
             out = torch.full((plan.row_entry.numel(), 24), float("nan"), device=DEVICE)
-            stream_scatter(buffers, handle, xs[r], out)
+            scatter(buffers, handle, xs[r], out, streamed=True)
             assert torch.equal(out.cpu(), dispatch_reference(padded(xs, case.capacity, 0), plan))
             ranks.world.rank(r).check_errors()
 

@@ -18,9 +18,9 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import backends, choose, layer
 from megatron_fluid.moe.backends import choose_backend
 from megatron_fluid.moe.choose import choose_transport, nvlink_layer_reason
-from megatron_fluid.moe.nvlink import buffers as nvlink_buffers
-from megatron_fluid.moe.nvlink.buffers import SizedBuffers
+from megatron_fluid.moe.nvlink import shared as nvlink_buffers
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP
+from megatron_fluid.moe.nvlink.shared import SizedBuffers
 from megatron_fluid.plan.machine import REFERENCE
 from tests.support.launch import run_ranks
 

@@ -141,16 +141,16 @@ def test_an_exchange_is_answered_once() -> None:
 def test_moves_of_a_kind_in_a_row_are_kept_apart_by_a_barrier(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from megatron_fluid.moe.nvlink import steps
+    from megatron_fluid.moe.nvlink import transport
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 
     buffers = NvlinkBuffers(SimulatedWorkspace(2).rank(0), 4, H, K, 4, torch.float32)
     barriers: list[str] = []
     move = ""
-    monkeypatch.setattr(steps, "barrier", lambda _: barriers.append(move))
+    monkeypatch.setattr(transport, "barrier", lambda _: barriers.append(move))
     for move in ("plan", "dispatch", "combine", "dispatch", "combine", "plan", "dispatch"):
-        steps.take_turn(buffers, move)
+        transport.take_turn(buffers, move)
     assert barriers == []
     for move in ("dispatch", "plan", "plan", "dispatch", "combine", "combine"):
-        steps.take_turn(buffers, move)
+        transport.take_turn(buffers, move)
     assert barriers == ["dispatch", "plan", "plan", "combine"]

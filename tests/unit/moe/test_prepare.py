@@ -143,7 +143,7 @@ def _evaluated_first(rank: int, world: int) -> dict[str, Any]:
     from unittest import mock
 
     from megatron_fluid.moe import choose
-    from megatron_fluid.moe.nvlink import buffers
+    from megatron_fluid.moe.nvlink import shared
     from tests.support.simulated_workspace import SimulatedWorkspace
 
     found: dict[str, Any] = {}
@@ -154,7 +154,7 @@ def _evaluated_first(rank: int, world: int) -> dict[str, Any]:
         x = torch.randn(T, H, generator=torch.Generator().manual_seed(1))
         with (
             mock.patch.dict(choose.TRANSPORTS, nvlink=lambda case: None),
-            mock.patch.object(buffers, "SymmetricWorkspace", return_value=space) as made,
+            mock.patch.object(shared, "SymmetricWorkspace", return_value=space) as made,
         ):
             made.close = lambda space: None
             with torch.inference_mode():

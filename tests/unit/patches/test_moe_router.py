@@ -375,7 +375,7 @@ def test_a_captured_call_has_room_for_the_rows_that_eager_ones_received(
 def _more_tokens(rank: int, world_size: int) -> dict[str, Any]:
     """A layer over NVLink whose later forwards bring more tokens than its first."""
     from megatron_fluid.moe import choose
-    from megatron_fluid.moe.nvlink import buffers
+    from megatron_fluid.moe.nvlink import shared
     from megatron_fluid.patches.moe import decision
     from megatron_fluid.patches.moe import layer as seam
     from tests.support import tiny_gpt
@@ -386,13 +386,13 @@ def _more_tokens(rank: int, world_size: int) -> dict[str, Any]:
 
     def make(group: Any, tokens: int, hidden: int, ffn: int, *rest: Any, **_: Any) -> Any:
         sizes.append(tokens)
-        return buffers.NvlinkBuffers(space, tokens, hidden, *rest, torch.float32)
+        return shared.NvlinkBuffers(space, tokens, hidden, *rest, torch.float32)
 
     for on in (False, True):
         with (
             mock.patch.object(decision, "nvlink_unsupported_reason", return_value=None),
             mock.patch.dict(choose.TRANSPORTS, nvlink=lambda case: None),
-            mock.patch.object(buffers, "shared_buffers", make),
+            mock.patch.object(shared, "shared_buffers", make),
             tiny_gpt.plug_in(on, moe_backend="nvlink" if on else "megatron"),
         ):
             layer = tiny_gpt.moe_layer(tiny_gpt.config_of())

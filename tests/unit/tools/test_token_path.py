@@ -13,7 +13,7 @@ from tools.token_path import token_path
 
 pytestmark = NEEDS_INTERPRETER
 
-MOST = 17  # to be lowered with every file that is merged, and never raised
+MOST = 16  # to be lowered with every file that is merged, and never raised
 ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 
 
@@ -24,7 +24,7 @@ def _path(rank: int, world: int) -> list[str]:
 def test_a_token_goes_through_few_files_and_the_page_names_them() -> None:
     pytest.importorskip("megatron.core")
     (found,) = run_ranks(_path, 1, env={"TRITON_INTERPRET": "1"})
-    assert "megatron_fluid/moe/nvlink/steps.py" in found, "the path is over NVLink"
+    assert "megatron_fluid/moe/nvlink/transport.py" in found, "the path is over NVLink"
     assert len(found) <= MOST, found
     text = ARCHITECTURE.read_text()
     assert not [name for name in found if name not in text]

@@ -1,0 +1,126 @@
+"""The NVLink buffers that the layers of a process group share: one symmetric workspace for each
+group, NvlinkBuffers for each layer shape on it, and the size and schedule that the ranks agree on.
+
+Layers use the same buffers one after the other, so a model of any depth holds them once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_fluid.comm.agreement import agreement
+from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.comm.symmetric import SymmetricWorkspace
+from megatron_fluid.comm.timeouts import wait_timeout_s
+from megatron_fluid.config import current_config
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.grouped_gemm.launch import sends_rows
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule, choose_schedule
+from megatron_fluid.plan.machine import machine_named
+
+__all__ = ["SizedBuffers", "shared_buffers"]
+
+
+@torch.inference_mode(False)
+def shared_buffers(
+    group: dist.ProcessGroup,
+    max_tokens: int,
+    hidden: int,
+    ffn: int,
+    top_k: int,
+    num_experts: int,
+    dtype: torch.dtype = torch.bfloat16,
+    schedule: Schedule | None = None,
+) -> NvlinkBuffers:
+    """The buffers of this shape on the group's workspace. Collective the first time: all ranks ask
+    in the same order.
+
+    schedule None takes the one that rank 0 chooses for the shape. Raises ConfigError where the
+    ranks cannot map each other's memory.
+    """
+    shape = (max_tokens, hidden, ffn, top_k, num_experts)
+    if schedule is None:
+        schedule = group_resource(
+            group, ("moe schedule", *shape, dtype), lambda: _choose(group, shape, dtype)
+        )
+    chosen = schedule
+
+    given = (max_tokens, hidden, top_k, num_experts, dtype)
+
+    def make() -> NvlinkBuffers:
+        workspace = group_resource(
+            group,
+            "moe workspace",
+            lambda: SymmetricWorkspace(group, wait_timeout_s(group)),
+            close=SymmetricWorkspace.close,
+        )
+        return NvlinkBuffers(workspace, *given, schedule=chosen)
+
+    return group_resource(group, ("moe buffers", *given, schedule), make)
+
+
+def _choose(
+    group: dist.ProcessGroup, shape: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> Schedule:
+    """choose_schedule on the group's first rank, for all: ranks with other schedules would wait for
+    each other in vain."""
+
+    def found() -> tuple[Schedule, str]:
+        if dist.get_rank(group):
+            return NO_OVERLAP, ""
+        # Whether this GPU's grouped GEMMs can send the rows of their results.
+        sends = torch.cuda.is_available() and sends_rows(
+            torch.device("cuda", torch.cuda.current_device()), dtype
+        )
+        try:
+            figures = machine_named(current_config().machine)
+        except ConfigError as error:
+            return NO_OVERLAP, str(error)
+        return choose_schedule(*shape, dist.get_world_size(group), sends, figures), ""
+
+    chosen, failure = agreement(group).first("schedule of an MoE layer", found())
+    if failure:
+        raise ConfigError(failure)
+    schedule: Schedule = chosen
+    return schedule
+
+
+class SizedBuffers:
+    """The NVLink buffers of one layer, sized by its first forward: by the rank that then has most
+    tokens. Where a later one brings more to any rank, all ranks make larger ones together.
+
+    Args:
+        ffn, top_k, experts: F, K and E of the layer.
+        factor: how many times the tokens of the first forward a later one may bring before that.
+
+    Attributes:
+        buffers: None before the first forward.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, ffn: int, top_k: int, experts: int, factor: int = 1
+    ) -> None:
+        self._group, self._factor = group, factor
+        self._shape = (ffn, top_k, experts)
+        self.buffers: NvlinkBuffers | None = None
+
+    def of(self, tokens: int, hidden: int, dtype: torch.dtype) -> NvlinkBuffers:
+        """The buffers of a call with `tokens` of this rank. Collective the first time."""
+        if self.buffers is None:
+            self._make(tokens, self._factor, hidden, dtype)
+        assert self.buffers is not None
+        return self.buffers
+
+    def grow(self, tokens: int) -> NvlinkBuffers:
+        """Buffers for the rank that has most tokens, `tokens` being those of this one. Collective:
+        every rank has learnt from the plan of a call that some rank's tokens do not fit."""
+        assert self.buffers is not None
+        self._make(tokens, 1, self.buffers.hidden, self.buffers.dtype)
+        return self.buffers
+
+    def _make(self, tokens: int, factor: int, hidden: int, dtype: torch.dtype) -> None:
+        sizes = agreement(self._group).gather("tokens of an MoE layer", tokens)
+        most = max(*sizes, 1) * factor
+        self.buffers = shared_buffers(self._group, most, hidden, *self._shape, dtype=dtype)
