@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.cases.moe import MoECase, torch_grouped_matmul, torch_grouped_weight_grad
-from megatron_fluid import MoELayer
+from megatron_fluid import MoEBaseline, MoELayer
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.kernels.grouped_gemm.launch import grouped_weight_grad, sends_rows
 from megatron_fluid.moe.expert_weights import ExpertWeights, grouped_product
@@ -69,9 +69,10 @@ def fluid_layer(
     device: torch.device,
     like: MoELayer | None = None,
     group: dist.ProcessGroup | None = None,
+    of: type[MoELayer | MoEBaseline] = MoELayer,
     **settings: Any,
-) -> MoELayer:
-    """Return MoELayer over all ranks, with the weights of `like` or its own."""
+) -> Any:
+    """Return a layer `of` megatron_fluid over all ranks, with the weights of `like` or its own."""
     config = {
         "hidden_size": case.hidden,
         "ffn_hidden_size": case.ffn,
@@ -80,7 +81,7 @@ def fluid_layer(
         "backend": "auto",  # MegatronMoE changes the configuration's
         **settings,
     }
-    layer = MoELayer(config, group or dist.group.WORLD, device, torch.bfloat16)
+    layer = of(config, group or dist.group.WORLD, device, torch.bfloat16)
     if like is None:
         set_routing_weight(layer.router.weight)
     else:

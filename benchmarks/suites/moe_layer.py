@@ -21,13 +21,18 @@ Every variant gets tokens from which its own router computes the same random log
     fluid_megatron    Megatron's layer with our path by patch
     fluid_megatron_te our exchange by patch, and Transformer Engine's experts
     fluid_experts_*   our experts behind Megatron's dispatcher
+    fluid_rounds      the same over round-robin P2P exchanges, dX in chunks
+    all_to_all        megatron_fluid.MoEBaseline: plain all-to-alls and nothing overlapped
     megatron_te_*     Megatron's own; `single_launch` with Transformer Engine's grouped GEMM of one
-                      launch
+                      launch, `deepep` and `nccl_ep` with the flex dispatcher over these
     *_cutlass         with the GEMMs of all experts as one launch of CUTLASS in Transformer Engine
     *_fp8             with --fp8-format e4m3 --fp8-recipe blockwise
-    torch_grouped, liger    on one GPU: moe_rivals.py
+    torch_grouped, liger_triton, sonic    on one GPU: moe_rivals.py
+    liger_cute        LigerCute's fused expert parallelism: moe_rivals.py
 
-On one GPU nothing is exchanged, and a case has SonicMoE's published shape.
+The layers of moe_rivals.py get the weights of `fluid`, and one whose output differs from its by
+more than bf16 explains is left out. On one GPU nothing is exchanged, and a case has SonicMoE's
+published shape. But for `fluid_graph`, nothing is captured.
 
 Cases of which popular experts get more carry `-zipf`. In train, config holds the bytes that a layer
 keeps for its backward and the most it ever holds above its input and weights. --phases adds the
@@ -39,7 +44,6 @@ leaves a trace of each variant.
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import os
 import sys
@@ -47,7 +51,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -57,7 +60,6 @@ from benchmarks.cases.attention import forward_call, start_megatron, step_call
 from benchmarks.cases.moe import CASES, ONE_GPU_CASES, MoECase, router_logits
 from benchmarks.cases.moe_layers import (
     CAPACITY_FACTOR,
-    MegatronMoE,
     chosen_schedule,
     floor_call,
     fluid_layer,
@@ -65,9 +67,17 @@ from benchmarks.cases.moe_layers import (
     own_gemms_call,
     routed_tokens,
     schedule_of,
-    set_routing_weight,
 )
-from benchmarks.cases.moe_rivals import RIVALS, missing
+from benchmarks.cases.moe_rivals import RIVALS, close_rivals, missing, prepare_rivals
+from benchmarks.cases.moe_variants import (
+    MEGATRON,
+    SCHEDULES,
+    VARIANTS,
+    build_layers,
+    close_layers,
+    rival_gaps,
+    with_cutlass,
+)
 from benchmarks.harness.gpu_readings import READ_S, read_gpu
 from benchmarks.harness.options import MODES, chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
@@ -75,53 +85,13 @@ from benchmarks.harness.timing import Timing, layer_head_start_ms, measure
 from benchmarks.harness.variants import everywhere
 from benchmarks.report.timeline import write_trace
 from benchmarks.suites.moe_phases import host_times, measure_phases, phase_buffers, print_phases
-from megatron_fluid import MoELayer, close_group
-from megatron_fluid.kernels.fp8_grouped_gemm.launch import fp8_device_reason
+from megatron_fluid import MoELayer
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 
 __all__ = ["main", "memory_of"]
 
 ZIPF = 0.6
 ROUTINGS = ("balanced", "zipf")
-MEGATRON = {
-    "fluid_megatron": ("alltoall", False, "auto"),
-    "fluid_megatron_te": ("alltoall", False, "auto"),
-    "fluid_megatron_te_cutlass": ("alltoall", False, "auto"),
-    "fluid_megatron_te_fp8": ("alltoall", False, "auto"),
-    "fluid_experts_alltoall": ("alltoall", False, "experts"),
-    "fluid_experts_allgather": ("allgather", False, "experts"),
-    "megatron_te_alltoall": ("alltoall", False, "megatron"),
-    "megatron_te_allgather": ("allgather", False, "megatron"),
-    "megatron_te_overlap_wgrad": ("alltoall", True, "megatron"),
-    "megatron_te_single_launch": ("alltoall", False, "megatron"),
-    "megatron_te_cutlass": ("alltoall", False, "megatron"),
-    "fluid_megatron_fp8": ("alltoall", False, "auto"),
-    "megatron_te_fp8": ("alltoall", False, "megatron"),
-}
-FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise"}  # of Megatron's variants that end so
-# Read when a layer is built.
-ENVIRONMENT = {"megatron_te_single_launch": {"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": "1"}}
-# Read at every GEMM.
-CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
-OVER_SEVERAL = ("fluid_no_overlap", "megatron_te_overlap_wgrad")
-"""Variants that differ from another on several GPUs alone."""
-VARIANTS = (
-    "floor",
-    "floor_fluid",
-    "fluid",
-    "fluid_fp8",
-    "fluid_graph",
-    "fluid_no_overlap",
-    *MEGATRON,
-    *RIVALS,
-)
-# What --schedules measures, by name.
-SCHEDULES = {
-    "whole": NO_OVERLAP,
-    "stream": Schedule(stream=True),
-    "sent": Schedule(sent_rows=True),
-    "stream_sent": Schedule(stream=True, sent_rows=True),
-}
 
 
 def memory_of(
@@ -137,7 +107,10 @@ def memory_of(
     y = layer(x)
     torch.cuda.synchronize()
     kept = torch.cuda.memory_allocated() - before
+    y.backward(torch.zeros_like(y))  # a backward gives back what its forward holds elsewhere
     del y
+    for tensor in (*layer.parameters(), x):
+        tensor.grad = None
     torch.cuda.reset_peak_memory_stats()
     call()
     torch.cuda.synchronize()
@@ -161,16 +134,6 @@ def _readings(
                 torch.cuda.synchronize()
         found[variant] = readings
     return found
-
-
-def _with_cutlass(call: Callable[[], object]) -> Callable[[], object]:
-    """`call` with one launch for the GEMMs of all experts in Transformer Engine."""
-
-    def alone() -> None:
-        with mock.patch.dict(os.environ, {CUTLASS: "1"}):
-            call()
-
-    return alone
 
 
 def _hidden_share(timings: dict[str, Timing]) -> dict[str, float]:
@@ -223,66 +186,6 @@ def _with_megatron(names: Iterable[str]) -> bool:
     )
 
 
-def _layers(
-    case: MoECase, options: argparse.Namespace, device: torch.device, absent: str | None, ranks: int
-) -> tuple[dict[str, nn.Module], dict[str, Schedule]]:
-    """Return every layer that was asked for and can be built, by variant, and the schedules that
-    are fixed."""
-    wanted = tuple(options.variants) or ("",)
-    names = SCHEDULES if "all" in options.schedules else options.schedules
-    idle = OVER_SEVERAL if ranks == 1 else RIVALS
-    fixed = {"fluid_no_overlap": NO_OVERLAP}
-    if "fluid_no_overlap" in idle or not "fluid_no_overlap".startswith(wanted):
-        fixed = {}
-    fixed |= {f"schedule_{name}": SCHEDULES[name] for name in names}
-    fluid = fluid_layer(case, device)
-    layers: dict[str, nn.Module] = {"fluid": fluid}
-    for name in fixed:
-        layers[name] = fluid_layer(case, device, fluid, dist.new_group())
-    if "fluid_fp8".startswith(wanted) and fp8_device_reason(device) is None:
-        layers["fluid_fp8"] = fluid_layer(case, device, fluid, fp8_recipe="blockwise")
-    shared: dict[str, nn.Module] = {}  # of all of Megatron's, the parameters of the first
-    builders: dict[str, Callable[..., nn.Module]] = {
-        variant: functools.partial(
-            MegatronMoE,
-            case,
-            device,
-            *megatron,
-            keep_experts=variant.startswith("fluid_megatron_te"),
-            **(FP8 if variant.endswith("fp8") else {}),
-        )
-        for variant, megatron in MEGATRON.items()
-        if absent is None
-    }
-    builders |= {v: functools.partial(build, case, device) for v, build in RIVALS.items()}
-    for variant, build in builders.items():
-        if variant.startswith(wanted) and variant not in idle:
-            if (reason := missing(variant)) is not None:
-                print(f"{variant} left out: {reason}", file=sys.stderr, flush=True)
-                continue
-            try:
-                with mock.patch.dict(os.environ, ENVIRONMENT.get(variant, {})):
-                    layers[variant] = build(**shared) if variant in MEGATRON else build()
-                if variant in MEGATRON:
-                    shared = {"like": layers[variant]}
-                if variant in RIVALS:
-                    set_routing_weight(layers[variant].router.weight)  # type: ignore[union-attr, arg-type]
-            except Exception as error:  # it is named, and the others are measured
-                reason = f"{type(error).__name__}: {error}"
-                print(f"{variant} left out: {reason}", file=sys.stderr, flush=True)
-    return layers, fixed
-
-
-def _close(layers: Mapping[str, nn.Module], fixed: Iterable[str]) -> None:
-    """Free the buffers and the process groups of layers with a fixed schedule. Collective."""
-    for name in fixed:
-        layer = layers[name]
-        assert isinstance(layer, MoELayer)
-        group = layer.rounds.group
-        close_group(group)
-        dist.destroy_process_group(group)
-
-
 def _print_case(
     label: str,
     timings: Mapping[str, Timing],
@@ -308,23 +211,16 @@ def _measure_case(
 ) -> list[Row]:
     device, ranks = logits.device, dist.get_world_size()
     tokens = case.tokens or options.tokens
-    layers, fixed = _layers(case, options, device, absent, ranks)
+    layers, fixed = build_layers(case, options, device, absent, ranks)
     fluid = layers["fluid"]
     assert isinstance(fluid, MoELayer)
     schedules = {"fluid": schedule_of(case, tokens, device), **fixed}
     x = routed_tokens(logits, case.hidden).requires_grad_()
-    failed: list[str] = []
     for variant, layer in layers.items():
-        try:
+        if variant not in RIVALS and variant not in MEGATRON:
             with chosen_schedule(fixed.get(variant)), torch.no_grad():
                 layer(x)
-        except Exception as error:
-            if variant not in RIVALS and variant not in ENVIRONMENT:
-                raise
-            print(f"{variant} left out: {type(error).__name__}: {error}", file=sys.stderr)
-            failed.append(variant)
-    for variant in failed:
-        del layers[variant]
+    gaps = rival_gaps(layers, x)
     rows: list[Row] = []
     for mode in options.modes:
         train = mode == "train"
@@ -335,7 +231,7 @@ def _measure_case(
         memory: dict[str, dict[str, int]] = {}
         for variant, layer in layers.items():
             call = (step_call if train else forward_call)(layer, x)
-            calls[variant] = call = _with_cutlass(call) if variant.endswith("cutlass") else call
+            calls[variant] = call = with_cutlass(call) if variant.endswith("cutlass") else call
             if train:
                 call()
                 memory[variant] = memory_of(call, device, layer, x)
@@ -364,7 +260,8 @@ def _measure_case(
         }
         hidden = _hidden_share(timings) if schedules["fluid"] != NO_OVERLAP else {}
         for variant, timing in timings.items():
-            config: dict[str, Any] = shared | memory.get(variant, {}) | readings.get(variant, {})
+            config: dict[str, Any] = shared | gaps.get(variant, {})
+            config |= {**memory.get(variant, {}), **readings.get(variant, {})}
             schedule = schedules.get("fluid" if variant == "fluid_graph" else variant)
             if schedule is not None:
                 config["schedule"] = str(schedule)
@@ -388,7 +285,7 @@ def _measure_case(
         if dist.get_rank() == 0:
             print_phases(phases)
         rows += phases
-    _close(layers, fixed)
+    close_layers(layers, fixed)
     return rows
 
 
@@ -427,6 +324,10 @@ def main(arguments: list[str] | None = None) -> int:
         cases = {name: (CASES | ONE_GPU_CASES)[name] for name in names}
     if absent and rank == 0:
         print(f"no megatron_te variants: {absent}", flush=True)
+    cute = any("liger_cute".startswith(name) for name in options.variants or [""])
+    cute = cute and not options.smoke and missing("liger_cute") is None
+    if cute:
+        prepare_rivals(cases.values(), options.tokens, device)
     rows: list[Row] = []
     for name, case in cases.items():
         for routing in options.routing:
@@ -441,6 +342,8 @@ def main(arguments: list[str] | None = None) -> int:
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize()
+    if cute:
+        close_rivals()
     dist.destroy_process_group()
     return 0
 

@@ -14,7 +14,7 @@ from benchmarks.cases.moe_rivals import RIVALS
 from benchmarks.harness.results import NO_SUITES, RESULTS, Row, write_results
 from benchmarks.report.descriptions import FLOORS, SUITES
 from benchmarks.report.tables import launched, summary
-from benchmarks.suites.moe_layer import MEGATRON
+from benchmarks.cases.moe_variants import MEGATRON
 from benchmarks.suites.tp_backends import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -107,7 +107,7 @@ def test_a_floor_is_nobodys_rival(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(SUITES))
 def test_the_words_are_about_variants_that_the_suite_measures(name: str) -> None:
     files = {
-        "moe_layer": ("suites/moe_layer", "cases/moe_rivals"),
+        "moe_layer": ("suites/moe_layer", "cases/moe_variants", "cases/moe_rivals"),
         "pretrain": ("cases/pretrain",),
         "slow_wire": ("cases/slow_wire",),
         "tp_overlap": ("suites/tp_backends",),
