@@ -34,33 +34,40 @@ from benchmarks.suites import all_to_all as suite
 __all__ = ["main", "table"]
 
 ROOT = Path(__file__).resolve().parents[1]
-_RIVALS = {"torch_ata": "Torch AtA", "nvshmem_ata": "NVSHMEM AtA"}
+_RIVALS = {
+    "torch_ata": "Torch AtA",
+    "nvshmem_ata": "NVSHMEM AtA",
+    "deepep": "DeepEP",
+    "nccl_ep": "NCCL EP",
+}
 
 Rows = Sequence[Mapping[str, Any]]
 
 
-def table(measured: Mapping[int, Rows], shape: str, tokens: int, variant: str) -> list[str]:
+def table(measured: Mapping[int, Rows], shape: str, tokens: int, eager: bool) -> list[str]:
     """Lines of the table of one model shape and number of tokens a rank.
 
     Args:
         measured: rows of result files, by number of ranks; columns keep its order.
-        variant: whose times are shown: `fluid` (CUDA graphs) or `fluid_eager`.
+        eager: show each call by itself, not calls in a CUDA graph.
     """
     case = f"{shape}-{tokens}"
     cells: dict[str, dict[int, str]] = {}
     for mode in ("dispatch", "combine"):
+        timed = f"{mode}_eager" if eager else mode
         for ranks, rows in measured.items():
-            for row in (r for r in rows if (r["case"], r["mode"]) == (case, mode)):
+            for row in (r for r in rows if (r["case"], r["mode"]) == (case, timed)):
                 config = row["config"]
-                if row["variant"] == variant:
+                if row["variant"] == "fluid":
                     label = f"{config['transport'].upper()} {mode.capitalize()}"
                 elif row["variant"] in _RIVALS:
-                    label = _RIVALS[row["variant"]]
+                    label = f"{_RIVALS[row['variant']]} {mode.capitalize()}"
                 else:
                     continue
                 cell = f"{config['mean_us']:.1f}μs ± {config['deviation_us']:4.1f}μs"
                 cells.setdefault(label, {})[ranks] = cell
-    order = sorted(cells, key=lambda label: label in _RIVALS.values())  # stable: rivals come last
+    rivals = set(_RIVALS.values())  # they come last
+    order = sorted(cells, key=lambda label: label.rpartition(" ")[0] in rivals)
     unit = f"{tokens} tok per GPU"
     lines = [[unit, *(f"EP{ranks}" for ranks in measured)]]
     lines += [[label, *(cells[label].get(ranks, "x") for ranks in measured)] for label in order]
@@ -155,7 +162,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print. Exit status 1 if no cell was measured where the table is printed."""
     options = _parser().parse_args(arguments)
     launch = detect_launch()
-    variant = "fluid_eager" if options.eager else "fluid"
     with tempfile.TemporaryDirectory() as temporary:
         if isinstance(launch, RankLaunch):
             if len(options.transports) > 1 and torch.cuda.is_available():
@@ -172,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 0
         print(f"{options.shape}, mean and deviation of the slowest rank", flush=True)
         for tokens in options.tokens:
-            print("\n".join(["", *table(measured, options.shape, tokens, variant)]))
+            print("\n".join(["", *table(measured, options.shape, tokens, options.eager)]))
         print("\n".join(["", *absent]), flush=True)
     return 0 if any(measured.values()) else 1
 

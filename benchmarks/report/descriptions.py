@@ -230,23 +230,27 @@ SUITES = {
         "one all-to-all of a row for each "
         "choice of an expert, without a permutation; `_once` leaves the experts of a rank to the "
         "caller, a row to and from each rank",
-        others={"nccl": "NCCL's all-to-all"},
-        rivals={"deepep": "DeepEP"},
+        others={"nccl": "NCCL's all-to-all", "deepep": "DeepEP", "nccl_ep": "NCCL EP"},
         ours={
             "copy_engine": "megatron_fluid by copy engine",
             "fluid_stream": "megatron_fluid, streamed",
         },
-        best="NCCL",
         beside={"dispatch": "nccl", "combine": "nccl"},
-        shown=lambda gpus: ".* (dispatch|combine)",
+        shown=lambda gpus: ".* (dispatch|combine)(_once)?",
     ),
     "grouped_gemm": Suite(
         what="the experts' GEMMs of one GPU, with the rows that four GPUs of 4096 tokens send "
         "it; main_grad adds to fp32 gradients",
-        others={"torch": "torch's grouped GEMM", "cublas": "cuBLAS, expert by expert"},
+        others={
+            "torch": "torch's grouped GEMM",
+            "cublas": "cuBLAS, expert by expert",
+            "deepgemm": "DeepGEMM",
+        },
         ours={
             "fluid_even": "megatron_fluid, rows spread evenly",
             "torch_even": "torch's grouped GEMM, rows spread evenly",
+            "fluid_fp8": "megatron_fluid in fp8",
+            "deepgemm_fp8": "DeepGEMM in fp8",
             "fluid_two_kernels": "megatron_fluid, swiglu in a kernel of its own",
             "fluid_unkept": "megatron_fluid, without fc1's own result",
         },
@@ -269,16 +273,17 @@ SUITES = {
         others={
             "torch_ata": "NCCL's all-to-all of padded buffers",
             "nvshmem_ata": "NVSHMEM's all-to-all of padded buffers",
+            "deepep": "DeepEP, low latency",
+            "nccl_ep": "NCCL EP, low latency",
         },
-        rivals={"deepep": "DeepEP", "pplx": "pplx-kernels"},
+        rivals={"pplx": "pplx-kernels"},
         ours={
             "fluid_weights_at_combine": "megatron_fluid, weights travel in combine",
             "fluid_packed": "megatron_fluid, rows of experts packed in bf16",
-            "fluid_eager": "megatron_fluid without a CUDA graph",
             "after_dispatch": "a GEMM after a whole dispatch",
             "between_halves": "a GEMM between the halves of a dispatch",
         },
-        shown=lambda gpus: r"(r1|v2-?lite)-(1|32|128) (dispatch|combine)",
+        shown=lambda gpus: r"(r1|v2-?lite)-(1|32|128) (dispatch|combine)(_eager)?",
     ),
 }
 """By name, in the order in which the README shows them."""

@@ -8,13 +8,18 @@ v2-lite (64 experts, top-6, hidden 2048), tokens 1 to 256. Rows go in as fp8 e4m
 scale per 128, come back as bf16. The capacity (max_num_tokens) is the case's tokens, as in
 pplx-kernels' benchmark, unless --capacity says otherwise.
 
-Variants: fluid (weights travel with the dispatch; 20 calls captured in one CUDA graph, time of
-one), fluid_weights_at_combine (weights travel in combine, which costs an exchange), fluid_packed
-(packed bf16 rows, as a grouped GEMM wants them), fluid_eager (each call between two events, as
-pplx-kernels times), torch_ata (NCCL all_to_all_single of [experts, tokens, row]), nvshmem_ata
-(torch's NVSHMEM all-to-all of the same, eager). Microseconds, the slowest rank; mean and deviation
-over the samples stand in each row's config. Modes dispatch_split and combine_split are the two
-halves one after the other.
+Modes dispatch and combine: 20 calls captured in one CUDA graph, time of one. dispatch_eager and
+combine_eager: each call between two events, as pplx-kernels times. Compare within a mode. Those of
+the halves are dispatch_send_eager and so on; dispatch_split and combine_split are the two halves
+one after the other.
+
+Variants: fluid (weights travel with the dispatch), fluid_weights_at_combine (weights travel in
+combine, which costs an exchange), fluid_packed (packed bf16 rows, as a grouped GEMM wants them),
+torch_ata (NCCL all_to_all_single of [experts, tokens, row], rows of a byte an element there and of
+bf16 back), nvshmem_ata (torch's NVSHMEM all-to-all of the same, eager alone: it starts collectives
+of its own), deepep (low-latency mode, which also casts bf16 to fp8), nccl_ep (low-latency mode,
+bf16 both ways). Microseconds, the slowest rank; mean and deviation over the samples stand in each
+row's config.
 
 Mode gemm: a bf16 GEMM between the send and the receive half of a dispatch, and after both; what it
 loses to the bytes in flight is the difference.
@@ -26,27 +31,27 @@ Without a GPU the same runs over gloo by the clock, to try the program: --cases 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.cases.all_to_all import SHAPES, TOKENS, Call, Case, Clock, row_of
+from benchmarks.cases.exchange_rivals import LOW_LATENCY, missing_exchange
 from benchmarks.harness.launchers import RankLaunch, detect_launch
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import quantile
+from benchmarks.harness.variants import everywhere
 
-__all__ = ["TARGETS_US", "main"]
-
-# On 4 H200: (dispatch, combine) at most, microseconds.
-TARGETS_US = {"r1-128": (28, 45), "r1-32": (20, 25), "r1-1": (13, 13), "v2-lite-128": (20, 26)}
+__all__ = ["main"]
 
 
 def run_case(
@@ -79,12 +84,9 @@ def run_case(
             "fluid",
             clock.captured([calls[f"{mode}_send"], calls[f"{mode}_receive"]]),
         )
-    whole = ("dispatch", "combine")
-    for mode, samples in zip(whole, clock.eager([calls[m] for m in whole]), strict=True):
-        add(mode, "fluid_eager", samples)
+    _add_eager(add, clock, "fluid", {mode: calls[mode] for mode in ("dispatch", "combine")})
     parts = ("dispatch_send", "dispatch_receive", "combine_send", "combine_receive")
-    for mode, samples in zip(parts, clock.eager([calls[m] for m in parts]), strict=True):
-        add(mode, "fluid_eager", samples)
+    _add_eager(add, clock, "fluid", {mode: calls[mode] for mode in parts})
     _add_gemm(add, calls, clock, options.gemm)
     late = case.calls(ata, False)
     late["dispatch"]()
@@ -99,17 +101,51 @@ def run_case(
         clock.meet()
         packed.check_errors()
         packed.destroy()
-    if not options.no_torch_ata:
-        padded = torch.randint(
-            0, 255, (case.experts * case.tokens * case.hidden,), dtype=torch.uint8, device=device
-        )
-        received = torch.empty_like(padded)
-        add(
-            "dispatch",
-            "torch_ata",
-            clock.captured([lambda: dist.all_to_all_single(received, padded)], 4),
-        )
+    for variant, build in _rivals(case, options).items():
+        rival = everywhere(variant, build)
+        if rival is None:
+            continue
+        for mode, call in rival.items():
+            samples = everywhere(f"{variant}, captured", lambda c=call: clock.captured([c], 4))
+            if samples is not None:
+                add(mode, variant, samples)
+        _add_eager(add, clock, variant, rival)
     return rows
+
+
+def _add_eager(
+    add: Callable[..., None], clock: Clock, variant: str, calls: Mapping[str, Call]
+) -> None:
+    for mode, samples in zip(calls, clock.eager(list(calls.values())), strict=True):
+        add(f"{mode}_eager", variant, samples)
+
+
+def _rivals(case: Case, options: argparse.Namespace) -> dict[str, Callable[[], dict[str, Call]]]:
+    """What builds the calls of each rival that is wanted and installed."""
+
+    def padded() -> dict[str, Call]:
+        count, calls = case.experts * case.tokens * case.hidden, {}
+        for mode, width in (("dispatch", 1), ("combine", 2)):
+            sent = torch.randint(0, 255, (count * width,), device=case.x.device, dtype=torch.uint8)
+            received = torch.empty_like(sent)
+            calls[mode] = functools.partial(dist.all_to_all_single, received, sent)
+        return calls
+
+    found: dict[str, Callable[[], dict[str, Call]]] = {}
+    if not options.no_torch_ata:
+        found["torch_ata"] = padded
+    parts = [name.rpartition("-") for name in options.cases]
+    largest = (
+        max(int(tokens) for _, _, tokens in parts),
+        max(SHAPES[shape][2] for shape, _, _ in parts),
+        max(SHAPES[shape][0] for shape, _, _ in parts),
+    )
+    x, ids = case.x.to(torch.bfloat16), case.ids.view(torch.int32)
+    for variant, calls in LOW_LATENCY.items():
+        if missing_exchange(variant) is None and not options.no_torch_ata:
+            of_case = x, ids, case.weights, case.experts, largest
+            found[variant] = functools.partial(calls, *of_case)
+    return found
 
 
 def _add_gemm(
@@ -156,7 +192,7 @@ def _nvshmem_main(options: argparse.Namespace, rank: int, clock: Clock) -> None:
     most = 0
     for name in options.cases:
         shape, _, tokens = name.rpartition("-")
-        most = max(most, SHAPES[shape][0] * int(tokens) * SHAPES[shape][2])
+        most = max(most, 2 * SHAPES[shape][0] * int(tokens) * SHAPES[shape][2])
     send = symmetric_memory.empty(most, dtype=torch.uint8, device=clock.device)
     receive = symmetric_memory.empty(most, dtype=torch.uint8, device=clock.device)
     for buffer in (send, receive):
@@ -165,14 +201,13 @@ def _nvshmem_main(options: argparse.Namespace, rank: int, clock: Clock) -> None:
     for name in options.cases:
         shape, _, tokens = name.rpartition("-")
         n = SHAPES[shape][0] * int(tokens) * SHAPES[shape][2]
-        x, y = send[:n], receive[:n]
+        for mode, size in (("dispatch", n), ("combine", 2 * n)):
+            x, y = send[:size], receive[:size]
 
-        def exchange(x: torch.Tensor = x, y: torch.Tensor = y) -> None:
-            torch.ops.symm_mem.nvshmem_all_to_all(x, y, world.group_name)
+            def exchange(x: torch.Tensor = x, y: torch.Tensor = y) -> None:
+                torch.ops.symm_mem.nvshmem_all_to_all(x, y, world.group_name)
 
-        found[name] = clock.eager([exchange])[
-            0
-        ]  # it starts collectives of its own, which a graph may refuse
+            [found[f"{name} {mode}_eager"]] = clock.eager([exchange])
     if rank == 0:
         Path(options.nvshmem_child).write_text(json.dumps(found))
 
@@ -205,7 +240,7 @@ def _nvshmem_rows(options: argparse.Namespace, launch: RankLaunch) -> tuple[list
             return [], (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
         samples = json.loads(result.read_text())
     return [
-        row_of(name, "dispatch", "nvshmem_ata", values, {}) for name, values in samples.items()
+        row_of(*name.split(" "), "nvshmem_ata", values, {}) for name, values in samples.items()
     ], ""
 
 
@@ -218,26 +253,29 @@ def _cell(rows: Sequence[Row], case: str, mode: str, variant: str) -> str:
     )
 
 
+_RIVALS = ("torch_ata", "nvshmem_ata", "deepep", "nccl_ep")
 _TABLES = (
     (
         "captured",
         ("Dispatch", "dispatch", "fluid"),
+        ("packed", "dispatch", "fluid_packed"),
+        *((name, "dispatch", name) for name in _RIVALS),
         ("Combine", "combine", "fluid"),
-        ("Combine, weights late", "combine", "fluid_weights_at_combine"),
-        ("Dispatch packed", "dispatch", "fluid_packed"),
-        ("Combine packed", "combine", "fluid_packed"),
-        ("Torch AtA", "dispatch", "torch_ata"),
-        ("NVSHMEM AtA", "dispatch", "nvshmem_ata"),
+        ("weights late", "combine", "fluid_weights_at_combine"),
+        ("packed", "combine", "fluid_packed"),
+        *((name, "combine", name) for name in _RIVALS),
     ),
     (
         "eager, and by halves",
-        ("Dispatch", "dispatch", "fluid_eager"),
-        ("send", "dispatch_send", "fluid_eager"),
-        ("receive", "dispatch_receive", "fluid_eager"),
+        ("Dispatch", "dispatch_eager", "fluid"),
+        *((name, "dispatch_eager", name) for name in _RIVALS),
+        ("send", "dispatch_send_eager", "fluid"),
+        ("receive", "dispatch_receive_eager", "fluid"),
         ("send + receive captured", "dispatch_split", "fluid"),
-        ("Combine", "combine", "fluid_eager"),
-        ("send", "combine_send", "fluid_eager"),
-        ("receive", "combine_receive", "fluid_eager"),
+        ("Combine", "combine_eager", "fluid"),
+        *((name, "combine_eager", name) for name in _RIVALS),
+        ("send", "combine_send_eager", "fluid"),
+        ("receive", "combine_receive_eager", "fluid"),
         ("send + receive captured", "combine_split", "fluid"),
     ),
     (
@@ -274,22 +312,6 @@ def tables(rows: Sequence[Row], shape: str) -> list[str]:
     return lines
 
 
-def targets(rows: Sequence[Row]) -> list[str]:
-    """What was aimed at, beside what was measured."""
-    lines = []
-    for case, limits in TARGETS_US.items():
-        for mode, limit in zip(("dispatch", "combine"), limits, strict=True):
-            variants = ("fluid", "fluid_weights_at_combine") if mode == "combine" else ("fluid",)
-            for row in rows:
-                if (row.case, row.mode) == (case, mode) and row.variant in variants:
-                    median = row.median_ms * 1e3
-                    verdict = "met" if median <= limit else "MISSED"
-                    lines.append(
-                        f"{case} {mode} {row.variant}: {median:.1f} us, at most {limit}: {verdict}"
-                    )
-    return lines
-
-
 def _case(name: str) -> str:
     """A case as argparse takes it, which names the argument before what is said here."""
     shape, _, tokens = name.rpartition("-")
@@ -318,7 +340,7 @@ def _parser() -> argparse.ArgumentParser:
         "--gemm", type=int, nargs=3, default=(2048, 4096, 4096), metavar=("M", "N", "K")
     )
     parser.add_argument(
-        "--no-torch-ata", action="store_true", help="leave NCCL's padded all-to-all out"
+        "--no-torch-ata", action="store_true", help="leave NCCL, DeepEP and NCCL EP out"
     )
     parser.add_argument(
         "--no-nvshmem-ata", action="store_true", help="leave NVSHMEM's padded all-to-all out"
@@ -376,7 +398,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for shape in SHAPES:
             if any(row.case.rpartition("-")[0] == shape for row in rows):
                 print("\n".join(tables(rows, shape)), flush=True)
-        print("\n".join(["", *targets(rows)]))
         path = write_results("all_to_all", rows, launch.world_size, options.output)
         print(f"results: {path}; {time.monotonic() - started:.0f} s")
     dist.barrier()

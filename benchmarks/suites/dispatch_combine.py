@@ -20,6 +20,9 @@ that leave a GPU: each token once per remote destination rank. Modes:
                    token's row to each of its ranks, dense there
     combine_once   one row back from each rank, already summed over the rank's experts
     nccl           one all_to_all_single of T * K rows, one per (token, expert), no permutation
+
+All of this is eager. DeepEP and NCCL EP (benchmarks/cases/exchange_rivals.py) have the modes
+dispatch_once and combine_once; the routing's tables are made before, for them as for `fluid`.
 """
 
 from __future__ import annotations
@@ -31,14 +34,17 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.cases.exchange_rivals import EXCHANGES, missing_exchange
 from benchmarks.cases.moe import CASES, MoECase, router_logits
 from benchmarks.harness.options import chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
+from benchmarks.harness.variants import everywhere
 from benchmarks.suites.moe_phases import phase_buffers
 from megatron_fluid.moe.nvlink.buffers import (
     NvlinkBuffers,
@@ -117,8 +123,9 @@ def _copy_engine(
 
 def _calls(
     buffers: NvlinkBuffers, case: MoECase, tokens: int, device: torch.device
-) -> tuple[dict[tuple[str, str], Callable[[], object]], dict[str, int]]:
-    """Return the calls by mode and variant, and the bytes that leave a GPU by mode. Collective."""
+) -> tuple[dict[tuple[str, str], Callable[[], object]], dict[str, int], dict[str, str]]:
+    """Return the calls by mode and variant, the bytes that leave a GPU by mode, and the settings of
+    rivals. Collective."""
     rank, ranks = buffers.rank, buffers.ranks
     drawn = router_logits(case, tokens, 0.0, 100 + rank, device).topk(case.top_k)
     ids, probs = drawn.indices, torch.softmax(drawn.values, -1)
@@ -165,8 +172,18 @@ def _calls(
     once = phase_buffers(by_rank, tokens, device, _SCHEDULE, buffers.workspace)
     for mode, call in _once_a_rank(once, bits[:tokens], x).items():
         calls[mode, "fluid"] = call
+    settings = {}
+    for variant, build in EXCHANGES.items():
+        of_case = functools.partial(build, x, ids, probs, case.experts)
+        if (reason := missing_exchange(variant)) is None:
+            found = everywhere(variant, of_case)
+            for mode, call in found[0].items() if found else ():
+                calls[mode, variant], settings[variant] = call, found[1]
+        elif rank == 0:
+            print(f"{variant} left out: {reason}", file=sys.stderr, flush=True)
     moved = dict.fromkeys((mode for mode, _ in calls), copies * case.hidden * 2)
-    return calls, moved | {"nccl": send.numel() * 2 * (ranks - 1) // ranks, "plan": 0}
+    moved |= {"nccl": send.numel() * 2 * (ranks - 1) // ranks, "plan": 0}
+    return calls, moved, settings
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -200,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[Row] = []
     for name, case in cases.items():
         buffers = phase_buffers(case, tokens, device, _SCHEDULE)
-        calls, moved = _calls(buffers, case, tokens, device)
+        calls, moved, settings = _calls(buffers, case, tokens, device)
         timings = measure(
             {f"{mode} {variant}": call for (mode, variant), call in calls.items()},
             device,
@@ -212,7 +229,9 @@ def main(arguments: list[str] | None = None) -> int:
         for mode, variant in calls:
             timing = timings[f"{mode} {variant}"]
             rate = moved[mode] / timing.median_ms / 1e6
-            config = shared | {"bytes": moved[mode], "gb_s": rate}
+            config: dict[str, Any] = shared | {"bytes": moved[mode], "gb_s": rate}
+            if variant in settings:
+                config["settings"] = settings[variant]
             rows.append(timing.row(name, mode, variant, config))
             if rank == 0:
                 took = f"{timing.median_ms * 1e3:.0f} us, {rate:.0f} GB/s"

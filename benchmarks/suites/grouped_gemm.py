@@ -11,17 +11,23 @@ tensor, `main_grad` added to fp32. Variants: `fluid`, ours; `torch`; both also w
 spread evenly (`_even`: what uneven counts cost); for swiglu `fluid_unkept`, which does not write
 the GEMM's own result, and `torch` and `fluid_two_kernels` with our activation kernel; for main_grad
 `cublas`, an expert at a time. A case says what each result is off by against the first variant's,
-relatively. `fluid_fp8` is ours of operands that were cast before. The host has a head start
+relatively. `fluid_fp8` is ours of operands that were cast before. `deepgemm` and `deepgemm_fp8` are
+DeepGEMM's, whose experts' rows begin at multiples of 128: it gets them so, and its rate counts the
+rows that there are. All calls are eager, and the host has a head start
 (benchmarks/harness/timing.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,6 +87,7 @@ class _Experts:
 
     def __init__(self, case: MoECase, ends: list[int], device: torch.device) -> None:
         self.ends, self.local, n = ends, len(ends), ends[-1]
+        self.places: dict[tuple[str, str], Tensor] = {}  # of rows in results that have gaps
         self.even_ends = [n // self.local * (e + 1) for e in range(self.local)]
         self.offsets, self.even = (
             torch.tensor(e, dtype=torch.int32, device=device) for e in (self.ends, self.even_ends)
@@ -99,6 +106,38 @@ class _Experts:
         self.w1 = random(self.local, 2 * case.ffn, case.hidden, scale=0.02)
         self.w2 = random(self.local, case.hidden, case.ffn, scale=0.02)
 
+    def _deepgemm(
+        self, mode: str, x: Tensor, w: Tensor
+    ) -> dict[tuple[str, str], Callable[[], Tensor]]:
+        """DeepGEMM's products of rows x [N, K] and w [El, J, K], in bf16 and in fp8."""
+        library = importlib.import_module("deep_gemm")
+        counts = [end - start for start, end in zip([0, *self.ends], self.ends, strict=False)]
+        room = [-(-count // 128) * 128 for count in counts]
+        owners = torch.full((sum(room),), -1, dtype=torch.int32, device=x.device)
+        places, start = [], 0
+        for expert, (count, size) in enumerate(zip(counts, room, strict=True)):
+            owners[start : start + count] = expert
+            places.append(torch.arange(start, start + count, device=x.device))
+            start += size
+        rows, out = x.new_zeros(sum(room), x.shape[1]), x.new_empty(sum(room), w.shape[1])
+        at = torch.cat(places)
+        rows[at] = x
+        cast = importlib.import_module("deep_gemm.utils")
+        blocks = [cast.per_block_cast_to_fp8(each, use_ue8m0=False) for each in w]
+        fp8 = cast.per_token_cast_to_fp8(rows, use_ue8m0=False)
+        matrices = tuple(torch.stack(parts) for parts in zip(*blocks, strict=True))
+        calls = {
+            "deepgemm": (library.m_grouped_bf16_gemm_nt_contiguous, rows, w),
+            "deepgemm_fp8": (library.m_grouped_fp8_gemm_nt_contiguous, fp8, matrices),
+        }
+
+        def product(call: Callable[..., None], left: Any, right: Any) -> Tensor:
+            call(left, right, out, owners)
+            return out
+
+        self.places |= {(mode, name): at for name in calls}
+        return {(mode, name): functools.partial(product, *parts) for name, parts in calls.items()}
+
     def products(self) -> dict[tuple[str, str], Callable[[], Tensor]]:
         found: dict[tuple[str, str], Callable[[], Tensor]] = {}
 
@@ -113,6 +152,8 @@ class _Experts:
             if fp8:
                 rows, matrices = cast_rows(x), _cast(w.transpose(1, 2))
                 found[mode, "fluid_fp8"] = lambda: fp8_grouped_matmul(rows, matrices, self.offsets)
+            if x.is_cuda and importlib.util.find_spec("deep_gemm") is not None:
+                found.update(self._deepgemm(mode, x, w.transpose(1, 2).contiguous()))
 
         add("fc1", self.x, self.w1.transpose(1, 2))
         found |= self._swiglu()
@@ -182,7 +223,9 @@ class _Experts:
         return found
 
 
-def _check(calls: dict[tuple[str, str], Callable[[], Tensor]]) -> dict[tuple[str, str], float]:
+def _check(
+    calls: dict[tuple[str, str], Callable[[], Tensor]], places: dict[tuple[str, str], Tensor]
+) -> dict[tuple[str, str], float]:
     """How far each result is from the first variant's of its mode."""
     right: dict[str, Tensor] = {}
     gaps = {}
@@ -190,6 +233,8 @@ def _check(calls: dict[tuple[str, str], Callable[[], Tensor]]) -> dict[tuple[str
         if "main_grad" in mode:  # it accumulates: compared through one addition to zeros
             call().zero_()
         result = call().float()
+        if (mode, variant) in places:
+            result = result[places[mode, variant]]
         if variant.endswith("_even"):
             continue
         base = right.setdefault(mode, result.clone())
@@ -231,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, case in cases.items():
         experts = _Experts(case, _ends(case, options.tokens, options.zipf, device), device)
         calls = experts.products() | ({} if options.skip_gradients else experts.gradients())
-        gaps = _check(calls)
+        gaps = _check(calls, experts.places)
         head_start = layer_head_start_ms(device)
         named = {f"{m} {v}": c for (m, v), c in calls.items()}
         timings = measure(named, device, iters=options.iters, warmup=2, head_start_ms=head_start)

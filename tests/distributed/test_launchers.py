@@ -41,15 +41,16 @@ def row(case: str, mode: str, variant: str, mean: float, **config: object) -> di
 def test_the_table_has_a_row_for_each_transport_and_rival_and_a_column_for_each_world() -> None:
     eight = [
         row("r1-1", "dispatch", "fluid", 12.0, transport="nvlink"),
-        row("r1-1", "dispatch", "fluid_eager", 99.0, transport="nvlink"),
+        row("r1-1", "dispatch_eager", "fluid", 99.0, transport="nvlink"),
         row("r1-1", "dispatch", "torch_ata", 24.04, transport="nvlink"),
-        row("r1-1", "dispatch", "nvshmem_ata", 59.9),
+        row("r1-1", "dispatch_eager", "nvshmem_ata", 59.9),
+        row("r1-1", "combine", "torch_ata", 48.0, transport="nvlink"),
         row("r1-128", "dispatch", "fluid", 77.0, transport="nvlink"),
         row("r1-1", "combine", "fluid", 13.5, transport="nvlink"),
         row("r1-1", "dispatch", "fluid", 40.0, transport="nccl"),
     ]
     four = [row("r1-1", "combine", "fluid", 11.0, transport="nvlink")]
-    lines = table({8: eight, 4: four}, "r1", 1, "fluid")
+    lines = table({8: eight, 4: four}, "r1", 1, eager=False)
     assert lines[0] == "1 token per GPU:"
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     assert cells[0] == ["1 tok per GPU", "EP8", "EP4"]
@@ -58,9 +59,10 @@ def test_the_table_has_a_row_for_each_transport_and_rival_and_a_column_for_each_
         ["NVLINK Dispatch", "12.0μs ±  0.2μs", "x"],
         ["NCCL Dispatch", "40.0μs ±  0.2μs", "x"],
         ["NVLINK Combine", "13.5μs ±  0.2μs", "11.0μs ±  0.2μs"],
-        ["Torch AtA", "24.0μs ±  0.2μs", "x"],
-        ["NVSHMEM AtA", "59.9μs ±  0.2μs", "x"],
+        ["Torch AtA Dispatch", "24.0μs ±  0.2μs", "x"],
+        ["Torch AtA Combine", "48.0μs ±  0.2μs", "x"],
     ]
+    assert "NVSHMEM AtA Dispatch" in "".join(table({8: eight}, "r1", 1, eager=True))
     assert len({len(line) for line in lines[2:]}) == 1
 
 
@@ -73,7 +75,7 @@ def test_the_benchmark_starts_its_ranks() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     labels = [line.split("|")[1].strip() for line in done.stdout.splitlines() if "μs ±" in line]
-    assert labels == ["GLOO Dispatch", "GLOO Combine", "Torch AtA"]
+    assert labels == ["GLOO Dispatch", "GLOO Combine", "Torch AtA Dispatch", "Torch AtA Combine"]
 
 
 def test_the_benchmark_says_what_cannot_be_had(

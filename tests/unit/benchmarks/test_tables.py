@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cases.moe_rivals import RIVALS
+from benchmarks.cases.moe_variants import MEGATRON
 from benchmarks.harness.results import NO_SUITES, RESULTS, Row, write_results
 from benchmarks.report.descriptions import FLOORS, SUITES
 from benchmarks.report.tables import launched, summary
-from benchmarks.cases.moe_variants import MEGATRON
 from benchmarks.suites.tp_backends import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -108,6 +108,8 @@ def test_a_floor_is_nobodys_rival(tmp_path: Path) -> None:
 def test_the_words_are_about_variants_that_the_suite_measures(name: str) -> None:
     files = {
         "moe_layer": ("suites/moe_layer", "cases/moe_variants", "cases/moe_rivals"),
+        "dispatch_combine": ("suites/dispatch_combine", "cases/exchange_rivals"),
+        "all_to_all": ("suites/all_to_all", "cases/exchange_rivals"),
         "pretrain": ("cases/pretrain",),
         "slow_wire": ("cases/slow_wire",),
         "tp_overlap": ("suites/tp_backends",),
