@@ -6,11 +6,27 @@ Widths are the models' own, layers are fewer: what a GPU holds beside the optimi
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-__all__ = ["CASES", "ROUTINGS", "VARIANTS", "PretrainCase", "Variant", "common_flags", "flags_of"]
+__all__ = [
+    "BEST",
+    "CASES",
+    "OPTIONS",
+    "ROUTINGS",
+    "VARIANTS",
+    "PretrainCase",
+    "Variant",
+    "best_variant",
+    "common_flags",
+    "flags_of",
+]
+
+BEST = Path(__file__).resolve().parents[1] / "tune" / "megatron_best.json"
+"""What benchmarks/tune/megatron_best.py found, by case and ranks."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +38,7 @@ class PretrainCase:
     layers: tuple[int, int]
     experts: tuple[int, int]
     sequence: int = 4096
-    microbatches: int = 4
+    microbatches: int = 16
     vocabulary: int = 32000
 
 
@@ -78,6 +94,16 @@ class Variant:
     needs: Sequence[str] = ()
     without: Sequence[str] = ()
 
+    def with_option(self, name: str) -> Variant:
+        """This and one of OPTIONS."""
+        more = OPTIONS[name]
+        return Variant(
+            flags=[*self.flags, *more.flags],
+            environment={**self.environment, **more.environment},
+            needs=[*self.needs, *more.needs],
+            without=[*self.without, *more.without],
+        )
+
     def missing(self) -> str | None:
         """Why this machine cannot run the variant, or None."""
         absent = [name for name in self.needs if importlib.util.find_spec(name) is None]
@@ -106,36 +132,73 @@ _GROUPED_WEIGHT: dict[str, Any] = {
     "needs": _ENGINE,
 }
 
+_FLEX = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend"]
+_OVERLAP_1F1B = ["--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"]
+_CAPACITY = [
+    *("--moe-expert-capacity-factor", "1.25", "--moe-pad-expert-input-to-capacity"),
+    *("--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn", "moe"),
+]
+_STASH = ["--moe-paged-stash", "--moe-expert-rank-capacity-factor", "1.25"]
+
+OPTIONS = {
+    "graph": Variant(flags=_GRAPH, needs=_ENGINE),
+    "apex": Variant(needs=[_APEX]),
+    "unchecked": Variant(flags=_UNCHECKED),
+    "late_reductions": Variant(without=_OVERLAPS),
+    "cutlass": Variant(environment={"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}, needs=_ENGINE),
+    "single_launch": Variant(
+        environment={"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": "1"}, needs=_ENGINE
+    ),
+    "grouped_weight": Variant(**_GROUPED_WEIGHT),
+    "router_fusion": Variant(flags=["--moe-router-fusion"], needs=_ENGINE),
+    "cross_entropy": Variant(
+        flags=["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"], needs=_ENGINE
+    ),
+    "allgather": Variant(flags=["--moe-token-dispatcher-type", "allgather"]),
+    "wgrad_overlap": Variant(flags=["--overlap-dispatch-backward-with-experts-wgrad"]),
+    "expert_overlap": Variant(
+        flags=_OVERLAP_1F1B, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    ),
+    "deepep": Variant(flags=[*_FLEX, "deepep"], needs=["deep_ep"]),
+    "nccl_ep": Variant(flags=[*_FLEX, "ncclep", "--moe-ncclep-static-shape", *_STASH]),
+    "capacity_graph": Variant(flags=_CAPACITY, needs=_ENGINE),
+    "fp8": Variant(flags=_FP8, needs=_ENGINE),
+}
+"""Flags of Megatron's that benchmarks/tune/megatron_best.py searches, by the name of each set."""
+
+
+def best_variant(case: str, ranks: int, fp8: bool = False) -> Variant | None:
+    """The fastest set of OPTIONS that was found for a case, None where none was searched."""
+    found = json.loads(BEST.read_text()) if BEST.is_file() else {}
+    kept = found.get(f"{case}, {ranks} GPU" + (", fp8" if fp8 else ""))
+    if kept is None:
+        return None
+    variant = Variant()
+    for name in kept["winner"]:
+        variant = variant.with_option(name)
+    return variant
+
+
 VARIANTS = {
     "megatron": Variant(),
+    # Their flags are those of best_variant.
+    "megatron_best": Variant(needs=_ENGINE),
+    "megatron_best_fp8": Variant(needs=_ENGINE),
     "megatron_graph": Variant(flags=_GRAPH, needs=_ENGINE),
-    "megatron_fused_gemm": Variant(
-        environment={"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}, needs=_ENGINE
-    ),
     # As fluid_whole_graph, but for the graph of a whole iteration: row counts that the host reads
     # keep Megatron from it.
     "megatron_graph_unchecked": Variant(
         flags=[*_GRAPH, *_UNCHECKED], needs=_ENGINE, without=_OVERLAPS
     ),
-    "megatron_single_launch": Variant(
-        flags=_GRAPH, environment={"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": "1"}, needs=_ENGINE
-    ),
-    "megatron_grouped_weight": Variant(**_GROUPED_WEIGHT),
-    "megatron_apex": Variant(needs=[_APEX]),
     "megatron_graph_apex": Variant(
-        flags=[*_GRAPH, *_UNCHECKED], needs=[*_ENGINE, _APEX], without=_OVERLAPS
+        flags=[*_GRAPH, *_UNCHECKED], needs=[_APEX, *_ENGINE], without=_OVERLAPS
     ),
-    # What one GPU has no use for, several may want.
-    "megatron_graph_apex_overlap": Variant(flags=[*_GRAPH, *_UNCHECKED], needs=[*_ENGINE, _APEX]),
-    "megatron_fp8": Variant(flags=_FP8, needs=_ENGINE),
-    "megatron_graph_fp8": Variant(flags=[*_GRAPH, *_FP8], needs=_ENGINE),
     "fluid": Variant(fluid=True),
     "fluid_graph": Variant(fluid=True, flags=_GRAPH, needs=_ENGINE),
     "fluid_whole_graph": Variant(fluid=True, flags=_WHOLE_GRAPH, needs=_ENGINE, without=_OVERLAPS),
     "fluid_whole_graph_fp8": Variant(
         fluid=True, flags=[*_WHOLE_GRAPH, *_FP8], needs=_ENGINE, without=_OVERLAPS
     ),
-    "fluid_grouped_weight": Variant(fluid=True, **_GROUPED_WEIGHT),
     "fluid_fp8": Variant(fluid=True, flags=_FP8, needs=_ENGINE),
     "fluid_graph_fp8": Variant(fluid=True, flags=[*_GRAPH, *_FP8], needs=_ENGINE),
 }

@@ -60,25 +60,18 @@ SUITES = {
         "backward and optimizer of all microbatches; a model's own widths, fewer layers",
         others={
             "megatron": "Transformer Engine",
+            "megatron_best": "the fastest of its flags that a search found",
             "megatron_graph": "with partial CUDA graphs",
-            "megatron_fused_gemm": "with Transformer Engine's single-launch grouped GEMM",
             "megatron_graph_unchecked": "with partial CUDA graphs, without the checks for NaN and "
             "without overlapped reductions and gathers",
-            "megatron_single_launch": "with partial graphs and the grouped tensor's GEMM",
-            "megatron_grouped_weight": "with a layer's experts as two parameters "
-            "(--moe-single-grouped-weight)",
-            "megatron_apex": "with Apex's fused weight gradients",
             "megatron_graph_apex": "with Apex's fused weight gradients and the flags of "
             "megatron_graph_unchecked",
-            "megatron_graph_apex_overlap": "the same with overlapped reductions and gathers",
-            "megatron_fp8": "fp8 blockwise",
-            "megatron_graph_fp8": "fp8 blockwise, with partial CUDA graphs",
+            "megatron_best_fp8": "fp8 blockwise, the fastest of its flags that a search found",
         },
         ours={
             "fluid_graph": "megatron_fluid with partial CUDA graphs",
             "fluid_whole_graph": "megatron_fluid, forward and backward of an iteration as one CUDA "
             "graph, with the flags of megatron_graph_unchecked",
-            "fluid_grouped_weight": "megatron_fluid with a layer's experts as two parameters",
             "fluid_fp8": "megatron_fluid, fp8 blockwise",
             "fluid_graph_fp8": "megatron_fluid, fp8 blockwise, with partial CUDA graphs",
             "fluid_whole_graph_fp8": "megatron_fluid as one CUDA graph, fp8 blockwise",

@@ -7,13 +7,14 @@ megatron_fluid.
     python -m benchmarks.suites.pretrain --cases tiny --variants megatron,fluid       # on a CPU
 
 One process a variant a round, the variants in turn (A B C, A B C), on mock data and with forced
-load balancing, or with `--routing real` as a router chooses that an auxiliary loss balances. An
-iteration is forward, backward and optimizer of all microbatches, timed on the
-slowest rank; the first ones of each process are left out. A variant that fails is named, and the
-others are measured; one that cannot be run here is named with the reason, in the rows' `absent`,
-too. Rows hold the losses of each step: variants do the same work where these agree. On several
-ranks `--layouts` divides the model in other ways, too (benchmarks/cases/parallel_layouts.py); their
-cases are named `qwen3-30b-a3b-cp2`.
+load balancing (cases `qwen3-30b-a3b-forced`), or as a router chooses that an auxiliary loss
+balances. `megatron_best` has the flags that benchmarks/tune/megatron_best.py found to be fastest.
+An iteration is forward, backward and optimizer of all microbatches, timed on the slowest rank; the
+first ones of each process are left out. A variant that fails is named, and the others are measured;
+one that cannot be run here is named with the reason, in the rows' `absent`, too. Rows hold the
+losses of each step: variants do the same work where these agree. On several ranks `--layouts`
+divides the model in other ways, too (benchmarks/cases/parallel_layouts.py), in cases named
+`qwen3-30b-a3b-cp2`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from benchmarks.cases.pretrain import (
     VARIANTS,
     PretrainCase,
     Variant,
+    best_variant,
     common_flags,
     flags_of,
 )
@@ -51,7 +53,7 @@ from benchmarks.harness.results import Row, result_path, write_results
 from benchmarks.harness.timing import quantile
 from benchmarks.report.pictures import draw_later, draw_pretrain
 
-__all__ = ["Measured", "main", "peak_flops"]
+__all__ = ["ROOT", "Measured", "main", "measure_once", "peak_flops"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _DENSE_BF16 = {"H100": 989.4e12, "H200": 989.4e12, "H800": 989.4e12, "A100": 312e12}
@@ -103,7 +105,7 @@ class Measured:
         )
 
 
-def _measure(
+def measure_once(
     case: PretrainCase, variant: Variant, layout: Layout, ranks: int, iterations: int,
     limit_s: float, log: Path, kernels: bool = False, routing: str = "forced",
 ) -> dict[str, Any]:  # fmt: skip
@@ -207,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--kernels", action="store_true", help="trace one more step: where the GPU's time goes"
     )
     parser.add_argument("--layouts", default="ep", help=f"{', '.join(LAYOUTS)} (%(default)s)")
-    parser.add_argument("--routing", choices=ROUTINGS, default="forced", help="(%(default)s)")
+    parser.add_argument("--routing", choices=ROUTINGS, default="real", help="(%(default)s)")
     parser.add_argument(
         "--microbatches", type=int, default=None, help="of an iteration (default: the case's)"
     )
@@ -262,6 +264,7 @@ def _run(
     failed: list[str] = []
     for model, layout in problems:
         case = model if layout == "ep" else f"{model}-{layout}"
+        case += "-forced" if options.routing == "forced" else ""
         shape = CASES[model]
         if options.microbatches is not None:
             shape = dataclasses.replace(shape, microbatches=options.microbatches)
@@ -273,9 +276,17 @@ def _run(
                 if one.failure is not None:
                     continue
                 begun = time.monotonic()
+                if name.startswith("megatron_best"):
+                    best = best_variant(model, ranks, fp8=name.endswith("fp8"))
+                    if best is None:
+                        absent[name] = "no winner is kept: python -m benchmarks.tune.megatron_best"
+                        one.failure = absent[name]
+                        print(f"{case} {name} is absent: {absent[name]}", flush=True)
+                        continue
+                    variant = best
                 try:
                     one.rounds.append(
-                        _measure(
+                        measure_once(
                             shape,
                             variant,
                             LAYOUTS[layout],

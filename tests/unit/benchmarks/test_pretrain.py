@@ -14,9 +14,19 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from benchmarks.cases import pretrain as cases
 from benchmarks.cases.parallel_layouts import LAYOUTS
-from benchmarks.cases.pretrain import CASES, VARIANTS, common_flags, flags_of
+from benchmarks.cases.pretrain import (
+    CASES,
+    OPTIONS,
+    VARIANTS,
+    Variant,
+    best_variant,
+    common_flags,
+    flags_of,
+)
 from benchmarks.suites import pretrain
+from benchmarks.tune import megatron_best
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -36,7 +46,7 @@ def parser_of(fluid: bool) -> argparse.ArgumentParser:
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_every_flag_is_one_of_megatrons(case: str, ranks: int) -> None:
-    for name, variant in VARIANTS.items():
+    for name, variant in {**VARIANTS, **OPTIONS}.items():
         parser = parser_of(variant.fluid)
         flags = common_flags(CASES[case], ranks, 16, gpu=True) + flags_of(variant, ranks, gpu=True)
         args, unknown = parser.parse_known_args(flags)
@@ -73,7 +83,7 @@ def test_ranks_that_a_layout_does_not_divide_are_refused(
 def test_what_cannot_be_run_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     apex = "fused_weight_gradient_mlp_cuda"
-    assert VARIANTS["megatron_apex"].missing() == f"{apex} is not importable"
+    assert OPTIONS["apex"].missing() == f"{apex} is not importable"
     assert "transformer_engine" in str(VARIANTS["megatron_graph"].missing())
     assert VARIANTS["megatron"].missing() is None is VARIANTS["fluid"].missing()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == apex else name)
@@ -82,6 +92,44 @@ def test_what_cannot_be_run_is_named_with_its_reason(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert VARIANTS["fluid_whole_graph"].missing() is None
     assert VARIANTS["megatron_graph_apex"].missing() is None
+
+
+def test_the_search_keeps_what_is_faster_and_trains_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apex = "fused_weight_gradient_mlp_cuda"
+    absent = {apex, "deep_ep"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else name)
+    monkeypatch.setattr(cases, "BEST", tmp_path / "best.json")
+
+    def measure(variant: Variant) -> dict[str, object]:
+        flags, seconds, losses = variant.flags, 1.0, [6.0, 5.0]
+        if "--moe-paged-stash" in flags:
+            raise RuntimeError("exit code 1: not with this dispatcher")
+        seconds -= 0.4 * ("--cuda-graph-impl" in flags)
+        seconds -= 0.3 * ("--moe-router-fusion" in flags and "--cuda-graph-impl" not in flags)
+        seconds -= 0.1 * ("NVTE_USE_CUTLASS_GROUPED_GEMM" in variant.environment)
+        if "--moe-expert-capacity-factor" in flags:
+            seconds, losses = 0.1, [6.0, 4.0]
+        return {"seconds": [9.0, seconds], "losses": losses, "peak_bytes": 2**30}
+
+    names = ["apex", "graph", "router_fusion", "nccl_ep", "capacity_graph", "cutlass"]
+    kept: list[str] = []
+    found = megatron_best.search(names, measure, 1, lambda found: kept.append(json.dumps(found)))
+    assert found["winner"] == ["graph", "cutlass"] and found["base_ms"] == 1000
+    assert round(found["ms"]) == 500
+    reasons = {trial["options"][-1]: trial.get("why_not", "") for trial in found["tried"][1:]}
+    assert reasons["apex"] == f"{apex} is not importable" and not reasons["router_fusion"]
+    assert "not with this dispatcher" in reasons["nccl_ep"]
+    assert "its losses [6.0, 4.0] are not" in reasons["capacity_graph"]
+    document = {"tiny, 2 GPU": {**json.loads(kept[-1]), "gpu": "H100", "commit": "c0ffee1"}}
+    cases.BEST.write_text(json.dumps(document))
+    best = best_variant("tiny", 2)
+    assert best is not None and "NVTE_USE_CUTLASS_GROUPED_GEMM" in best.environment
+    assert best_variant("tiny", 2, fp8=True) is best_variant("olmoe", 2) is None
+    text = megatron_best.table(cases.BEST)
+    assert "**tiny, 2 GPU:** graph + cutlass, 500.0 ms (without options 1000.0) on H100" in text
+    assert "| graph + capacity_graph | 100.0 | its losses" in text
 
 
 def test_the_warm_up_is_left_out_of_every_round() -> None:
@@ -106,13 +154,13 @@ def test_a_tiny_model_is_measured_and_what_cannot_be_run_is_named(
     if pretrain.torch.cuda.is_available():
         pytest.skip("a GPU was initialised in this process; the tiny case is for CPUs")
     output = tmp_path / "pretrain.json"
-    names = "megatron_apex,fluid"
+    names = "megatron_graph_apex,fluid"
     words = ["--cases", "tiny", "--variants", names, "--rounds", "1", "--ranks", "2"]
     assert pretrain.main([*words, "--iters", "4", "--warm-up", "1", "--output", str(output)]) == 0
     rows = {row["variant"]: row for row in json.loads(output.read_text())["rows"]}
     assert set(rows) == {"fluid"}
     ours = rows["fluid"]["config"]
-    assert "fused_weight_gradient_mlp_cuda" in ours["absent"]["megatron_apex"]
+    assert "fused_weight_gradient_mlp_cuda" in ours["absent"]["megatron_graph_apex"]
     assert len(ours["losses"]) == 4
     assert any("2 on (rounds" in words for words in ours["overlap"])
     assert rows["fluid"]["iters"] == 3 and ours["tokens_per_s"] > 0

@@ -1,0 +1,180 @@
+"""Find the flags with which Megatron alone trains a case of the suite pretrain fastest.
+
+    python -m benchmarks.tune.megatron_best --cases qwen3-30b-a3b --options graph,apex,cutlass
+    NPROC=2 python -m benchmarks.tune.megatron_best --cases qwen3-30b-a3b,mixtral-8x7b
+
+A greedy search: each set of flags (OPTIONS in benchmarks/cases/pretrain.py) is tried beside those
+that are kept, and kept where it makes an iteration at least 1% faster and the first losses are
+those of Megatron without it. One process at a time, alone on its host. What was tried, what would
+not start and why, and the winner stand in benchmarks/tune/megatron_best.json after every trial; the
+suite's variant `megatron_best` takes it from there. `--options fp8` begins with fp8, for a winner
+of its own (`megatron_best_fp8`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases.parallel_layouts import LAYOUTS
+from benchmarks.cases.pretrain import BEST, CASES, OPTIONS, ROUTINGS, Variant
+from benchmarks.harness.options import chosen
+from benchmarks.harness.results import commit_id
+from benchmarks.suites.pretrain import measure_once
+
+__all__ = ["main", "search", "table"]
+
+_FASTER = 0.99
+_LOSSES, _APART = 3, 1e-3  # fp8 begins with losses of its own
+_OVER_SEVERAL = ("allgather", "wgrad_overlap", "expert_overlap", "deepep", "nccl_ep")
+
+Measure = Callable[[Variant], dict[str, Any]]
+
+
+def search(
+    options: Sequence[str], measure: Measure, warm_up: int, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Return the winner and every trial; `keep` is called with the same after each.
+
+    Args:
+        options: names of OPTIONS, tried in this order; "fp8" is kept whatever it costs.
+        measure: trains with a variant; the report of benchmarks/cases/pretrain_rank.py.
+
+    Raises:
+        RuntimeError: Megatron does not start with no option at all.
+    """
+    winner: list[str] = ["fp8"] if "fp8" in options else []
+    found: dict[str, Any] = {"winner": winner, "ms": None, "tried": []}
+    losses: list[float] = []
+
+    def attempt(names: Sequence[str]) -> float | None:
+        variant = Variant()
+        for name in names:
+            variant = variant.with_option(name)
+        trial: dict[str, Any] = {"options": list(names)}
+        found["tried"].append(trial)
+        try:
+            if (why := variant.missing()) is not None:
+                raise RuntimeError(why)
+            report = measure(variant)
+            ms = 1e3 * statistics.median(report["seconds"][warm_up:])
+            trial |= {"ms": ms, "peak_gib": report["peak_bytes"] / 2**30}
+            first = report["losses"][:_LOSSES]
+            losses[:] = losses or first
+            if any(abs(a - b) > _APART * abs(b) for a, b in zip(first, losses, strict=True)):
+                raise RuntimeError(f"its losses {first} are not {losses}")
+        except RuntimeError as error:
+            trial["why_not"] = str(error)
+            return None
+        finally:
+            keep(found)
+        return ms
+
+    best = attempt(winner)
+    if best is None:
+        raise RuntimeError(found["tried"][0]["why_not"])
+    found["ms"] = found["base_ms"] = best
+    for name in options:
+        if name not in winner:
+            ms = attempt([*winner, name])
+            if ms is not None and ms < _FASTER * best:
+                winner.append(name)
+                found["ms"] = best = ms
+    keep(found)
+    return found
+
+
+def table(path: Path = BEST) -> str:
+    """Every search as Markdown: the winner first, then what was tried."""
+    searches = json.loads(path.read_text()) if path.is_file() else {}
+    parts = []
+    for label, found in searches.items():
+        lines = [
+            f"**{label}:** {' + '.join(found['winner']) or 'no option'}, {found['ms']:.1f} ms "
+            f"(without options {found['base_ms']:.1f}) on {found['gpu']}, commit "
+            f"{found['commit'][:7]}.",
+            "",
+            "| tried | ms | why not |",
+            "| --- | --- | --- |",
+        ]
+        for trial in found["tried"]:
+            ms = f"{trial['ms']:.1f}" if "ms" in trial else ""
+            why = trial.get("why_not", "").replace("|", "/")
+            lines.append(f"| {' + '.join(trial['options']) or 'no option'} | {ms} | {why} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) or "Not searched yet."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Search each case; 1 if one would not start at all."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", default="qwen3-30b-a3b", help=", ".join(CASES))
+    parser.add_argument("--options", default=None, help=f"{', '.join(OPTIONS)}; default: all")
+    parser.add_argument("--routing", choices=ROUTINGS, default="real", help="(%(default)s)")
+    parser.add_argument("--iters", type=int, default=12, help="steps a trial (%(default)s)")
+    parser.add_argument("--warm-up", type=int, default=6, help="of them left out (%(default)s)")
+    parser.add_argument("--microbatches", type=int, default=None, help="default: the case's")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds a trial may take")
+    parser.add_argument("--output", type=Path, default=BEST, help="(%(default)s)")
+    options = parser.parse_args(arguments)
+    if not 0 <= options.warm_up < options.iters:
+        parser.error(f"--warm-up: found {options.warm_up}, allowed: 0 to --iters - 1")
+    cases = chosen(parser, "--cases", options.cases, CASES)
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        parser.error("found no GPU, on which Megatron's flags could be compared")
+    ranks = int(os.environ.get("NPROC", "0")) or gpus
+    names = [name for name in OPTIONS if name != "fp8" and (ranks > 1 or name not in _OVER_SEVERAL)]
+    if options.options:
+        names = chosen(parser, "--options", options.options, OPTIONS)
+    failed = 0
+    for name in cases:
+        case, label = CASES[name], f"{name}, {ranks} GPU" + (", fp8" if "fp8" in names else "")
+        if options.microbatches is not None:
+            case = dataclasses.replace(case, microbatches=options.microbatches)
+        head = {
+            "gpu": torch.cuda.get_device_name(),
+            "commit": commit_id() or "unknown",
+            "microbatches": case.microbatches,
+            "routing": options.routing,
+        }
+
+        def keep(found: dict[str, Any], label: str = label, head: dict[str, Any] = head) -> None:
+            last = found["tried"][-1]
+            print(f"{label}: {last}; winner {found['winner']} {found['ms']}", flush=True)
+            if found["ms"] is not None:
+                known = json.loads(options.output.read_text()) if options.output.is_file() else {}
+                text = json.dumps({**known, label: {**head, **found}}, indent=1)
+                options.output.write_text(text + "\n")
+
+        with tempfile.TemporaryDirectory() as logs:
+
+            def measure(variant: Variant, logs: str = logs, case: Any = case) -> dict[str, Any]:
+                log, layout = Path(logs, "log.txt"), LAYOUTS["ep"]
+                steps, limit = options.iters, options.limit
+                return measure_once(
+                    case, variant, layout, ranks, steps, limit, log, routing=options.routing
+                )
+
+            try:
+                search(names, measure, options.warm_up, keep)
+            except RuntimeError as error:
+                print(f"failed: {label}: {error}", file=sys.stderr)
+                failed = 1
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
