@@ -162,6 +162,10 @@ class FluidConfig:
             group that waits: no rank then gives up before the group's own collectives would.
         deterministic: tensor parallelism without symmetric memory sums in rank order, not as NCCL
             likes, at some cost. Every other sum has a fixed order anyway.
+        batch_invariant: the forward of an MoE layer gives a token the same bits whatever other
+            tokens are in the batch, and whatever the number of expert-parallel ranks and the
+            transport. "hierarchical" cannot. Under Megatron, its batch_invariant_mode turns this
+            on for MoE layers.
         tp_overlap: Megatron's own linear layers under tensor and sequence parallelism, with their
             collectives hidden behind their GEMMs: "auto" where that is faster, "on" everywhere,
             "off" nowhere.
@@ -194,6 +198,7 @@ class FluidConfig:
     defer_weight_grads: bool = False
     timeout_s: float | None = None
     deterministic: bool = False
+    batch_invariant: bool = False
     tp_overlap: str = "auto"
     cp_backend: str = "auto"
     moe_recompute: str = "none"

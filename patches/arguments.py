@@ -87,6 +87,11 @@ _HELP = {
         "Linears under --fluid-tp-overlap on never let NCCL sum, at some cost; every other sum "
         "of megatron_fluid has a fixed order anyway."
     ),
+    "batch_invariant": (
+        "The forward of an MoE layer gives a token the same bits whatever other tokens are in the "
+        "batch, whatever the number of expert-parallel ranks and the transport. Megatron's "
+        "--batch-invariant-mode turns it on, too."
+    ),
     "tp_overlap": (
         "Hide the collectives of Megatron's own linear layers under tensor and sequence "
         "parallelism behind their GEMMs: auto (where that is faster), on (everywhere), off."

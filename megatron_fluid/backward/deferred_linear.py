@@ -18,6 +18,7 @@ from megatron_fluid.backward.autograd import (
     readiness_of,
 )
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
+from megatron_fluid.kernels.fixed_tiles.launch import fixed_tile_linear
 
 __all__ = ["can_defer", "deferred_linear", "graph_anchor", "linear_weight_grad"]
 
@@ -60,7 +61,9 @@ class _Deferred:
     ready: Readiness
 
 
-def _product(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
+def _product(x: Tensor, weight: Tensor, wide: bool, fixed_tiles: bool) -> Tensor:
+    if fixed_tiles:
+        return fixed_tile_linear(x, weight, torch.float32 if wide else None)
     if not wide:
         return torch.nn.functional.linear(x, weight)
     if x.is_cuda and x.dtype == torch.bfloat16:
@@ -70,12 +73,12 @@ def _product(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     """Inputs: x, the weight or None where its gradient is deferred, an anchor then, and what the
-    scheduler is told; whether the result is in fp32."""
+    scheduler is told; whether the result is in fp32; whether tiles are fixed."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, anchor: Tensor | None,
-        deferred: _Deferred | None, wide: bool,
+        deferred: _Deferred | None, wide: bool, fixed_tiles: bool,
     ) -> Tensor:  # fmt: skip
         if deferred is not None:
             weight = deferred.weight.detach()
@@ -83,7 +86,7 @@ class _Linear(torch.autograd.Function):
         assert weight is not None
         ctx.save_for_backward(x, weight)
         ctx.deferred, ctx.anchor = deferred, -1
-        return _product(x, weight, wide)
+        return _product(x, weight, wide, fixed_tiles)
 
     @staticmethod
     @once_differentiable
@@ -93,12 +96,12 @@ class _Linear(torch.autograd.Function):
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         if (deferred := ctx.deferred) is None:
             grad_weight = linear_weight_grad(grad, x) if ctx.needs_input_grad[1] else None
-            return grad_x, grad_weight, None, None, None
+            return grad_x, grad_weight, None, None, None, None
         if goes_on_to(ctx.next_functions[ctx.anchor]):
             compute = functools.partial(_weight_grads, grad, x)
             deferred.scheduler.submit(deferred.name, [deferred.weight], compute)
             deferred.ready.leave(ctx)
-        return grad_x, None, None, None, None
+        return grad_x, None, None, None, None, None
 
 
 def _weight_grads(grad: Tensor, x: Tensor) -> list[Tensor]:
@@ -111,6 +114,7 @@ def deferred_linear(
     name: str = "linear",
     scheduler: WeightGradScheduler | None = None,
     wide: bool = False,
+    fixed_tiles: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.linear`, with the weight's gradient deferred while the scheduler is
     enabled.
@@ -122,12 +126,19 @@ def deferred_linear(
         scheduler: None takes the process-wide one.
         wide: x [T, in] and weight of 16 bits give a result in fp32, summed in fp32; gradients are
             computed from its gradient in their dtype. Not under autocast.
+        fixed_tiles: a row's result has the same bits whatever the other rows are.
     """
+    if fixed_tiles and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return deferred_linear(x, weight, name, scheduler, wide, fixed_tiles)
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
     ready = can_defer(weight, scheduler)
     if ready is not None and not torch.is_autocast_enabled(x.device.type):
         deferred = _Deferred(weight, scheduler, name, ready)
-        return apply(_Linear, x, None, graph_anchor(x.device), deferred, wide)
-    if wide and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return apply(_Linear, x, weight, None, None, True)
-    return _product(x, weight, wide)
+        return apply(_Linear, x, None, graph_anchor(x.device), deferred, wide, fixed_tiles)
+    learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if (wide or fixed_tiles) and learning:
+        return apply(_Linear, x, weight, None, None, wide, fixed_tiles)
+    return _product(x, weight, wide, fixed_tiles)

@@ -49,6 +49,9 @@ class Checks:
         shape = (tokens, layout.experts_per_token)
         self._dense("indices", q.indices, shape, _INDEX_TYPES)
         if q.weights is not None:
+            if layout.batch_invariant:
+                reason = "dispatch got some, but with batch_invariant combine takes them"
+                raise ConfigError(f"weights: {reason}; pass None here")
             self._dense("weights", q.weights, shape, _FP32)
         self._bound(q.bound_m)
 

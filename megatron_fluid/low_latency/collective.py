@@ -154,6 +154,10 @@ class Collective:
         assert y is not None
         assert self._entry_row is not None
         k = layout.experts_per_token
+        if layout.batch_invariant:
+            rows, entry = y.reshape(-1, layout.hidden_dim), self._entry_row[:, None]
+            self._send_back(torch.where(entry >= 0, rows[entry[:, 0].clamp(min=0)], 0.0))
+            return
         floats: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
         if request.exchange:
             assert request.weights is not None
@@ -173,8 +177,13 @@ class Collective:
             row = entry[:, column]
             value = rows[row.clamp(min=0)].float() * weights.view(-1, k)[:, column : column + 1]
             total += torch.where((row >= 0)[:, None], value, 0.0)
-        blocks = total.to(y.dtype).view(layout.num_sources, 1, -1)
-        blocks = blocks.expand(-1, layout.dp_size, -1)
+        self._send_back(total.to(y.dtype))
+
+    def _send_back(self, rows: Tensor) -> None:
+        """Start to send each source the rows for its tokens: a sum of each token [D * C, H], or a
+        row of each choice [D * C * K, H]."""
+        layout = self.layout
+        blocks = rows.view(layout.num_sources, 1, -1).expand(-1, layout.dp_size, -1)
         self._partial = blocks.reshape(layout.world_size, -1).contiguous()
         self._sums = torch.empty_like(self._partial)
         self._start("combine", dist.all_to_all_single, self._sums, self._partial)
@@ -182,10 +191,21 @@ class Collective:
     def _combine_receive(self, request: CombineRequest) -> None:
         out, layout = request.out, self.layout
         assert out is not None and self._sums is not None and request.indices is not None
-        sums = self._sums.view(layout.world_size, layout.max_num_tokens, -1)[:, : out.shape[0]]
+        tokens, ranks = out.shape[0], layout.world_size
         total = torch.zeros(out.shape, dtype=torch.float32, device=self.device)
-        for part in sums:
-            total += part.float()
+        if layout.batch_invariant:
+            assert request.weights is not None
+            shape = ranks, layout.max_num_tokens, layout.experts_per_token, layout.hidden_dim
+            rows, ids = self._sums.view(shape), request.indices.to(torch.int64)
+            known = (ids >= 0) & (ids < layout.num_experts)
+            rank = (ids * known) // layout.local_experts
+            each = torch.arange(tokens, device=self.device)
+            for k in range(layout.experts_per_token):
+                row = rows[rank[:, k], each, k].float() * request.weights[:, k, None]
+                total += torch.where(known[:, k, None], row, 0.0)
+        else:
+            for part in self._sums.view(ranks, layout.max_num_tokens, -1)[:, :tokens]:
+                total += part.float()
         if request.accumulate:
             total += out.float()
         result = total.to(out.dtype)

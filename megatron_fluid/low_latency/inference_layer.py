@@ -25,9 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_fluid.comm.failed_waits import tells_peers
-from megatron_fluid.config import shows_fields_of
+from megatron_fluid.config import current_config, shows_fields_of
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fixed_tiles.launch import row_by_row
+from megatron_fluid.kernels.fixed_tiles.operands import fixed_tiles
 from megatron_fluid.kernels.grouped_gemm.launch import grouped_matmul
 from megatron_fluid.low_latency.all_to_all import AllToAll
 
@@ -54,6 +56,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+_PLAIN: tuple[float | None, float, int] = (None, 0.0, 0)  # no variant of a gated activation
+
 # Arguments that `of` takes from the layer or declares itself.
 _OF_THE_LAYER = (
     *("self", "weight1", "weight2", "router", "experts_per_token", "shared_expert", "activation"),
@@ -75,6 +79,10 @@ class InferenceMoELayer(nn.Module):
         dp_size, transport, timeout_s: as in `AllToAllConfig`.
         activation: a name, or a callable [rows, F1] -> [rows, F].
         shared_expert: tokens [m, H] -> [m, H], added to the result.
+        batch_invariant: a token has the same bits whatever other tokens are in the batch, and
+            whatever the ranks and the transport: those that the forward of a training layer with
+            batch_invariant gives it. Router and shared expert must do their part, as that layer's
+            do; a token names an expert once. None takes FluidConfig's.
 
     Raises:
         ConfigError: weights that do not fit each other or the activation, an unknown activation, a
@@ -95,17 +103,22 @@ class InferenceMoELayer(nn.Module):
         shared_expert: Callable[[Tensor], Tensor] | None = None,
         transport: str = "auto",
         timeout_s: float | None = None,
+        batch_invariant: bool | None = None,
     ) -> None:
         super().__init__()
+        if batch_invariant is None:
+            batch_invariant = current_config().batch_invariant
         _check(weight1, weight2, activation)
         local, _, hidden = _local(weight1).shape
         dtype, device = weight1.dtype, weight1.device
         group = dist.group.WORLD if group is None else group
         world = dist.get_world_size(group)
+        # With batch_invariant a token's scales are its choices and their weights, see _experts.
+        scales = 8 * experts_per_token if batch_invariant else 0
         self.all_to_all = AllToAll.intranode(
             max_num_tokens, local * world, experts_per_token, dist.get_rank(group), world, dp_size,
-            hidden, hidden * dtype.itemsize, 0, group=group, transport=transport,
-            combine_dtype=dtype, timeout_s=timeout_s,
+            hidden, hidden * dtype.itemsize, scales, group=group, transport=transport,
+            combine_dtype=dtype, timeout_s=timeout_s, batch_invariant=batch_invariant,
         )  # fmt: skip
         self.weight1, self.weight2 = weight1, weight2
         self.router, self.shared_expert = router, shared_expert
@@ -115,6 +128,12 @@ class InferenceMoELayer(nn.Module):
         self._counts = torch.zeros(local, dtype=torch.int32, device=device)
         self._offsets = torch.zeros(local, dtype=torch.int32, device=device)
         self._ones = torch.ones(rows, dtype=torch.float32, device=device)
+        self.batch_invariant = batch_invariant
+        # Name and variant for kernels/activation; None for a callable.
+        self._kernel = (activation, _PLAIN) if isinstance(activation, str) else None
+        if batch_invariant:
+            self._routing = torch.zeros(rows, scales // 4, dtype=torch.float32, device=device)
+            self._row_numbers = torch.arange(rows, dtype=torch.int32, device=device)
         synchronize(device)
 
     def extra_repr(self) -> str:
@@ -140,11 +159,15 @@ class InferenceMoELayer(nn.Module):
         shared = layer.shared_expert if layer.shared_weight1 is not None else None
         name = layer.activation.name
         known = name in _ACTIVATIONS and layer.activation.plain
-        return cls(
+        named.setdefault("batch_invariant", layer.batch_invariant)
+        made = cls(
             layer.weight1, layer.weight2, layer.router, max_num_tokens=max_num_tokens, group=group,
             experts_per_token=layer.config.top_k, shared_expert=shared,
             activation=name if known else layer.activation.forward, **named,
         )  # fmt: skip
+        if layer.activation.built_in:
+            made._kernel = name, layer.activation.variant
+        return made
 
     @tells_peers
     @torch.no_grad()
@@ -166,6 +189,8 @@ class InferenceMoELayer(nn.Module):
             raise ConfigError.of("type of tokens", tokens.dtype, self.weight1.dtype)
         ids, probs = self._route(tokens) if routing is None else routing
         ids, probs = ids.contiguous(), probs.float().contiguous()
+        if self.batch_invariant:
+            return self._invariant(tokens, ids, probs, bound_m)
         receive = self.all_to_all.dispatch_with_hook(
             self._counts, self._rows, None, tokens, None, ids, bound_m, weights=probs,
             out_expert_offsets=self._offsets,
@@ -177,6 +202,49 @@ class InferenceMoELayer(nn.Module):
         add = self.shared_expert is not None
         self.all_to_all.combine(out, ids, None, self._experts(), bound_m, accumulate=add)
         return out
+
+    def _invariant(
+        self, tokens: Tensor, ids: Tensor, probs: Tensor, bound_m: Tensor | None
+    ) -> Tensor:
+        """The forward with batch_invariant, in the steps of the training layer: activations are
+        multiplied with their probabilities, and rows are added one by one."""
+        routing = torch.cat([ids.to(torch.int64).float(), probs], 1)
+        receive = self.all_to_all.dispatch_with_hook(
+            self._counts, self._rows, self._routing, tokens, routing, ids, bound_m,
+            out_expert_offsets=self._offsets,
+        )  # fmt: skip
+        shared = None if self.shared_expert is None else self.shared_expert(tokens)
+        receive()
+        weight1, weight2 = (
+            fixed_tiles(_local(weight).transpose(1, 2)) for weight in (self.weight1, self.weight2)
+        )
+        h = grouped_matmul(self._rows, weight1, self._offsets)
+        activated = self._activate_exactly(h, self._row_probs())
+        y, out = grouped_matmul(activated, weight2, self._offsets), torch.empty_like(tokens)
+        self.all_to_all.combine(out, ids, torch.ones_like(probs), y, bound_m)
+        return out if shared is None else out + shared
+
+    def _row_probs(self) -> Tensor:
+        """The probability of each packed row: that of its token's choice of the row's expert."""
+        assert self.all_to_all.rank is not None
+        local = torch.searchsorted(self._offsets, self._row_numbers, right=True)
+        expert = local + self.all_to_all.rank * len(self._offsets)
+        ids, probs = self._routing.chunk(2, dim=1)
+        return torch.where(ids == expert[:, None], probs, 0.0).sum(1)
+
+    def _activate_exactly(self, h: Tensor, probs: Tensor) -> Tensor:
+        """What the training layer makes of fc1's output [rows, F1], bit for bit. [rows, F]"""
+        if h.is_cuda and self._kernel is not None:
+            from megatron_fluid.kernels.activation import kernel as activation
+
+            name, variant = self._kernel
+            if name in activation.ACTIVATIONS:
+                count = self._offsets[-1:]
+                return activation.fused_activation_forward(name, h, probs, count, variant)
+        function = self.activation
+        if isinstance(function, str):
+            function = _ACTIVATIONS[function]
+        return (row_by_row(function, h.float()) * probs[:, None]).to(h.dtype)
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         if self.router is None:

@@ -37,6 +37,7 @@ class Layout:
         hidden_dim_bytes: bytes of a dispatched row, a multiple of 16.
         hidden_dim_scale_bytes: bytes of a row's scales, a multiple of 4, 0 for none.
         combine_dtype: dtype of the expert output, bf16 or fp16.
+        batch_invariant: combine takes the weights, and sums single rows in the order of k.
     """
 
     max_num_tokens: int
@@ -48,6 +49,7 @@ class Layout:
     hidden_dim_bytes: int
     hidden_dim_scale_bytes: int
     combine_dtype: torch.dtype = torch.bfloat16
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         experts, k, most_k = self.num_experts, self.experts_per_token, min(16, self.num_experts)
@@ -125,7 +127,7 @@ class Layout:
     def small(self) -> int:
         """A source of at most this many tokens receives every expert's row by itself, where
         combine takes the weights."""
-        return min(16, self.max_num_tokens)
+        return self.max_num_tokens if self.batch_invariant else min(16, self.max_num_tokens)
 
     @property
     def single_row_elements(self) -> int:
@@ -167,6 +169,9 @@ class AllToAllConfig:
         domain_size: consecutive ranks of one domain; None means the ranks of one host. Internode
             only.
         internode: ranks may be on several hosts.
+        batch_invariant: the sum over a token's experts has the same bits whatever the ranks and the
+            transport: expert rows come back unsummed, which takes top-k times the bytes of sums.
+            `combine` takes the weights, not `dispatch`. Not over nvshmem or two transports.
 
     Raises:
         ConfigError: a size, transport or group that cannot be met.
@@ -189,11 +194,15 @@ class AllToAllConfig:
     timeout_s: float | None = None
     domain_size: int | None = None
     internode: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         allowed = (*TRANSPORTS, *TWO_LEVEL_TRANSPORTS) if self.internode else TRANSPORTS
         if self.transport not in allowed:
             raise ConfigError.of("transport", self.transport, ", ".join(allowed))
+        if self.batch_invariant and (self.transport == "nvshmem" or "+" in self.transport):
+            why = "because it sums a token's rows before they cross, and batch_invariant is on"
+            raise ConfigError.of("transport", self.transport, f"auto, nvlink, nccl or gloo, {why}")
         if self.domain_size is not None and not self.internode:
             none = "None for an intranode all-to-all"
             raise ConfigError.of("domain_size", self.domain_size, none)
@@ -212,7 +221,7 @@ class AllToAllConfig:
         return Layout(
             self.max_num_tokens, self.num_experts, self.experts_per_token, self.world_size,
             self.dp_size, self.hidden_dim, self.hidden_dim_bytes, self.hidden_dim_scale_bytes,
-            self.combine_dtype,
+            self.combine_dtype, self.batch_invariant,
         )  # fmt: skip
 
     @functools.cached_property

@@ -79,7 +79,7 @@ def choose_transport(
         return "nvlink", ""
     if wanted == "nvlink":
         raise _unmet(wanted, reason)
-    if internode and backend == "nccl":
+    if internode and backend == "nccl" and not layout.batch_invariant:
         no_levels = two_level_unsupported_reason(group, layout, domain_size)
         if no_levels is None:
             return "nvlink+nccl", f"not nvlink alone: {reason}"

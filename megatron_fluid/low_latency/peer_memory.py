@@ -174,7 +174,9 @@ class PeerMemory:
                 "PACKED": q.packed, "HAS_WEIGHTS": q.weights is not None,
             }  # fmt: skip
         entries = layout.max_num_tokens * k
-        if q.exchange and power_of_two(entries) > _MOST_ELEMENTS:
+        if layout.batch_invariant:  # no weights are exchanged
+            entries = 1
+        elif q.exchange and power_of_two(entries) > _MOST_ELEMENTS:
             allowed = f"at most {_MOST_ELEMENTS} over {self.name}, or weights given to dispatch"
             raise ConfigError.of("max_num_tokens * experts_per_token", entries, allowed)
         return common | {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fixed_tiles.launch import row_by_row
 
 __all__ = ["ACTIVATIONS", "Activation", "RowBiases", "Variant", "resolve_activation"]
 
@@ -61,12 +62,18 @@ class Activation:
         gated: whether F1 is 2F.
         forward: h [N, F1] -> v [N, F].
         variant: of a gated one, what it has beyond its name.
+        by_rows: `value` goes row by row, as row_by_row does.
     """
 
     name: str
     gated: bool
     forward: Callable[[Tensor], Tensor]
     variant: Variant = _PLAIN
+    by_rows: bool = field(default=False, compare=False)
+
+    def value(self, h: Tensor) -> Tensor:
+        """forward(h), row by row where that is asked for."""
+        return row_by_row(self.forward, h) if self.by_rows else self.forward(h)
 
     @functools.cached_property
     def built_in(self) -> bool:

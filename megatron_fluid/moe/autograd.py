@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -110,6 +110,11 @@ def prepare(call: ExpertCall) -> tuple[Tensor, PlainExperts]:
     if not isinstance(act, Activation):
         act = resolve_activation(act)
     fcs = expert_projections(w1, w2, call.num_experts, x, act, call.name, layout)
+    if call.batch_invariant:
+        x = x if x.data_ptr() % 16 == 0 else x.clone()  # else kernels with fixed tiles refuse it
+        act = replace(act, by_rows=True)
+        for fc in fcs:
+            fc.fixed_tiles = True
     if call.fp8:
         from megatron_fluid.moe.fp8_experts import fp8_experts  # needs Triton
 

@@ -40,7 +40,10 @@ class _Local(Backend):
             fc1, fc2, activation = experts
             stacked, dtype = fc1.stack is not None and fc2.stack is not None, computed_dtype(x)
         routed = x, ids, probs, self.shape.num_experts
-        plan = plan_local(*routed, activation=activation, stacked=stacked, dtype=dtype)
+        plan = plan_local(
+            *routed, activation=activation, stacked=stacked, dtype=dtype,
+            in_order=self.shape.batch_invariant,
+        )  # fmt: skip
         return functools.partial(LocalTransport, plan)
 
 
@@ -75,7 +78,9 @@ class _Rounds(Backend):
         self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool
     ) -> MakeTransport:
         shape, operation = self.shape, f"{self.shape.name} row counts"
-        plan = ExactPlan.from_topk(ids, shape.num_experts, self.rounds, operation)
+        plan = ExactPlan.from_topk(
+            ids, shape.num_experts, self.rounds, operation, in_order=shape.batch_invariant
+        )
         return functools.partial(RoundsTransport, plan, self.rounds, shape.name, shape.dx_chunks)
 
 
@@ -105,6 +110,7 @@ def choose_backend(layer: Any, wanted: str) -> type[Backend]:
         nvlink_reason=nvlink_layer_reason(
             layer.config.hidden_size, name, weight.dtype, weight.device
         ),
+        batch_invariant=layer.batch_invariant,
     )
     transport, reason = choose_transport(wanted, case)
     assert transport is not None

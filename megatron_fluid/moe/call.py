@@ -45,6 +45,8 @@ class ExpertCall:
             tokens (by another dispatch), "hidden", the output of fc1 (by another GEMM).
         offload: what puts rows or hidden away between forward and backward, or None. Its parts are
             not recomputed.
+        batch_invariant: a row's result has the same bits whatever the other rows are, and whatever
+            their number.
         scheduler: None takes the process-wide one. If it is enabled and the weights are leaves,
             their gradients are deferred.
         name: of the layer, for errors.
@@ -63,5 +65,6 @@ class ExpertCall:
     fused_main_grad: bool = False
     recompute: Collection[str] = ()
     offload: Offload | None = None
+    batch_invariant: bool = False
     scheduler: WeightGradScheduler | None = None
     name: str = "moe"

@@ -68,6 +68,7 @@ class ExchangeCase:
         nvlink_reason: why symmetric memory cannot serve this layer on any machine, or None.
         by_phase: gives for a transport why exchange and experts run one after the other over it,
             so that nothing overlaps within the layer; None where they are fused.
+        batch_invariant: whether a token's sum must not depend on the ranks.
         megatron: whether Megatron's own all-to-all is an alternative, as for a layer of Megatron.
     """
 
@@ -76,6 +77,7 @@ class ExchangeCase:
     on_gpu: bool
     nvlink_reason: str | None = None
     by_phase: Callable[[str], str | None] = _fused_everywhere
+    batch_invariant: bool = False
     megatron: bool = False
 
     def several_domains(self) -> bool:
@@ -99,6 +101,8 @@ def _nvlink(case: ExchangeCase) -> str | None:
 
 
 def _hierarchical(case: ExchangeCase) -> str | None:
+    if case.batch_invariant:
+        return "batch_invariant is on, and it sums a token's rows on each host first"
     if not case.several_domains():
         return "it is for ranks on several hosts, and the group's are on one"
     reason = case.by_phase("hierarchical")

@@ -69,6 +69,9 @@ class MoEConfig(FieldsConfig):
             computes them in the parameters' precision.
         fp8_weight_grads: with fp8_recipe: the precision of the experts' weight gradients: "fp8"
             with a scale for 128 rows of each feature, or "bf16". None takes FluidConfig's.
+        batch_invariant: the forward gives a token the same bits whatever other tokens are in the
+            batch, and whatever the number of ranks and the backend; not over "hierarchical". A
+            callable `activation` must compute each row alone. None takes FluidConfig's.
         init_std: standard deviation of the initial weights.
         router_dtype: "fp32" or "fp64" computes the router's logits and probabilities in it; None in
             the dtype of its weight, which `layer.router.float()` keeps in fp32 in a bf16 model.
@@ -91,6 +94,7 @@ class MoEConfig(FieldsConfig):
     recompute: Collection[str] | None = None
     fp8_recipe: str | None = None
     fp8_weight_grads: str | None = None
+    batch_invariant: bool | None = None
     init_std: float = 0.02
     router_dtype: str | None = None
 
@@ -120,6 +124,8 @@ class MoEConfig(FieldsConfig):
         if self.fp8_weight_grads not in (None, *MOE_FP8_WEIGHT_GRADS):
             known = ", ".join(MOE_FP8_WEIGHT_GRADS)
             raise ConfigError.of("fp8_weight_grads", self.fp8_weight_grads, f"{known}, or None")
+        if self.batch_invariant not in (None, True, False):
+            raise ConfigError.of("batch_invariant", self.batch_invariant, "True, False, or None")
         for name in ("aux_loss_coefficient", "init_std"):
             if not getattr(self, name) >= 0.0:
                 raise ConfigError.of(name, getattr(self, name), "0 or more")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fixed_tiles.operands import fixed_tiles
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
 from megatron_fluid.kernels.grouped_gemm.launch import grouped_matmul, host_ends
 from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack
@@ -36,8 +37,8 @@ __all__ = [
     "params_and_values",
 ]
 
-# El matrices [in, out]: one tensor [El, in, out] with any strides, a ReversedStack, or a list if
-# they are not evenly spaced in memory.
+# El matrices [in, out]: one tensor [El, in, out] with any strides, a ReversedStack, a list if they
+# are not evenly spaced in memory, or FixedTiles of these.
 type Matrices = Tensor | Sequence[Tensor]
 
 # Weights as a caller passes them: one stacked tensor, or one tensor for each expert.
@@ -123,6 +124,7 @@ class ExpertWeights:
             None. [El, out, in]
         reverse: such a view with the experts in reverse order, if they lie so, else None.
         out_width, in_width: of one expert's matrix.
+        fixed_tiles: whether forward products of a row have the same bits whatever the others are.
 
     Raises:
         ConfigError: the number of experts, or the shape, does not fit.
@@ -130,6 +132,7 @@ class ExpertWeights:
 
     stack: Tensor | None
     reverse: Tensor | None
+    fixed_tiles = False
 
     def __init__(
         self,
@@ -216,7 +219,7 @@ class ExpertWeights:
                 found = ReversedStack(self.reverse.transpose(1, 2))
             else:
                 found = [m.t() for m in self.matrices]
-            self._forward_matrices = found
+            self._forward_matrices = found = fixed_tiles(found) if self.fixed_tiles else found
         return found
 
     @property

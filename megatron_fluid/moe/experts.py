@@ -194,7 +194,7 @@ def activation_forward(
         from megatron_fluid.kernels.activation.kernel import fused_activation_forward
 
         return fused_activation_forward(activation.name, h, probs, count, activation.variant, bias)
-    value = activation.forward(_sum(h, bias))
+    value = activation.value(_sum(h, bias))
     return (value if probs is None else value * probs.unsqueeze(1)).to(h.dtype)
 
 

@@ -6,6 +6,7 @@ expert, W ranks.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,6 +73,8 @@ class _MoEModule(nn.Module):
         self.activation = resolve_activation(self.config.activation)
         self.num_local_experts = local_experts(self.config.num_experts, self.rounds.world_size)
         c, kwargs = self.config, {"device": device, "dtype": dtype}
+        invariant = c.batch_invariant
+        self.batch_invariant = current_config().batch_invariant if invariant is None else invariant
 
         def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -79,7 +82,8 @@ class _MoEModule(nn.Module):
         gates = 2 if self.activation.gated else 1
         self.router = TopKRouter(
             c.hidden_size, c.num_experts, c.top_k, c.score_function, c.pre_softmax, c.scaling,
-            c.aux_loss_coefficient, c.router_dtype, name=f"{self.name} router", **kwargs,  # type: ignore[arg-type]
+            c.aux_loss_coefficient, c.router_dtype, name=f"{self.name} router",
+            batch_invariant=self.batch_invariant, **kwargs,  # type: ignore[arg-type]
         )  # fmt: skip
         hidden, ffn, local = c.hidden_size, c.ffn_hidden_size, self.num_local_experts
         self.weight1 = weight(local, gates * ffn, hidden)
@@ -90,6 +94,7 @@ class _MoEModule(nn.Module):
             self.weight2 = shard_experts(self.weight2.detach(), ep_group, kind)
         self._taken: Form | None = None  # the last input's dtype and device that were looked at
         where = {"dtype": self.weight1.dtype, "device": self.weight1.device.type}
+        where["batch_invariant"] = self.batch_invariant
         compare_settings(self.rounds.group, type(self).__name__, vars(c) | where)
         shared = c.shared_ffn_hidden_size
         self.shared_weight1 = weight(gates * shared, c.hidden_size) if shared else None
@@ -186,9 +191,13 @@ class _MoEModule(nn.Module):
         """What the shared expert makes of all tokens [T, H], or None without one."""
         if self.shared_weight1 is None or self.shared_weight2 is None:
             return None
-        h = deferred_linear(tokens, self.shared_weight1, f"{self.name} shared fc1")
-        activated = self.activation.forward(h)
-        return deferred_linear(activated, self.shared_weight2, f"{self.name} shared fc2")
+        fixed = self.batch_invariant
+        activation = dataclasses.replace(self.activation, by_rows=fixed)
+        names = f"{self.name} shared fc1", f"{self.name} shared fc2"
+        h = deferred_linear(tokens, self.shared_weight1, names[0], fixed_tiles=fixed)
+        return deferred_linear(
+            activation.value(h), self.shared_weight2, names[1], fixed_tiles=fixed
+        )
 
     def _flat(self, tokens: Tensor) -> Tensor:
         hidden = self.config.hidden_size
@@ -232,7 +241,7 @@ class MoEBaseline(_MoEModule):
         flat, name = self._flat(tokens), f"{self.name} baseline"
         routing = self.router(flat)
         counts = self.config.num_experts, self.rounds, f"{self.name} row counts"
-        plan = ExactPlan.from_topk(routing.ids, *counts)
+        plan = ExactPlan.from_topk(routing.ids, *counts, in_order=self.batch_invariant)
         w1, w2 = self.expert_weights()
         call = ExpertCall(
             x=flat,
@@ -241,6 +250,7 @@ class MoEBaseline(_MoEModule):
             w2=w2,
             num_experts=self.num_local_experts,
             activation=self.activation,
+            batch_invariant=self.batch_invariant,
             scheduler=_NOT_DEFERRED,
             name=name,
         )
@@ -331,6 +341,7 @@ class MoELayer(_MoEModule):
             dx_chunks=current_config().dx_chunks if c.dx_chunks is None else c.dx_chunks,
             capacity_factor=c.capacity_factor,
             captured=LayerRoom() if c.graph else None,
+            batch_invariant=self.batch_invariant,
         )
 
     def _call(
@@ -347,6 +358,7 @@ class MoELayer(_MoEModule):
             fp8=c.fp8_recipe is not None,
             fp8_weight_grads=(c.fp8_weight_grads or config.moe_fp8_weight_grads) == "fp8",
             recompute=moe_recompute(config) if c.recompute is None else c.recompute,
+            batch_invariant=self.batch_invariant,
             name=self.name,
         )
 
@@ -428,6 +440,7 @@ def moe_multicard_p2p_overlap_forward(
         num_experts=num_local_experts,
         activation=activation_func,
         layout="in_out",
+        batch_invariant=current_config().batch_invariant,
         name=name,
     )
     transport = RoundsTransport(plan, rounds, name, current_config().dx_chunks)

@@ -6,6 +6,7 @@ Legend: T tokens, K top-k, E experts, H hidden.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from megatron_fluid.backward.autograd import once_differentiable
 from megatron_fluid.backward.deferred_linear import deferred_linear
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fixed_tiles.launch import row_by_row
 from megatron_fluid.moe.experts import have_triton
 
 __all__ = [
@@ -62,6 +64,7 @@ def route(
     pre_softmax: bool = False,
     scaling: float | None = None,
     expert_bias: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Routing:
     """Choose K experts for each token, as Megatron-Core's router does.
 
@@ -73,28 +76,41 @@ def route(
         pre_softmax: softmax over all experts before choosing; otherwise over the chosen ones.
         scaling: multiplies the probabilities.
         expert_bias: added to sigmoid scores for the choice alone. [E]
+        batch_invariant: a token's ids and probs have the same bits whatever the other tokens are.
+            Of equal scores the expert with the lower number is chosen.
 
     Raises:
         ConfigError: top_k out of range, an unknown score function, or a bias with softmax.
     """
     _check_routing(top_k, logits.shape[-1], score_function)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def best(scores: Tensor) -> tuple[Tensor, Tensor]:
+        if not batch_invariant:
+            values, ids = scores.topk(top_k, dim=-1)
+            return values, ids
+        values, ids = scores.sort(dim=-1, descending=True, stable=True)
+        return values[:, :top_k].contiguous(), ids[:, :top_k].contiguous()
+
     if score_function == "softmax":
         if expert_bias is not None:
             raise ConfigError.of("expert_bias", "given", "only with score_function sigmoid")
         scores = torch.softmax(logits, dim=-1)
         if pre_softmax:
-            probs, ids = scores.topk(top_k, dim=-1)
+            probs, ids = best(scores)
         else:
-            best, ids = logits.topk(top_k, dim=-1)
-            probs = torch.softmax(best, dim=-1)
+            chosen, ids = best(logits)
+            probs = torch.softmax(chosen, dim=-1)
     else:
-        gates = torch.sigmoid(logits)
+        gates = row_by_row(torch.sigmoid, logits) if batch_invariant else torch.sigmoid(logits)
         choice = gates if expert_bias is None else gates + expert_bias
-        ids = choice.topk(top_k, dim=-1).indices
+        _, ids = best(choice)
         probs = gates.gather(-1, ids)
         if top_k > 1:
-            probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+            total = probs.sum(-1, keepdim=True)
+            if batch_invariant:
+                total = functools.reduce(torch.add, probs.split(1, dim=-1))
+            probs = probs / (total + 1e-20)
         scores = gates / (gates.sum(-1, keepdim=True) + 1e-20)
     if scaling is not None:
         probs = probs * scaling
@@ -165,6 +181,7 @@ class TopKRouter(nn.Module):
             as Megatron's --moe-router-dtype; the weight keeps its dtype. None: in the weight's, and
             probabilities in fp32.
         name: for errors.
+        batch_invariant: as for `route`, and so for the logits.
 
     Attributes:
         weight: [E, H]
@@ -188,6 +205,7 @@ class TopKRouter(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         name: str = "router",
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__()
         _check_routing(top_k, num_experts, score_function)
@@ -203,7 +221,7 @@ class TopKRouter(nn.Module):
         self.top_k, self.score_function = top_k, score_function
         self.pre_softmax, self.scaling = pre_softmax, scaling
         self.aux_loss_coefficient, self.name = aux_loss_coefficient, name
-        self.dtype = ROUTER_DTYPES[router_dtype]
+        self.dtype, self.batch_invariant = ROUTER_DTYPES[router_dtype], batch_invariant
         self.last_aux_loss: Tensor | None = None
         self.reset_parameters()
 
@@ -229,8 +247,12 @@ class TopKRouter(nn.Module):
         dtype, kind = self.dtype or self.weight.dtype, tokens.device.type
         keeps = self.dtype is None and torch.is_autocast_enabled(kind)
         with torch.autocast(kind, enabled=keeps):
-            logits = deferred_linear(tokens.to(dtype), self.weight.to(dtype), self.name)
-        made = route(logits, self.top_k, self.score_function, self.pre_softmax, self.scaling)
+            logits = deferred_linear(
+                *(tokens.to(dtype), self.weight.to(dtype), self.name),
+                fixed_tiles=self.batch_invariant,
+            )
+        settings = self.top_k, self.score_function, self.pre_softmax, self.scaling
+        made = route(logits, *settings, batch_invariant=self.batch_invariant)
         probs = made.probs.to(torch.promote_types(tokens.dtype, torch.float32))
         return Routing(made.ids, probs, made.scores)
 
@@ -245,7 +267,9 @@ class TopKRouter(nn.Module):
         """As `route`, with logits summed and kept in fp32."""
         from megatron_fluid.moe.fused_router import topk_softmax
 
-        logits = deferred_linear(tokens, self.weight, self.name, wide=True)
+        logits = deferred_linear(
+            tokens, self.weight, self.name, wide=True, fixed_tiles=self.batch_invariant
+        )
         ids, probs = topk_softmax(logits, self.top_k)
         if self.scaling is not None:
             probs = probs * self.scaling

@@ -185,6 +185,7 @@ class LayerShape:
         dx_chunks: as in MoEConfig.
         capacity_factor: the factor of bounded mode; None means exact mode.
         captured: gives the capacity of calls in a CUDA graph; None if no call is captured.
+        batch_invariant: a token's rows are summed in the order of its choices, whatever the ranks.
         room: buffers are sized for the first call's tokens times this.
     """
 
@@ -196,6 +197,7 @@ class LayerShape:
     dx_chunks: int = 1
     capacity_factor: float | None = None
     captured: LayerRoom | None = None
+    batch_invariant: bool = False
     room: int = 1
 
 

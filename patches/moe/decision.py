@@ -16,10 +16,12 @@ import torch.distributed as dist
 from megatron_fluid.comm.hosts import detect_domains
 from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.config import FluidConfig, names_exchange
+from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.backends import BACKENDS
 from megatron_fluid.moe.choose import ExchangeCase, choose_transport, local_unsupported_reason
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.moe.fp8 import follow_microbatches
+from megatron_fluid.patches.moe.limits import batch_invariant
 from megatron_fluid.patches.moe.parts import (
     PartReasons,
     forward_reason,
@@ -132,7 +134,7 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
             return "local"
         if cpu_mode_active():
             here = int(os.environ.get("LOCAL_WORLD_SIZE", layer.ep_group.size()))
-            one_host = layer.ep_group.size() <= here
+            one_host = layer.ep_group.size() <= here or batch_invariant(layer.config, config)
             return "rounds" if one_host else "hierarchical where ranks are on several hosts"
         return "nvlink where all GPUs of the group reach each other's memory"
 
@@ -225,6 +227,7 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
                 on_gpu=not cpu_mode_active(),
                 nvlink_reason=first_of_ranks([rank.no_nvlink for rank in ranks]),
                 by_phase=lambda backend: parts_over(backend).by_phase,
+                batch_invariant=batch_invariant(layer.config, config),
                 megatron=True,
             ),
         )
@@ -233,6 +236,8 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         parts = parts_over(choice.transport)
         if parts.exchange is not None:
             return Reason(parts.exchange)
+        if config.batch_invariant and parts.experts is not None:
+            return Reason(f"Megatron computes the experts: {parts.experts}")
         if parts.by_phase is None:
             path = self._whole(layer, config, choice.transport)
         else:
@@ -242,6 +247,12 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         assert decision is not None
         decision.backend, decision.details = choice.transport, parts
         return path
+
+    def _refuse_if_named(self, config: FluidConfig, layer: MoELayer, reason: str) -> None:
+        super()._refuse_if_named(config, layer, reason)
+        if config.batch_invariant:
+            why = f"False, because Megatron's own path is not batch-invariant, and {reason}"
+            raise ConfigError.of("batch_invariant", True, why)
 
     def allowed(self, config: FluidConfig, layer: MoELayer, reason: str) -> str | None:
         return f"auto or megatron, because {reason}" if names_exchange(config) else None

@@ -186,6 +186,7 @@ class OverlappedLayer(OwnExperts):
             name=self.name,
             dx_chunks=config.dx_chunks,
             captured=LayerRoom() if captured else None,
+            batch_invariant=self.batch_invariant,
             room=microbatch_room(),
         )
         self.transports = kind(shape, self.rounds)
@@ -247,7 +248,7 @@ class OverlappedLayer(OwnExperts):
         """Return (chosen experts [T, K], probs [T, K]). An expert is given by its position in the
         ranks' storage order, -1 if dropped."""
         compact = False
-        if self.transports.ascending:
+        if self.transports.ascending or self.batch_invariant:
             probs, chosen = layer.route(x, mask)
         else:
             probs, chosen, compact = compact_route(layer, x, mask)
@@ -258,7 +259,11 @@ class OverlappedLayer(OwnExperts):
             routing_map = kept_choices(routing_map, probs)
         if not routes_as_megatron(layer.router):
             check_count(routing_map, self.top_k)
-        return chosen_of(probs, routing_map, self.top_k, self.columns)
+        if not self.batch_invariant or self._indices is None:
+            return chosen_of(probs, routing_map, self.top_k, self.columns)
+        # Ascending by number: the order in which ranks store their experts depends on the ranks.
+        ids, probs = chosen_of(probs, routing_map, self.top_k)
+        return torch.where(ids < 0, ids, self._indices.take(ids.clamp(min=0).long())), probs
 
     def _compute(
         self, layer: MoELayer, plan: MakeTransport, fcs: Projections | None, hidden_states: Tensor,

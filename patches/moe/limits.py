@@ -36,6 +36,7 @@ __all__ = [
     "LAYER_LIMITS",
     "PARTS",
     "PHASES",
+    "batch_invariant",
     "bounded_unsupported_reason",
     "activation_name",
     "bounds_rows",
@@ -100,6 +101,11 @@ def bounded_unsupported_reason(config: TransformerConfig) -> str | None:
     return None
 
 
+def batch_invariant(config: TransformerConfig, fluid: FluidConfig) -> bool:
+    """Whether a layer has to give a token the same bits in any batch, over any ranks."""
+    return fluid.batch_invariant or bool(config.batch_invariant_mode)
+
+
 def bounds_rows(config: TransformerConfig) -> bool:
     """Whether a CUDA graph of an iteration holds fused layers over symmetric memory, with room for
     a bounded number of rows (patches/iteration_graph.py)."""
@@ -162,7 +168,6 @@ LAYER_LIMITS: tuple[Limit[TransformerConfig], ...] = (
         "the inference-optimised layer has its own dispatchers",
         lambda c, _: c.transformer_impl == "inference_optimized",
     ),
-    Limit("batch_invariant_mode", "its kernels are Megatron's own"),
 )
 
 _ON_HOST = "read row counts on the host"

@@ -33,7 +33,7 @@ from megatron_fluid.moe.offloading import Offload
 from megatron_fluid.patches import versions
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts
-from megatron_fluid.patches.moe.limits import PHASES
+from megatron_fluid.patches.moe.limits import PHASES, batch_invariant
 from megatron_fluid.patches.overlap_decision import RELEASED
 
 if TYPE_CHECKING:
@@ -327,7 +327,7 @@ class OwnExperts:
         weights: the experts' parameters.
         hooks: the hooks of the experts' modules.
         fp8: whether they compute in fp8.
-        recompute, offload: as in ExpertCall.
+        recompute, offload, batch_invariant: as in ExpertCall.
     """
 
     recompute: Collection[str] = ()
@@ -352,6 +352,7 @@ class OwnExperts:
         self.fused_main_grad = bool(layer.config.gradient_accumulation_fusion)
         self.fp8 = computes_in_fp8(layer)
         self.name = versions.layer_name(layer)
+        self.batch_invariant = batch_invariant(layer.config, config)
         self._probs_on_input = bool(layer.config.moe_apply_probs_on_input)
 
     def _surroundings(self, layer: MoELayer) -> tuple[Any, ...]:
@@ -433,6 +434,7 @@ class OwnExperts:
             fused_main_grad=self.fused_main_grad,
             recompute=self.recompute,
             offload=self.offload,
+            batch_invariant=self.batch_invariant,
             scheduler=scheduler,
             name=self.name,
         )

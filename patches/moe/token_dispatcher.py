@@ -42,6 +42,7 @@ from megatron_fluid.patches import versions
 from megatron_fluid.patches.arguments import microbatch_room
 from megatron_fluid.patches.engine.module_hooks import routes_as_megatron
 from megatron_fluid.patches.moe.choices import check_count, chosen_of, kept_choices
+from megatron_fluid.patches.moe.limits import batch_invariant
 from megatron_fluid.patches.moe.separate_experts import SeparateExperts
 from megatron_fluid.topology import real_group
 
@@ -89,6 +90,7 @@ class ExchangedLayer:
             top_k=self.top_k,
             ffn=int(layer.config.moe_ffn_hidden_size),
             name=versions.layer_name(layer),
+            batch_invariant=batch_invariant(layer.config, config),
             room=microbatch_room(),
         )
         self.transports = BACKENDS[backend](shape, shared_rounds(layer.ep_group, config.timeout_s))

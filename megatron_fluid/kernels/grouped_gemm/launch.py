@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_fluid.cuda.devices import has_grouped_gemm, is_hopper
 from megatron_fluid.cuda.tensor_maps import GATED, Box, View, in_boxes, token_boxes
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fixed_tiles.launch import FixedTiles, fixed_tile_matmul
 from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack
 from megatron_fluid.kernels.grouped_gemm.tiles import WIDE_DEPTH, wide_tiles_pay
 from megatron_fluid.kernels.sm90.launch import Maps, Source, hopper_kernels
@@ -99,6 +100,8 @@ def grouped_matmul(
     rows = x.shape[0]
     if x.shape[1] != depth:
         raise ConfigError.of("width of expert rows", x.shape[1], f"{depth}, the weights'")
+    if isinstance(weights, FixedTiles):
+        return fixed_tile_matmul(x, weights.matrices, offsets, ends)
     if stack is not None:
         box = _box(stack)
         view = _weights_view(x, stack, box)

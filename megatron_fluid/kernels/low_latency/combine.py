@@ -74,7 +74,7 @@ def combine_kernel(
         token_weights = (arrived + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
         # Once a wait of this rank has failed, what was dispatched may be anything: nothing is sent.
         sound = tl.load(abort) == 0
-        if EXCHANGE:
+        if EXCHANGE and SMALL < C:
             # Program d < W sends this rank's weights to rank d, then all programs wait for the
             # weights of the sources that send theirs. No rank waits before it has sent.
             if (pid < W) & (m > SMALL):
@@ -91,6 +91,7 @@ def combine_kernel(
                     weight_flags, many, generation, errors, abort, weights_operation, timeout_ns, 1,
                     WEIGHT_WORDS, 1,
                 )  # fmt: skip
+        if EXCHANGE:
             token_weights = received_weights + parity * (W * C * K)
         # The expert rows of a token on this rank: weight and sum them, store the sum at its owner.
         piece = tl.where(sound, pid, D * C * BLOCKS)
@@ -156,9 +157,6 @@ def combine_kernel(
         direct = False
         if EXCHANGE:
             direct = tl.load(arrived + COUNTS_AT + rank) <= SMALL
-            row_weight = tl.load(
-                weights + i * K + kk, mask=(kk < K) & (i < m) & (there >= 0), other=0.0
-            )
         due = tl.arange(0, WORDS) < W * F
         sound = wait_all(
             flags, due, generation, errors, abort, operation, timeout_ns, F, WORDS, FLAG_STRIDE
@@ -171,11 +169,12 @@ def combine_kernel(
             total = tl.zeros((BLOCK,), tl.float32) + nothing
             if EXCHANGE:  # noqa: SIM102  (Triton evaluates both sides of `and`)
                 if direct:
-                    at = ((parity * SMALL + i) * K + kk).to(tl.int64)[:, None] * H + o[None, :]
-                    value = tl.load(
-                        received_rows + at, mask=(there >= 0)[:, None] & (o < H)[None, :], other=0.0
-                    )
-                    total += tl.sum(row_weight[:, None] * value.to(tl.float32), 0)
+                    at = ((parity * SMALL + i) * K).to(tl.int64) * H + o
+                    for k in tl.static_range(K):
+                        known = tl.sum((there >= 0) & (kk == k), 0) > 0
+                        weight = tl.load(weights + i * K + k, mask=known, other=0.0)
+                        row = tl.load(received_rows + at + k * H, mask=(o < H) & known, other=0.0)
+                        total += weight * row.to(tl.float32)
             for d in tl.static_range(W):
                 needed = (tl.max((there == d).to(tl.int32), 0) > 0) & (not direct)
                 slot = (parity * W + d).to(tl.int64) * C + i

@@ -44,12 +44,13 @@ class LocalPlan:
     groups: RowGroups
 
     @classmethod
-    def of(cls, ids: Tensor, num_experts: int) -> LocalPlan:
-        """From ids [T, K], -1 where dropped. On a GPU the host reads the row counts."""
+    def of(cls, ids: Tensor, num_experts: int, in_order: bool = False) -> LocalPlan:
+        """From ids [T, K], -1 where dropped. On a GPU the host reads the row counts. in_order: as
+        in Permutation."""
         keys, histogram = count_choices(ids, num_experts)
         offsets = histogram.cumsum(0, dtype=torch.int32)
         ends = offsets.tolist()
-        permutation = Permutation.of(keys, ids.shape).first(ends[-1])
+        permutation = Permutation.of(keys, ids.shape, in_order).first(ends[-1])
         return cls(permutation, RowGroups(offsets, ends))
 
     @property
@@ -137,6 +138,7 @@ def plan_local(
     activation: Activation | None = None,
     stacked: bool = True,
     dtype: torch.dtype | None = None,
+    in_order: bool = False,
 ) -> LocalPlan | KernelPlan:
     """The routing of one call.
 
@@ -149,13 +151,14 @@ def plan_local(
         stacked: whether each projection's matrices lie in memory at equal distances, so that the
             host need not know the row counts.
         dtype: in which the tokens are computed; None for their own.
+        in_order: a token's rows are summed choice by choice. The kernels always do so.
     """
     if probs.shape != topk_ids.shape:
         found = f"{list(topk_ids.shape)}, {list(probs.shape)}"
         raise ConfigError.of("topk_ids, probs", found, "[T, K], [T, K]")
     dtype = x.dtype if dtype is None else dtype
     if not _kernels_serve(x, activation, dtype):
-        return LocalPlan.of(topk_ids, experts)
+        return LocalPlan.of(topk_ids, experts, in_order)
     from megatron_fluid.moe.local.kernel_plan import make_plan
 
     read_ends = not (stacked and groups_on_device(x.device, dtype))

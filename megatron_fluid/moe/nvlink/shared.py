@@ -6,6 +6,7 @@ Layers use the same buffers one after the other, so a model of any depth holds t
 
 from __future__ import annotations
 
+import dataclasses
 import torch
 import torch.distributed as dist
 
@@ -33,19 +34,21 @@ def shared_buffers(
     num_experts: int,
     dtype: torch.dtype = torch.bfloat16,
     schedule: Schedule | None = None,
+    by_choice: bool = False,
 ) -> NvlinkBuffers:
     """The buffers of this shape on the group's workspace. Collective the first time: all ranks ask
     in the same order.
 
-    schedule None takes the one that rank 0 chooses for the shape. Raises ConfigError where the
-    ranks cannot map each other's memory.
+    schedule None takes the one that rank 0 chooses for the shape. by_choice: combines send single
+    rows, so that a token's sum has the order of its choices, whatever the ranks. Raises ConfigError
+    where the ranks cannot map each other's memory.
     """
     shape = (max_tokens, hidden, ffn, top_k, num_experts)
     if schedule is None:
         schedule = group_resource(
             group, ("moe schedule", *shape, dtype), lambda: _choose(group, shape, dtype)
         )
-    chosen = schedule
+    chosen = schedule = dataclasses.replace(schedule, sent_rows=by_choice or schedule.sent_rows)
 
     given = (max_tokens, hidden, top_k, num_experts, dtype)
 
@@ -94,15 +97,17 @@ class SizedBuffers:
     Args:
         ffn, top_k, experts: F, K and E of the layer.
         factor: how many times the tokens of the first forward a later one may bring before that.
+        by_choice: as for shared_buffers.
 
     Attributes:
         buffers: None before the first forward.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, ffn: int, top_k: int, experts: int, factor: int = 1
-    ) -> None:
-        self._group, self._factor = group, factor
+        self, group: dist.ProcessGroup, ffn: int, top_k: int, experts: int, factor: int = 1,
+        by_choice: bool = False,
+    ) -> None:  # fmt: skip
+        self._group, self._factor, self._by_choice = group, factor, by_choice
         self._shape = (ffn, top_k, experts)
         self.buffers: NvlinkBuffers | None = None
 
@@ -123,4 +128,6 @@ class SizedBuffers:
     def _make(self, tokens: int, factor: int, hidden: int, dtype: torch.dtype) -> None:
         sizes = agreement(self._group).gather("tokens of an MoE layer", tokens)
         most = max(*sizes, 1) * factor
-        self.buffers = shared_buffers(self._group, most, hidden, *self._shape, dtype=dtype)
+        self.buffers = shared_buffers(
+            self._group, most, hidden, *self._shape, dtype=dtype, by_choice=self._by_choice
+        )

@@ -333,7 +333,8 @@ class NvlinkBackend(Backend):
     def __init__(self, shape: LayerShape, rounds: P2PRounds) -> None:
         super().__init__(shape, rounds)
         sizes = shape.ffn, shape.top_k, shape.num_experts
-        self.sized = SizedBuffers(shape.group, *sizes, shape.room)
+        by_choice = shape.batch_invariant
+        self.sized = SizedBuffers(shape.group, *sizes, shape.room, by_choice=by_choice)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NvlinkBackend:
         copied = copy.copy(self)

@@ -130,8 +130,9 @@ class ExactPlan:
 
     @classmethod
     def from_topk(
-        cls, ids: Tensor, num_experts: int, rounds: P2PRounds, operation: str = "moe row counts"
-    ) -> ExactPlan:
+        cls, ids: Tensor, num_experts: int, rounds: P2PRounds, operation: str = "moe row counts",
+        in_order: bool = False,
+    ) -> ExactPlan:  # fmt: skip
         """Plan the rows of top-k choices. Collective over the group; the only host read of device
         data in a layer.
 
@@ -139,6 +140,7 @@ class ExactPlan:
             ids: expert of each choice, -1 where it is dropped. [T, K] integers
             num_experts: E.
             operation: names the exchange of counts in errors.
+            in_order: as in Permutation.
 
         Raises:
             ConfigError: ids is not [T, K], or E not a multiple of W.
@@ -147,7 +149,7 @@ class ExactPlan:
         keys, histogram = count_choices(ids, num_experts)
         read_counts = _start_counts(histogram, rounds, operation)
         # On the device while the counts travel; the dropped ones are cut off afterwards.
-        sorted_choices = Permutation.of(keys, ids.shape)
+        sorted_choices = Permutation.of(keys, ids.shape, in_order)
         send, recv = read_counts()
         return cls(rounds.rank, send, recv, sorted_choices.first(sum(map(sum, send))))
 

@@ -38,7 +38,6 @@ LAYER: dict[str, tuple[Any, Any]] = {
     "expert_gtp_weight_remat_size": (2, 1),
     "cuda_graph_impl": ("local", "none"),
     "transformer_impl": ("inference_optimized", "transformer_engine"),
-    "batch_invariant_mode": (True, False),
 }
 EXCHANGE: dict[str, tuple[Any, Any]] = {
     "moe_token_dispatcher_type": ("flex", "alltoall"),

@@ -1,0 +1,1 @@
+"""Products whose bits do not depend on the number of rows."""
