@@ -198,7 +198,6 @@ class FluidConfig:
     defer_weight_grads: bool = False
     timeout_s: float | None = None
     deterministic: bool = False
-    batch_invariant: bool = False
     tp_overlap: str = "auto"
     cp_backend: str = "auto"
     moe_recompute: str = "none"
@@ -209,6 +208,7 @@ class FluidConfig:
     machine: str = "auto"
     moe_fp8_weight_grads: str = "fp8"
     graph: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for name in _fields():

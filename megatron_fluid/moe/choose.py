@@ -120,8 +120,8 @@ TRANSPORTS: dict[str, Callable[[ExchangeCase], str | None]] = {
 
 def _slower_rounds(case: ExchangeCase, no_nvlink: str | None) -> str | None:
     """Why auto keeps Megatron's all-to-all and does not take rounds, or None. On CPUs every form
-    that can overlap is taken."""
-    if not (case.megatron and case.on_gpu):
+    that can overlap is taken. With batch_invariant Megatron's sums would have another order."""
+    if case.batch_invariant or not (case.megatron and case.on_gpu):
         return None
     if not case.several_domains():
         return f"no symmetric memory ({no_nvlink}), and rounds do not pay inside one NVLink domain"

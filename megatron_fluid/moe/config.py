@@ -69,12 +69,12 @@ class MoEConfig(FieldsConfig):
             computes them in the parameters' precision.
         fp8_weight_grads: with fp8_recipe: the precision of the experts' weight gradients: "fp8"
             with a scale for 128 rows of each feature, or "bf16". None takes FluidConfig's.
-        batch_invariant: the forward gives a token the same bits whatever other tokens are in the
-            batch, and whatever the number of ranks and the backend; not over "hierarchical". A
-            callable `activation` must compute each row alone. None takes FluidConfig's.
         init_std: standard deviation of the initial weights.
         router_dtype: "fp32" or "fp64" computes the router's logits and probabilities in it; None in
             the dtype of its weight, which `layer.router.float()` keeps in fp32 in a bf16 model.
+        batch_invariant: the forward gives a token the same bits whatever other tokens are in the
+            batch, and whatever the number of ranks and the backend; not over "hierarchical". A
+            callable `activation` must compute each row alone. None takes FluidConfig's.
     """
 
     hidden_size: int
@@ -94,9 +94,9 @@ class MoEConfig(FieldsConfig):
     recompute: Collection[str] | None = None
     fp8_recipe: str | None = None
     fp8_weight_grads: str | None = None
-    batch_invariant: bool | None = None
     init_std: float = 0.02
     router_dtype: str | None = None
+    batch_invariant: bool | None = None
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(("hidden_size", "ffn_hidden_size", "num_experts", "top_k"), 1)

@@ -332,6 +332,7 @@ class OwnExperts:
 
     recompute: Collection[str] = ()
     offload: Offload | None = None
+    batch_invariant = False
 
     def __init__(self, layer: MoELayer, config: FluidConfig, ordered: bool = True) -> None:
         from megatron.core.tensor_parallel import layers

@@ -81,12 +81,13 @@ def test_every_field_is_read_from_the_environment() -> None:
         "MEGATRON_FLUID_MACHINE": "reference",
         "MEGATRON_FLUID_MOE_FP8_WEIGHT_GRADS": "bf16",
         "MEGATRON_FLUID_GRAPH": "1",
+        "MEGATRON_FLUID_BATCH_INVARIANT": "1",
     }
     fields = {field.name for field in dataclasses.fields(FluidConfig)}
     assert {name.removeprefix("MEGATRON_FLUID_").lower() for name in environ} == fields
     assert FluidConfig.from_environment(environ) == FluidConfig(
         *("rounds", 4, True, 2.5, True, "off", "collective", "hidden", "3:5", "pages", True),
-        *("ours", "reference", "bf16", True),
+        *("ours", "reference", "bf16", True, True),
     )
     assert FluidConfig.from_environment({}) == FluidConfig()
 

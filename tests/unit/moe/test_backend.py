@@ -30,7 +30,7 @@ GPU = torch.device("cuda")
 def layer_on(ranks: int, domains: int = 1) -> mock.Mock:
     names = [str(rank % domains) for rank in range(ranks)]
     rounds = mock.Mock(group=mock.Mock(size=lambda: ranks), domains=names)
-    return mock.Mock(rounds=rounds, weight1=mock.Mock(device=GPU))
+    return mock.Mock(rounds=rounds, weight1=mock.Mock(device=GPU), batch_invariant=False)
 
 
 def on_gpus(layer: str | None, machine: str | None) -> contextlib.ExitStack:
@@ -108,6 +108,13 @@ def test_what_runs_phase_by_phase_is_exchanged_by_megatron_between_hosts(
         if domains == 2:
             with pytest.raises(ConfigError, match="megatron, because moe_latent_size=8"):
                 choose_transport("hierarchical", case)
+
+
+@pytest.mark.parametrize("domains", [1, 2])
+def test_auto_takes_rounds_where_sums_must_have_one_order(domains: int) -> None:
+    with on_gpus(None, APART):
+        case = exchange_case(2, domains, None, megatron=True, batch_invariant=True)
+        assert choose_transport("auto", case).transport == "rounds"
 
 
 def test_auto_says_that_it_takes_rounds_on_gpus(caplog: pytest.LogCaptureFixture) -> None:
@@ -202,7 +209,7 @@ def test_the_first_forward_sizes_the_buffers_by_the_rank_with_most_tokens() -> N
 
     made: list[tuple[object, ...]] = []
 
-    def make(group: object, *shape: int, dtype: torch.dtype) -> SimpleNamespace:
+    def make(group: object, *shape: int, dtype: torch.dtype, by_choice: bool) -> SimpleNamespace:
         made.append((*shape, dtype))
         return SimpleNamespace(max_tokens=shape[0], hidden=shape[1], dtype=dtype)
 
@@ -243,6 +250,10 @@ def test_rows_are_sent_by_gemms_of_the_types_that_can(monkeypatch: pytest.Monkey
     for _ in range(2):
         assert nvlink_buffers.shared_buffers(group, *shape, dtype=torch.bfloat16).sent_rows
         assert not nvlink_buffers.shared_buffers(group, *shape, dtype=torch.float32).sent_rows
+        by_choice = nvlink_buffers.shared_buffers(
+            group, *shape, dtype=torch.float32, by_choice=True
+        )
+        assert by_choice.sent_rows
     assert len(told) == 2
     monkeypatch.setattr(group_resources, "_resources", {})
     monkeypatch.setattr(dist, "get_rank", lambda group: 1)
