@@ -7,6 +7,7 @@ Layers use the same buffers one after the other, so a model of any depth holds t
 from __future__ import annotations
 
 import dataclasses
+
 import torch
 import torch.distributed as dist
 
