@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 # (tokens, layer): the widths of Qwen3-30B-A3B on a GPU, small ones on a CPU.
 _ON_GPU = 4096, MoEConfig(hidden_size=2048, ffn_hidden_size=768, num_experts=128, top_k=8)
-_ON_CPU = 1024, MoEConfig(hidden_size=128, ffn_hidden_size=512, num_experts=8, top_k=2)
+_ON_CPU = 1024, MoEConfig(hidden_size=256, ffn_hidden_size=1024, num_experts=8, top_k=2)
 
 
 def main() -> int:
@@ -28,7 +28,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--baseline", action="store_true")
+    parser.add_argument("--hosts", action="store_true", help="each rank counts as a host")
     options = parser.parse_args()
+    if options.hosts:
+        os.environ["MEGATRON_FLUID_NVLINK_DOMAIN"] = f"host {os.environ['RANK']}"
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:

@@ -208,7 +208,7 @@ _PAGE = """<!doctype html>
 body {{ font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; color: #1b2733; margin: 24px auto;
   max-width: 1240px; padding: 0 16px; background: #fff; }}
 h1 {{ font-size: 22px; margin: 0 0 6px; }} h2 {{ font-size: 17px; }}
-main {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 380px), 1fr));
+main {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr));
   gap: 14px; }}
 figure {{ margin: 0; border: 1px solid #dde2e8; border-radius: 8px; padding: 8px; }}
 svg {{ width: 100%; height: auto; display: block; }}

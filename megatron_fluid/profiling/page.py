@@ -13,6 +13,7 @@ COLOURS = {
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>$heading</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
 body { font: 14px/1.45 system-ui, "DejaVu Sans", sans-serif; color: #1b2733; margin: 24px auto;
   max-width: 1240px; padding: 0 20px; background: #fff; }
@@ -23,7 +24,7 @@ h2 small { font-weight: 400; color: #66727f; }
   margin-right: 7px; border-radius: 2px; }
 .variant { border: 1px solid #dde2e8; border-radius: 8px; padding: 14px 16px; margin-bottom: 18px; }
 .figures { display: flex; flex-wrap: wrap; gap: 8px 20px; margin: 8px 0 12px; }
-.figures div { white-space: nowrap; } .figures b { display: block; font-size: 13px; }
+.figures div { max-width: 100%; } .figures b { display: block; font-size: 13px; }
 .figures span { color: #66727f; font-size: 11.5px; }
 .lane { display: flex; align-items: center; height: 30px; }
 .lane.first-mark { border-top: 1px solid #dde2e8; margin-top: 4px; padding-top: 4px; }
@@ -33,9 +34,14 @@ canvas { flex: 1 1 0; min-width: 0; height: 24px; background: #f5f7f9; border-ra
 .axis canvas { background: none; cursor: default; } .lane canvas { cursor: crosshair; }
 .note, .help { color: #66727f; font-size: 12px; margin: 4px 0 0; }
 #tip { position: fixed; display: none; pointer-events: none; background: #1b2733; color: #fff;
-  padding: 5px 9px; border-radius: 4px; font-size: 12px; max-width: 460px;
+  padding: 5px 9px; border-radius: 4px; font-size: 12px; max-width: min(460px, 92vw);
   overflow-wrap: anywhere; }
 button { font: inherit; font-size: 12px; }
+@media (max-width: 700px) {
+  body { padding: 0 10px; margin: 12px auto; } .variant { padding: 10px; }
+  .lane { display: block; height: auto; margin-top: 3px; } .lane canvas { width: 100%; }
+  .axis .label { display: none; }
+}
 @media print { button, .help { display: none; } * { print-color-adjust: exact; } }
 </style></head><body>
 <h1>$heading</h1>
@@ -130,10 +136,14 @@ function paint() {
     const [g, width] = ready(canvas), scale = width / (to - from);
     g.fillStyle = g.strokeStyle = "#66727f";
     g.font = "11px system-ui, 'DejaVu Sans', sans-serif";
+    let free = 0;
     for (let t = Math.ceil(from / step) * step; t <= to; t += step) {
       const x = (t - from) * scale, text = (t / 1e3).toFixed(digits) + " ms";
+      const room = g.measureText(text).width, at = Math.min(x + 3, width - room);
       g.fillRect(x, 0, 1, 5);
-      g.fillText(text, Math.min(x + 3, width - g.measureText(text).width), 15);
+      if (at < free) continue;
+      g.fillText(text, at, 15);
+      free = at + room + 8;
     }
   }
 }
@@ -164,7 +174,7 @@ for (const [canvas, events] of surfaces) {
     const [at, length, kind, name] = found;
     tip.textContent = `$${DATA.names[name]} — $${(length / 1e3).toFixed(3)} ms at ` +
       `$${(at / 1e3).toFixed(3)} ms ($${WORD[kind]})`;
-    tip.style.left = Math.min(e.clientX + 14, innerWidth - 480) + "px";
+    tip.style.left = Math.max(Math.min(e.clientX + 14, innerWidth - 480), 4) + "px";
     tip.style.top = e.clientY + 16 + "px";
   });
   canvas.addEventListener("mouseleave", () => { tip.style.display = "none"; });

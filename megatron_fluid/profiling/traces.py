@@ -2,8 +2,8 @@
 
 Reads Chrome traces as torch.profiler writes them. Communication counts as hidden while a kernel
 that computes runs on the same device. What a GEMM sends itself while it computes is not visible in
-a trace. Without a GPU, operators of the CPU threads are counted; of nested operators only the
-innermost, since an outer one may wait for a peer.
+a trace. Without a GPU, operators of the CPU threads are counted: torch's own ("aten::"), and of
+others that are nested only the innermost, since an outer one may wait for a peer.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def chosen_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the complete events that a summary counts: those of GPUs, or without a GPU the
-    innermost operators and the communication of the CPU threads."""
+    """Return the complete events that a summary counts: those of GPUs, or without a GPU torch's
+    operators, the innermost of others, and the communication of the CPU threads."""
     complete = [e for e in events if e.get("ph") == "X"]
     on_device = [e for e in complete if e.get("cat") in _ON_DEVICE]
     if on_device:
@@ -82,7 +82,9 @@ def chosen_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         following = [*thread_events[1:], None]
         for event, inner in zip(thread_events, following, strict=True):
             is_outer = inner is not None and inner["ts"] < event["ts"] + event["dur"]
-            if kind_of(event) == "communication" or not is_outer:
+            # A GEMM has inner operators that only look at its operands.
+            computes = not is_outer or str(event["name"]).startswith("aten::")
+            if computes or kind_of(event) == "communication":
                 chosen.append(event)
     return chosen
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_fluid.cli import main, profile
+from megatron_fluid.profiling.timeline import read_timeline
 from tests.unit.profiling.test_timeline import a_trace
 
 
@@ -18,7 +22,7 @@ def traces_lie_there(monkeypatch: pytest.MonkeyPatch, fluid_status: int = 0) -> 
     in their order."""
     folders: list[Path] = []
 
-    def trace(args: argparse.Namespace) -> tuple[int, list[Path]]:
+    def trace(args: argparse.Namespace, wire: list[str]) -> tuple[int, list[Path]]:
         assert args.baseline is (args.output.name == "baseline")
         folders.append(args.output)
         args.output.mkdir(parents=True)
@@ -40,6 +44,52 @@ def test_both_variants_are_on_one_page(
     said = capsys.readouterr().out
     assert f"picture: {tmp_path / 'timeline.html'}" in said
     assert len(re.findall(r"hidden share +50\.0%", said)) == 2
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "hidden", "said"),
+    [
+        ((350, 206), "77.0%", "1.7 times as fast: 350 -> 206 ms a step, 77.0% of the commun"),
+        ((237, 224), "0.0%", "1.1 times as fast: 237 -> 224 ms"),
+        ((330, 419), "no communication", "no gain: 330 -> 419 ms a step, no communication"),
+    ],
+)
+def test_a_verdict_comes_first(milliseconds: tuple[int, int], hidden: str, said: str) -> None:
+    whole = read_timeline(a_trace(), "")
+    plain, fluid = (
+        dataclasses.replace(whole, length=1e3 * ms, figures=(("hidden share", hidden),))
+        for ms in milliseconds
+    )
+    assert profile._verdict(plain, fluid).startswith(said)
+
+
+@pytest.mark.process
+def test_ranks_talk_over_a_slow_wire_where_there_may_be_a_network_of_its_own() -> None:
+    if not (words := profile._slow_wire()):
+        pytest.skip("no network namespaces here")
+    code = """
+import socket, threading, time
+server = socket.create_server(("127.0.0.1", 0))
+def drain():
+    connection = server.accept()[0]
+    while connection.recv(1 << 20): pass
+    connection.close()
+thread = threading.Thread(target=drain)
+thread.start()
+client = socket.create_connection(server.getsockname())
+begin = time.monotonic()
+client.sendall(bytes(5_000_000))
+client.shutdown(socket.SHUT_WR)
+thread.join()
+print(time.monotonic() - begin)
+"""
+    done = subprocess.run([*words, sys.executable, "-c", code], capture_output=True, text=True)
+    assert float(done.stdout) > 0.9 * 5e6 * 8 / (profile._WIRE_MBIT * 1e6), done.stderr
+
+
+def test_a_machine_without_namespaces_has_no_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert profile._slow_wire() == []
 
 
 def test_a_variant_that_fails_leaves_its_status_and_no_page(

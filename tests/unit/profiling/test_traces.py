@@ -37,6 +37,19 @@ def test_hidden_is_what_computation_covers() -> None:
     assert "    exposed      2.00 ms  push_kernel" in timeline.lines()
 
 
+def test_a_gemm_on_a_cpu_computes_although_it_has_inner_operators() -> None:
+    events = [
+        _event("FunctionBackward", "cpu_op", 0, 9000),  # may wait for a peer
+        _event("aten::mm", "cpu_op", 1000, 5000),
+        _event("aten::resolve_conj", "cpu_op", 1000, 1100),
+        _event("gloo:send", "user_annotation", 3000, 6000),
+    ]
+    timeline = read_timeline({"traceEvents": [{**e, "tid": 1} for e in events]}, "a trace")
+    figures = dict(timeline.figures)
+    assert figures["computation"] == "4.00 ms"
+    assert figures["hidden share"] == "66.7%"
+
+
 @pytest.mark.parametrize(
     ("name", "moves"),
     [
