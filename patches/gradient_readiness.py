@@ -49,6 +49,12 @@ class _Gate(ReadyGate):
             (group, members, dict.fromkeys(members[:-1], 1)) for group, members in groups.values()
         ]
 
+    def iteration(self) -> object:
+        if not self._groups:
+            return None
+        # Megatron makes new counts where it zeroes the gradients.
+        return getattr(self._groups[0][0], "per_param_grad_ready_counts", None)
+
     def report(self, pending: Callable[[], set[int]]) -> None:
         ddp = self._owner.ddp()
         if ddp is None or not ddp.ddp_config.overlap_grad_reduce:

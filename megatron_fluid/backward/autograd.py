@@ -176,11 +176,28 @@ class ReadyGate:
         self._backwards: dict[int, _Backward] = {}
         self._visits: list[Any] = []
         self._delivering = False
+        self._took: object = None  # the iteration in which `takes_main_grads` was True last
 
     def report(self, pending: Callable[[], set[int]]) -> None:
         """Called when this backward's gradients are in main_grad. `pending` returns the id() of
         each parameter that autograd has still to visit: that visit tells the owner."""
         raise NotImplementedError
+
+    def iteration(self) -> object:
+        """An object that is another one in each iteration; None where the owner does not tell
+        iterations apart."""
+        return None
+
+    def takes_main_grads(self) -> bool:
+        """Whether gradients may be added to main_grad, past autograd. Not asked again in an
+        iteration, since four looks at each of hundreds of parameters cost as much as all others of
+        a call."""
+        now = self.iteration()
+        if now is None or now is not self._took:
+            if not _takes_main_grads(self.params):
+                return False
+            self._took = now
+        return True
 
     def enter(self, node: Any) -> None:
         """Count a call in forward.
@@ -310,7 +327,7 @@ def readiness_of(*groups: Sequence[Tensor]) -> Readiness:
     gates = [gate for group in groups if (gate := owner.gate_of(group)) is not None]
     if len(gates) < len(groups):  # a parameter has another gate: autograd delivers
         return Readiness(bypass=False)
-    return Readiness(tuple(gates), direct=all(map(_takes_main_grads, groups)))
+    return Readiness(tuple(gates), direct=all(gate.takes_main_grads() for gate in gates))
 
 
 def _takes_main_grads(params: Sequence[Tensor]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fluid.backward.autograd import gradient_owner, set_gradient_owner
+from megatron_fluid.backward.autograd import gradient_owner, readiness_of, set_gradient_owner
 from megatron_fluid.errors import FluidError
 
 pytest.importorskip("megatron.core")
@@ -164,6 +164,20 @@ def test_parameters_in_another_gate_have_no_second_one() -> None:
     assert owner.gate_of(ddp.params) is owner.gate_of(ddp.params[1:]) is None
     assert owner.gate_of([torch.nn.Parameter(torch.zeros(1)), ddp.params[2]]) is None
     assert owner.gate_with(ddp.params[2]) is None
+
+
+def test_hooks_of_parameters_are_looked_for_once_in_an_iteration() -> None:
+    ddp, _ = _owned()
+    for param in ddp.params:
+        param.main_grad = torch.zeros(1)  # type: ignore[attr-defined]
+    found = []
+    for hooked in (False, True, True):
+        for group in ddp.groups:
+            group.per_param_grad_ready_counts = {}  # as Megatron zeroes gradients
+        found += [readiness_of(ddp.params).direct for _ in range(2)]
+        if hooked:
+            ddp.params[1].register_hook(lambda grad: None)
+    assert found == [True] * 4 + [False] * 2
 
 
 @pytest.mark.parametrize(
