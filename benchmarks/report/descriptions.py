@@ -177,7 +177,9 @@ SUITES = {
         "GPUs, overlapped or not; `inference` "
         "keeps nothing for a backward, `seed` has the sizes that the command takes by default",
         others={"all_to_all": "plain all-to-all"},
+        ours={"rounds": "megatron_fluid over round-robin P2P exchanges alone"},
         best="plain all-to-all",
+        also=("rounds", "over round-robin P2P exchanges"),
     ),
     "attention": Suite(
         what="self-attention with its norm, the sequence split over all GPUs",

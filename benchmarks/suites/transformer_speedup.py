@@ -1,8 +1,9 @@
 """Transformer layers, overlapped against plain all-to-all: inference, forward and training, on
 every rank of a job.
 
-``tests/test_transformer_speedup.py`` is the command line. Both variants have the same parameters
-and see the same data; before anything is timed their outputs and gradients are compared. The host
+``tests/test_transformer_speedup.py`` is the command line. Variants (``fluid``; ``rounds``, which
+is the same over round-robin P2P exchanges alone; ``all_to_all``) have the same parameters and see
+the same data; before anything is timed their outputs and gradients are compared. The host
 has a head start (benchmarks/harness/timing.py).
 """
 
@@ -66,8 +67,11 @@ class Options:
     defer: bool = True
 
 
-def build(shape: Shape, options: Options, overlap: bool, device: torch.device) -> nn.Sequential:
-    """The layers of one variant; context and expert parallelism over all ranks."""
+def build(
+    shape: Shape, options: Options, overlap: bool, device: torch.device, rounds: bool = False
+) -> nn.Sequential:
+    """The layers of one variant; context and expert parallelism over all ranks. rounds: exchange
+    round by round, whatever faster way there is."""
     group = dist.group.WORLD
     assert group is not None
     layers = [
@@ -82,6 +86,7 @@ def build(shape: Shape, options: Options, overlap: bool, device: torch.device) -
             num_kv_heads=shape.kv_heads,
             head_groups=options.head_groups,
             dx_chunks=options.dx_chunks,
+            attention_exchange="rounds" if rounds else "auto",
             overlap=overlap,
             layer_id=index,
             device=device,
@@ -89,6 +94,8 @@ def build(shape: Shape, options: Options, overlap: bool, device: torch.device) -
         )
         for index in range(shape.layers)
     ]
+    for layer in layers if rounds else ():
+        layer.mlp.config = dataclasses.replace(layer.mlp.config, backend="rounds")
     return nn.Sequential(*layers)
 
 
@@ -240,14 +247,22 @@ def run(
     """
     world = dist.get_world_size()
     ours, plain = (build(shape, options, overlap, device) for overlap in (True, False))
-    plain.load_state_dict(ours.state_dict())
+    models = {"fluid": ours}
+    if world > 1:
+        models["rounds"] = build(shape, options, True, device, rounds=True)
     x, g = data(shape, device)
-    differences = agreement(ours, plain, x, g, options.defer)
-    check(differences, shape.dtype)
+    differences: dict[str, float] = {}
+    for model in (*models.values(), plain):
+        model.load_state_dict(ours.state_dict())
+    for model in models.values():
+        apart = agreement(model, plain, x, g, options.defer)
+        check(apart, shape.dtype)
+        differences = {n: max(v, differences.get(n, 0.0)) for n, v in apart.items()}
     head_start = layer_head_start_ms(device)
     config = {**dataclasses.asdict(shape), **dataclasses.asdict(options), "cp": world, "ep": world}
     config["head_start_ms"] = head_start
-    calls = {"fluid": _calls(ours, x, g, options.defer), "all_to_all": _calls(plain, x, g, False)}
+    calls = {name: _calls(model, x, g, options.defer) for name, model in models.items()}
+    calls["all_to_all"] = _calls(plain, x, g, False)
     rows: list[Row] = []
     for mode in MODES:
         timings: dict[str, Timing] = measure(
@@ -262,16 +277,21 @@ def run(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table: Mode, Baseline, Overlap, Speedup."""
-    lines = ["| Mode | Baseline | Overlap | Speedup |", "|------|----------|---------|---------|"]
+    """The rows as a Markdown table: Mode, Baseline, Overlap, Speedup; a table of `rounds` below."""
     time = {(row.mode, row.variant): row.median_ms for row in rows}
-    for mode in MODES:
-        baseline, overlap = time[mode, "all_to_all"], time[mode, "fluid"]
-        gain = baseline / overlap
-        lines.append(
-            f"| {_TITLES[mode]} | {baseline:.2f} ms | {overlap:.2f} ms | {gain:.2f}x "
-            f"({gain - 1:+.0%}) |"
-        )
+    lines = []
+    for variant, title in (("fluid", "Overlap"), ("rounds", "Rounds")):
+        if (MODES[0], variant) in time:
+            head = f"| Mode | Baseline | {title} | Speedup |"
+            lines += [*([""] if lines else []), head, "|------|----------|---------|---------|"]
+        for mode in MODES:
+            if (overlap := time.get((mode, variant))) is not None:
+                baseline = time[mode, "all_to_all"]
+                gain = baseline / overlap
+                lines.append(
+                    f"| {_TITLES[mode]} | {baseline:.2f} ms | {overlap:.2f} ms | {gain:.2f}x "
+                    f"({gain - 1:+.0%}) |"
+                )
     return "\n".join(lines)
 
 
