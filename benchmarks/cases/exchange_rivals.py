@@ -24,7 +24,7 @@ __all__ = ["EXCHANGES", "LOW_LATENCY", "Calls", "missing_exchange"]
 Calls = dict[str, Callable[[], object]]
 _MODULES = {"deepep": "deep_ep", "nccl_ep": "nccl"}
 _SMS = (24, 48)  # DeepEP's own benchmark takes 24
-_CHUNKS = (4, 8, 16, 32)  # tokens of one send
+_CHUNKS = {"dispatch": (8, 16, 24, 32), "combine": (2, 4, 8, 16)}  # tokens of one send
 _CHUNK_ROOM = 256
 
 
@@ -59,7 +59,7 @@ def _deepep_buffer(hidden: int) -> Any:
     """One buffer a process: every case up to this width takes it."""
     config = importlib.import_module("deep_ep").Config
     ranks = dist.get_world_size()
-    sizes = [config(sms, max(_CHUNKS), _CHUNK_ROOM) for sms in _SMS]
+    sizes = [config(sms, max(_CHUNKS["dispatch"]), _CHUNK_ROOM) for sms in _SMS]
     most = max(size.get_nvl_buffer_size_hint(2 * hidden, ranks) for size in sizes)
     return importlib.import_module("deep_ep").Buffer(dist.group.WORLD, most)
 
@@ -77,14 +77,20 @@ def deepep_calls(x: Tensor, ids: Tensor, probs: Tensor, experts: int) -> tuple[C
     routing |= {"num_tokens_per_rank": to_rank, "num_tokens_per_expert": to_expert}
     best: tuple[float, Calls, str] | None = None
     for sms in _SMS:
-        settings = {chunk: config(sms, chunk, _CHUNK_ROOM) for chunk in _CHUNKS}
-        first = buffer.dispatch(x, is_token_in_rank=in_rank, **routing, config=settings[8])
+        settings = {
+            mode: {chunk: config(sms, chunk, _CHUNK_ROOM) for chunk in chunks}
+            for mode, chunks in _CHUNKS.items()
+        }
+        plain = settings["dispatch"][8]
+        first = buffer.dispatch(x, is_token_in_rank=in_rank, **routing, config=plain)
         received, handle = first[0], first[4]
-        dispatch = functools.partial(buffer.dispatch, x, handle=handle)
-        combine = functools.partial(buffer.combine, received.clone(), handle)
+        calls_of = {
+            "dispatch": functools.partial(buffer.dispatch, x, handle=handle),
+            "combine": functools.partial(buffer.combine, received.clone(), handle),
+        }
         kinds: list[dict[int, Callable[[], object]]] = [
-            {chunk: functools.partial(call, config=each) for chunk, each in settings.items()}
-            for call in (dispatch, combine)
+            {chunk: functools.partial(call, config=c) for chunk, c in settings[mode].items()}
+            for mode, call in calls_of.items()
         ]
         (there, sent), (back, returned) = map(_fastest, kinds)
         if best is None or there + back < best[0]:
