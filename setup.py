@@ -32,6 +32,7 @@ setup(
     package_data={
         "megatron_fluid": ["autoload.pth", "py.typed"],
         "megatron_fluid.kernels": ["*/*.cu", "*/*.cuh"],
+        "megatron_fluid.plan": ["iterations.json"],
         "megatron_fluid.tensor_parallel": ["measured.json"],
     },
 )

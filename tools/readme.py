@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from benchmarks.harness.results import RESULTS
+from benchmarks.report import iterations
 from benchmarks.report.tables import all_results, between_hosts, headline, summary
 from benchmarks.report.wire_plan import wire_plan
 from megatron_fluid.patches import PATCHES
@@ -53,3 +54,4 @@ if __name__ == "__main__":
     for page in PAGES:
         page.write_text(generated(page.read_text()))
     RESULTS_PAGE.write_text(all_results())
+    iterations.FILE.write_text(iterations.iterations())

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_fluid.cli.models import MODELS
 from megatron_fluid.kernels.grouped_gemm.launch import grouped_matmul, grouped_weight_grad
 
 __all__ = [
@@ -34,12 +35,11 @@ class MoECase:
     tokens: int = 0
 
 
+_NAMES = ("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "olmoe")
 CASES = {
-    "mixtral-8x7b": MoECase(4096, 14336, 8, 2),
-    "qwen3-30b-a3b": MoECase(2048, 768, 128, 8),
-    "qwen3-235b-a22b": MoECase(4096, 1536, 128, 8),
-    "deepseek-v3": MoECase(7168, 2048, 256, 8),
-    "olmoe": MoECase(2048, 1024, 64, 8),
+    name: MoECase(model.hidden, model.expert_ffn, model.experts, model.top_k)
+    for name in _NAMES
+    if (model := MODELS[name])
 }
 # The experts that one of four GPUs has; and the shape that SonicMoE publishes (8.446 ms forward and
 # backward on an H100).

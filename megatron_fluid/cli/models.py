@@ -1,4 +1,4 @@
-"""The models that `plan` and `warm` know: by name, or by the flags of a Megatron training."""
+"""The models of the command line: by name, or by the flags of a Megatron training."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Model:
         q_rank, kv_rank: widths of the compressed rows of latent attention; 0: none.
         sequence, batch: positions of a sequence, sequences of a microbatch.
         context, tensor, expert: ranks of each kind of parallelism.
+        layers: of the published model; 0: not known.
     """
 
     hidden: int
@@ -41,6 +42,7 @@ class Model:
     context: int = 1
     tensor: int = 1
     expert: int = 1
+    layers: int = 0
 
     @property
     def rows(self) -> int:
@@ -50,15 +52,17 @@ class Model:
 
 MODELS: Mapping[str, Model] = {
     "deepseek-v3": Model(
-        7168, 128, 128, 192, 18432, 2048, 256, 8, value_dim=128, q_rank=1536, kv_rank=512
+        7168, 128, 128, 192, 18432, 2048, 256, 8, value_dim=128, q_rank=1536, kv_rank=512, layers=61
     ),
-    "gpt-oss-20b": Model(2880, 64, 8, 64, expert_ffn=2880, experts=32, top_k=4),
-    "llama-3-70b": Model(8192, 64, 8, 128, 28672),
-    "mixtral-8x7b": Model(4096, 32, 8, 128, expert_ffn=14336, experts=8, top_k=2),
-    "olmoe": Model(2048, 16, 16, 128, expert_ffn=1024, experts=64, top_k=8),
-    "qwen3-235b-a22b": Model(4096, 64, 4, 128, expert_ffn=1536, experts=128, top_k=8),
-    "qwen3-30b-a3b": Model(2048, 32, 4, 128, expert_ffn=768, experts=128, top_k=8),
+    "gpt-oss-20b": Model(2880, 64, 8, 64, expert_ffn=2880, experts=32, top_k=4, layers=24),
+    "llama-3-70b": Model(8192, 64, 8, 128, 28672, layers=80),
+    "mixtral-8x7b": Model(4096, 32, 8, 128, expert_ffn=14336, experts=8, top_k=2, layers=32),
+    "olmoe": Model(2048, 16, 16, 128, expert_ffn=1024, experts=64, top_k=8, layers=16),
+    "qwen3-235b-a22b": Model(4096, 64, 4, 128, expert_ffn=1536, experts=128, top_k=8, layers=94),
+    "qwen3-30b-a3b": Model(2048, 32, 4, 128, expert_ffn=768, experts=128, top_k=8, layers=48),
 }
+"""The models of `plan`, `warm`, the recipes and the benchmarks."""
+_ALIASES = {"olmoe-1b-7b": "olmoe"}  # as its recipe and its publisher call it
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +88,8 @@ def wanted_models(args: argparse.Namespace) -> dict[str, Model]:
     if args.from_args:
         models["the model of these flags"] = model_of_flags(args.from_args)
     for name in args.models:
+        name = name.lower().replace("_", "-")
+        name = _ALIASES.get(name, name)
         if name not in MODELS:
             raise ConfigError.of("MODEL", name, ", ".join(MODELS))
         models[name] = MODELS[name]
@@ -105,7 +111,7 @@ _FLAGS: Mapping[str, tuple[str, int | None]] = {
     "experts": ("num-experts", 0), "top_k": ("moe-router-topk", 2),
     "sequence": ("seq-length", None), "batch": ("micro-batch-size", 1),
     "context": ("context-parallel-size", 1), "tensor": ("tensor-model-parallel-size", 1),
-    "expert": ("expert-model-parallel-size", 1),
+    "expert": ("expert-model-parallel-size", 1), "layers": ("num-layers", 0),
     "value_dim": ("v-head-dim", 128), "q_rank": ("q-lora-rank", 0), "kv_rank": ("kv-lora-rank", 32),
 }  # fmt: skip
 

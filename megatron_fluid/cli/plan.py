@@ -2,13 +2,16 @@
 GPUs that reach each other's memory. Nothing is measured: it follows from shapes, from a table of
 measured shapes and from reference figures of this GPU, or of an H200 where there is no GPU.
 --machine names other figures. --write keeps them in a file, which can be edited and given to
---machine and `--fluid-machine`.
+--machine and `--fluid-machine`. The last lines are measured iterations of the model, with
+Megatron's fastest flags and with this package.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.resources
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,8 +75,30 @@ def run(args: argparse.Namespace) -> int:
     )
     print(paragraph(figures, "  ", ""))
     for name, model in models.items():
-        print("\n" + _report(name, model, machine))
+        print(f"\n{_report(name, model, machine)}\n\n{_iterations(name, model)}")
     return 0
+
+
+def _iterations(name: str, model: Model) -> str:
+    """How long an iteration of a model takes with and without this package, as measured."""
+    text = importlib.resources.files("megatron_fluid.plan").joinpath("iterations.json").read_text()
+    lines = []
+    for found in json.loads(text):
+        if found["model"] != name:
+            continue
+        before, after = found["megatron_ms"], found["fluid_ms"]
+        where = f"{found['layers']} of {model.layers} layers on {found['gpus']} {found['gpu']}"
+        if found["experts"] != model.experts:
+            where += f" with {found['experts']} of {model.experts} experts"
+        routing = "balanced by force" if found["routing"] == "forced" else "by an auxiliary loss"
+        where += f", routing {routing}{', one CUDA graph' if found['graph'] else ''}"
+        lines.append(
+            f"expected iteration: {before:.1f} -> {after:.1f} ms, {before / after:.2f} times as "
+            f"fast ({where}; measured {found['date']} beside Megatron's fastest flags)"
+        )
+    if not lines:
+        lines = ["expected iteration: not measured for this model; `megatron-fluid compare` does"]
+    return "\n".join(paragraph(line, "  ", "") for line in lines)
 
 
 def _check(name: str, model: Model) -> None:

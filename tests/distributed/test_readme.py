@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.report import iterations
 from benchmarks.report.tables import all_results
 from megatron_fluid import patches
 from tests.support.machine import GPUS
@@ -132,6 +133,7 @@ def test_the_generated_parts_are_up_to_date() -> None:
         text = page.read_text()
         assert generated(text) == text, f"{page.name}: make readme writes it anew"
     assert RESULTS_PAGE.read_text() == all_results(), "make readme writes it anew"
+    assert iterations.FILE.read_text() == iterations.iterations(), "make readme writes it anew"
 
 
 def test_every_command_is_run_somewhere() -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.cases.moe import CASES
+from benchmarks.report.iterations import iterations
 from megatron_fluid.cli import main, plan
 from megatron_fluid.cli.models import MODELS, model_of_flags
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.plan.machine import REFERENCE, Machine
 from tests.support.machine import GPUS
+from tests.support.recipe_flags import RECIPES, printed
 
 FLAGS = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention "
@@ -42,11 +44,31 @@ def test_flags_give_the_same_as_the_model_by_name(capsys: pytest.CaptureFixture[
     assert "the model of these flags: 16384 positions" in capsys.readouterr().out
 
 
-def test_the_models_are_those_of_the_benchmarks() -> None:
-    shapes = {name: (m.hidden, m.expert_ffn, m.experts, m.top_k) for name, m in MODELS.items()}
-    for name in CASES.keys() & shapes.keys():
-        case = CASES[name]
-        assert shapes[name] == (case.hidden, case.ffn, case.experts, case.top_k), name
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_models_are_those_of_the_recipes(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", recipe, "--expert-parallel", "8"]) == 0
+    said = capsys.readouterr().out
+    name = next(name for name in MODELS if f"\n{name}: 4096 positions" in said)
+    flags = model_of_flags(printed(recipe, 1))
+    fields = "hidden heads kv_heads head_dim expert_ffn experts top_k".split()
+    for field in fields:
+        assert getattr(flags, field) == getattr(MODELS[name], field), field
+
+
+def test_measured_iterations_come_last(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [entry for entry in json.loads(iterations()) if entry["model"] == "qwen3-30b-a3b"]
+    assert len(found) >= 2
+    assert main(["plan", "qwen3-30b-a3b", "--expert-parallel", "4"]) == 0
+    said = capsys.readouterr().out
+    last = " ".join(said[said.index("expected iteration") :].split())
+    for one in found:
+        ratio = one["megatron_ms"] / one["fluid_ms"]
+        assert f"{one['megatron_ms']:.1f} -> {one['fluid_ms']:.1f} ms, {ratio:.2f} times" in last
+        assert f"{one['layers']} of 48 layers on {one['gpus']} {one['gpu']}" in last
+    assert main(["plan", "llama-3-70b", "--tensor-parallel", "8"]) == 0
+    assert "expected iteration: not measured" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_flags_of_latent_attention_are_read() -> None:

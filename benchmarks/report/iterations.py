@@ -1,0 +1,45 @@
+"""Measured training iterations of models, as `megatron-fluid plan` shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.results import RESULTS, read_results
+
+__all__ = ["FILE", "iterations"]
+
+FILE = Path(__file__).resolve().parents[2] / "megatron_fluid" / "plan" / "iterations.json"
+
+
+def iterations(folder: Path = RESULTS) -> str:
+    """The fastest bf16 iteration of Megatron with Transformer Engine, and with megatron_fluid, for
+    each model and number of GPUs that the suite `pretrain` has measured, as JSON."""
+    found: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("pretrain-*gpu.json")):
+        document = read_results(path)
+        rows = [row for row in document["rows"] if not row["variant"].endswith("_fp8")]
+        for case in dict.fromkeys(row["case"] for row in rows):
+            fastest = {
+                kind: min(
+                    (r for r in rows if r["case"] == case and r["variant"].startswith(kind)),
+                    key=lambda row: float(row["median_ms"]),
+                    default=None,
+                )
+                for kind in ("megatron", "fluid")
+            }
+            megatron, fluid = fastest["megatron"], fastest["fluid"]
+            if megatron is None or fluid is None:
+                continue
+            found.append({
+                "model": case.removesuffix("-forced"), "gpus": document["gpus"],
+                "gpu": document["gpu"].removeprefix("NVIDIA "), "date": document["date"][:10],
+                "layers": fluid["config"]["layers"], "experts": fluid["config"]["experts"],
+                "routing": fluid["config"].get("routing", "forced"),
+                "graph": "whole_graph" in fluid["variant"],
+                "megatron_ms": round(megatron["median_ms"], 2),
+                "fluid_ms": round(fluid["median_ms"], 2),
+            })  # fmt: skip
+    lines = ",\n ".join(json.dumps(entry) for entry in found)
+    return f"[{lines}]\n"
