@@ -1,15 +1,17 @@
-"""Words that the ranks of a group leave for each other, the only user of torch.distributed stores.
+"""What the ranks of a group tell each other through the job's torch.distributed.Store, which only
+this module uses.
 
 A store outlives process groups: after `close_group`, after `destroy_process_group` and
-`init_process_group` on torchrun's store, and after an elastic restart it still holds what earlier
-lives of a group have left. So every key begins with a token that the group's first rank draws for
-this life. The others learn it by a handshake in which no stale key can be taken for a new one:
+`init_process_group` on torchrun's store, and after an elastic restart it still holds what was
+stored for earlier groups of the same name. So all keys of a group begin with the id of a session,
+which lasts until the group is closed or destroyed. Its first rank draws the id at random. The
+others ask for it by a request with an id of its own, so that no old answer is taken for a new one:
 
     rank r                                     first rank
-    hello/r = nonce of r (new each life)  -->  sees a nonce that it has not answered
-    reads welcome/<its nonce>             <--  welcome/<nonce> = token (new each life)
+    join/r = request id (new each session) --> sees a request that it has not answered
+    reads accept/<request id>              <-- accept/<request id> = session id
 
-An old hello is answered, too, under a nonce that nobody reads any more.
+The answer to an old request is read by nobody.
 
 The store is polled: its own wait would hold the connection, which other threads need. Every call is
 bounded, also where the host of the store is frozen.
@@ -42,12 +44,15 @@ _PREFIX = "megatron_fluid"
 _POLL_S = (0.001, 0.02)  # first and longest pause between two looks
 _RESOURCE = "agreement"
 _FAILED = "failed"
-_HANDSHAKE_S = 1.0  # for a refusal before the first agreement
+_JOIN_S = 1.0  # for a refusal before the first agreement
 _FAILED_EVERY_S = 1.0  # between looks for a failure of another rank
+
+type _Answer = tuple[list[Any], list[int], str]  # values by rank, absent ranks, failure or ""
 
 
 class Agreement:
-    """The words of one life of a process group, between its ranks. `agreement(group)` makes it.
+    """The exchange of values between the ranks of a process group, in one session.
+    `agreement(group)` makes it.
 
     Ranks are the group's, but for `ranks`. All ranks call `gather`, `first`, `barrier` and `name`
     in the same order. Values are pickled. Construction sends nothing.
@@ -71,13 +76,15 @@ class Agreement:
         self.rank, self.ranks, self.size = rank, ranks, len(ranks)
         self.alone = store is None
         self._store, self._timeout_s = store, timeout_s
-        self._door = f"{_PREFIX}/{hashlib.sha1(group.encode()).hexdigest()}"
-        self._nonce = uuid.uuid4().hex
-        self._token = self._nonce if rank == 0 else None
+        self._group_key = f"{_PREFIX}/{hashlib.sha1(group.encode()).hexdigest()}"
+        self._request_id = uuid.uuid4().hex
+        self._session = self._request_id if rank == 0 else None
+        self._requested = False
+        # On the first rank: the request of each rank that was answered last, and which ranks have
+        # stored something in this session.
+        self._accepted: dict[int, str] = {}
+        self._joined = {0}
         self._calls = self._refusals = 0
-        self._greeted: dict[int, str] = {}  # on the first rank: the nonce that was answered last
-        self._joined = {0}  # on the first rank: who knows the token
-        self._said_hello = False
         self._stuck: list[threading.Thread] = []  # calls on the store that have not come back
 
     # ---- what all ranks do together
@@ -97,8 +104,10 @@ class Agreement:
         if self.alone:
             return [value] * self.size
         limit_s = self._timeout_s() if timeout_s is None else timeout_s
-        act = self._lead if self.rank == 0 else self._follow
-        answer = self._ask(lambda: act(number, operation, value, limit_s), limit_s + 3 * STORE_S)
+        gather = self._collect_for_all if self.rank == 0 else self._ask_first_rank
+        answer = self._bounded(
+            lambda: gather(number, operation, value, limit_s), limit_s + 3 * STORE_S
+        )
         if answer is None:
             detail = "the store of the job does not answer: the process that holds it is lost"
             raise PeerTimeoutError(self.rank, None, operation, timeout_s=limit_s, detail=detail)
@@ -106,13 +115,11 @@ class Agreement:
         if failure:
             raise FluidError(f"{operation}: {failure}")
         if absent:
-            who = ranks_text(self.ranks[rank] for rank in absent)
-            detail = f"{who} did not come"
+            detail = f"{ranks_text(self.ranks[rank] for rank in absent)} did not come"
             raise PeerTimeoutError(
                 self.rank, absent[0], operation, timeout_s=limit_s, detail=detail
             )
-        found: list[Any] = values
-        return found
+        return values
 
     def first(self, operation: str, value: Any) -> Any:
         """Return the first rank's value. Collective; raises as `gather` does."""
@@ -128,80 +135,77 @@ class Agreement:
         return unique
 
     def ticket(self) -> int:
-        """Return a number that no other ticket of this life has. Sends nothing: ranks that call in
-        the same order get the same."""
+        """Return a number that no other ticket of this session has. Sends nothing: ranks that call
+        in the same order get the same."""
         number, self._calls = self._calls, self._calls + 1
         return number
 
     # ---- what a rank does alone
 
-    def publish(self, word: str, value: Any, limit_s: float = STORE_S) -> None:
-        """Leave a value of this rank under `word`, in place of an earlier one.
+    def publish(self, key: str, value: Any, limit_s: float = STORE_S) -> None:
+        """Store a value of this rank under `key`, in place of an earlier one.
 
-        Bounded: nothing is left where the store does not answer, or where the first rank has not
-        begun this life of the group within limit_s seconds.
+        Bounded: nothing is stored where the store does not answer, or where the first rank has not
+        begun this session within limit_s seconds.
         """
         if self.alone:
             return
 
         def put() -> None:
-            token = self._poll(self._known_token, limit_s)
-            if token is not None:
-                self._set(f"{token}/{word}/{self.rank}", value)
+            session = self._poll(self._join, limit_s)
+            if session is not None:
+                self._set(f"{session}/{key}/{self.rank}", value)
 
-        self._ask(put, limit_s + STORE_S)
+        self._bounded(put, limit_s + STORE_S)
 
     def read(
         self,
-        word: str,
+        key: str,
         ranks: Iterable[int],
         limit_s: float = 0.0,
-        enough: Callable[[dict[int, Any]], bool] = lambda found: False,
+        enough: Callable[[dict[int, Any]], bool] = lambda values: False,
     ) -> dict[int, Any]:
-        """Return what ranks have published under `word`, by rank; after limit_s seconds, or once
-        `enough` holds, of those that have. Bounded.
+        """Return what ranks have published under `key`, by rank; after limit_s seconds, or once
+        `enough` is true of them, of those that have. Bounded.
 
-        A first look finds the newest value of each; a value that is found is not read again.
+        The first look reads the newest value of each; a value that was read is not read again.
         """
-        found: dict[int, Any] = {}
+        values: dict[int, Any] = {}
         wanted = sorted(set(ranks))
-        if self.alone:
-            return found
 
         def look() -> bool | None:
-            if (token := self._known_token()) is None:
-                return None
-            for rank in wanted:
-                if rank not in found and (got := self._get(f"{token}/{word}/{rank}")) is not None:
-                    found[rank] = got[0]
-            return True if len(found) == len(wanted) or enough(found) else None
+            if (session := self._join()) is not None:
+                self._read_missing(f"{session}/{key}", wanted, values)
+            return True if len(values) == len(wanted) or enough(values) else None
 
-        self._ask(lambda: self._poll(look, limit_s), limit_s + STORE_S)
-        return dict(found)
+        if not self.alone:
+            self._bounded(lambda: self._poll(look, limit_s), limit_s + STORE_S)
+        return dict(values)
 
-    # ---- failures: by rank, and one word by which each rank sees that there is any
+    # ---- failures: one key for each rank, and one that holds the newest of all
 
     def report_failure(self, peer: int | None, text: str) -> None:
-        """Leave word that a wait of this rank for `peer` (global; None: the group) has failed."""
+        """Tell the other ranks that a wait of this rank for `peer` (global; None: the group) has
+        failed."""
         self._report((peer, text), (self.rank, 0, text))
 
     def report_refusal(self, text: str) -> None:
-        """Leave word that a call has raised on this rank, which others may be waiting in.
+        """Tell the other ranks that a call has raised on this rank, which they may be waiting in.
 
         Ranks that have raised as often themselves take no notice of it: they were in the same call.
         """
         self._refusals += 1
-        self._report((None, text), (self.rank, self._refusals, text), _HANDSHAKE_S)
+        self._report((None, text), (self.rank, self._refusals, text), _JOIN_S)
 
     def withdraw_refusal(self) -> None:
         """Take the last report_refusal back: this rank goes on with another call."""
         self._report(None, None)
 
-    def _report(self, mine: Any, newest: Any, handshake_s: float = 0.0) -> None:
-        self.publish(_FAILED, mine, handshake_s)  # in a wait there is no time for one
-        token = self._token
-        if token is not None and not self.alone:
-            self._ask(lambda: self._set(f"{token}/{_FAILED}", newest), STORE_S)
+    def _report(self, mine: Any, newest: Any, join_s: float = 0.0) -> None:
+        self.publish(_FAILED, mine, join_s)  # a wait that has failed leaves no time to join
+        session = self._session
+        if session is not None and not self.alone:
+            self._bounded(lambda: self._set(f"{session}/{_FAILED}", newest), STORE_S)
 
     def failures(self) -> dict[int, tuple[int | None, str]]:
         """Return the failures that ranks have reported, by rank of the group."""
@@ -209,20 +213,131 @@ class Agreement:
         return {rank: report for rank, report in reports.items() if report is not None}
 
     def failed(self) -> str:
-        """Return the newest failure of another rank, "" if there is none or the store is mute."""
-        return "" if self.alone else self._ask(self._newest_failure, STORE_S) or ""
+        """Return the newest failure of another rank, "" if there is none or the store does not
+        answer."""
+        return "" if self.alone else self._bounded(self._newest_failure, STORE_S) or ""
 
     def _newest_failure(self) -> str:
-        got = None if self._token is None else self._get(f"{self._token}/{_FAILED}")
-        if got is None or got[0] is None:
+        stored = None if self._session is None else self._get(f"{self._session}/{_FAILED}")
+        if stored is None or stored[0] is None:
             return ""
-        rank, number, text = got[0]
+        rank, number, text = stored[0]
         known = rank == self.rank or 0 < number <= self._refusals
         return "" if known else text
 
-    # ---- inside
+    # ---- gather
 
-    def _ask[T](self, work: Callable[[], T], seconds: float) -> T | None:
+    def _collect_for_all(self, number: int, operation: str, value: Any, limit_s: float) -> _Answer:
+        """The first rank's part of a gather: wait for all values, and store the answer that every
+        rank returns."""
+        key = f"{self._session}/{number}"
+        self._set(f"{key}/0", (operation, None))  # for ranks that look who has come
+        arrived: dict[int, tuple[str, Any]] = {0: (operation, value)}
+
+        def look() -> bool | None:
+            self._accept_requests()
+            self._read_missing(key, range(self.size), arrived)
+            return True if len(arrived) == self.size or self._mismatch(arrived) else None
+
+        failure = ""
+        try:
+            self._poll(look, limit_s, self._raise_failure)
+            failure = self._mismatch(arrived)
+        except FluidError as error:
+            failure = str(error)
+        absent = [rank for rank in range(self.size) if rank not in arrived]
+        values = [] if absent or failure else [arrived[rank][1] for rank in range(self.size)]
+        self._set(f"{key}/answer", (values, absent, failure))
+        return values, absent, failure
+
+    def _ask_first_rank(self, number: int, operation: str, value: Any, limit_s: float) -> _Answer:
+        """Every other rank's part of a gather: store the value, and wait for the answer."""
+        stored = False
+
+        def look() -> _Answer | None:
+            nonlocal stored
+            if (session := self._join()) is None:
+                return None
+            if not stored:
+                self._set(f"{session}/{number}/{self.rank}", (operation, value))
+                stored = True
+            answer = self._get(f"{session}/{number}/answer")
+            return None if answer is None else answer[0]
+
+        try:
+            # The first rank may have come late: it answers for the ranks that it waits for.
+            late_s = min(limit_s, STORE_S)
+            answer = self._poll(look, limit_s + late_s, self._raise_failure)
+        except FluidError as error:
+            return [], [], str(error)
+        if answer is not None:
+            return answer
+        if (session := self._session) is None:
+            return [], [0], ""
+        # The first rank is lost, or lost in this call: tell from the store who has come.
+        arrived: dict[int, tuple[str, Any]] = {}
+        self._read_missing(f"{session}/{number}", range(self.size), arrived)
+        missing = [rank for rank in range(self.size) if rank not in arrived]
+        absent = [rank for rank in missing if not self._waits_to_join(rank)]
+        return [], absent or [0], self._mismatch(arrived)
+
+    def _mismatch(self, arrived: dict[int, tuple[str, Any]]) -> str:
+        """Return which ranks are in which operations, "" if all are in the same."""
+        ranks_in: dict[str, list[int]] = {}
+        for rank in sorted(arrived):
+            ranks_in.setdefault(arrived[rank][0], []).append(self.ranks[rank])
+        if len(ranks_in) < 2:
+            return ""
+        where = "; ".join(f"{ranks_text(ranks)}: {name}" for name, ranks in ranks_in.items())
+        return f"the ranks of a group are in different operations: {where}"
+
+    def _raise_failure(self) -> None:
+        if text := self._newest_failure():
+            raise FluidError(f"another rank has failed: {text}")
+
+    # ---- the session
+
+    def _join(self) -> str | None:
+        """Return the session's id, None if the first rank has not answered yet. On the first rank:
+        answer the others."""
+        if self.rank == 0:
+            self._accept_requests()
+        elif self._session is None:
+            if not self._requested:
+                self._set(f"{self._group_key}/join/{self.rank}", self._request_id)
+                self._requested = True
+            answer = self._get(f"{self._group_key}/accept/{self._request_id}")
+            self._session = None if answer is None else answer[0]
+        return self._session
+
+    def _accept_requests(self) -> None:
+        """Send the session's id to ranks that have asked for it."""
+        for rank in range(self.size):
+            request = None if rank in self._joined else self._request_of(rank)
+            if request is not None and self._accepted.get(rank) != request:
+                self._set(f"{self._group_key}/accept/{request}", self._session)
+                self._accepted[rank] = request
+
+    def _waits_to_join(self, rank: int) -> bool:
+        """Return whether a rank has asked for the session and got no answer: then the first rank is
+        missing, and not this one."""
+        request = self._request_of(rank)
+        return request is not None and self._get(f"{self._group_key}/accept/{request}") is None
+
+    def _request_of(self, rank: int) -> str | None:
+        request = self._get(f"{self._group_key}/join/{rank}")
+        return None if request is None else request[0]
+
+    # ---- the store
+
+    def _read_missing(self, key: str, ranks: Iterable[int], values: dict[int, Any]) -> None:
+        """Add to `values` what ranks that are not in it have stored under `key` in this session."""
+        for rank in ranks:
+            if rank not in values and (stored := self._get(f"{key}/{rank}")) is not None:
+                values[rank] = stored[0]
+                self._joined.add(rank)
+
+    def _bounded[T](self, work: Callable[[], T], seconds: float) -> T | None:
         """Return work(), or None if it takes longer than `seconds` or raises RuntimeError; None at
         once while an earlier call is still stuck.
 
@@ -245,134 +360,24 @@ class Agreement:
             self._stuck.append(call)
         return result[0] if result else None
 
-    def _lead(
-        self, number: int, operation: str, value: Any, limit_s: float
-    ) -> tuple[list[Any], list[int], str]:
-        key = f"{self._token}/{number}"
-        self._set(f"{key}/0", (operation, None))  # for those that ask who has come
-        found: dict[int, tuple[str, Any]] = {0: (operation, value)}
-
-        def look() -> bool | None:
-            self._greet()
-            for rank in range(self.size):
-                if rank not in found and (got := self._get(f"{key}/{rank}")) is not None:
-                    found[rank] = got[0]
-            return True if len(found) == self.size or self._elsewhere(found) else None
-
-        failure = ""
-        try:
-            self._poll(look, limit_s, self._watch_failures)
-            failure = self._elsewhere(found)
-        except FluidError as error:
-            failure = str(error)
-        absent = [rank for rank in range(self.size) if rank not in found]
-        values = [] if absent or failure else [found[rank][1] for rank in range(self.size)]
-        answer = values, absent, failure
-        self._set(f"{key}/answer", answer)
-        return answer
-
-    def _follow(
-        self, number: int, operation: str, value: Any, limit_s: float
-    ) -> tuple[list[Any], list[int], str]:
-        published = False
-
-        def look() -> tuple[list[Any], list[int], str] | None:
-            nonlocal published
-            if (token := self._known_token()) is None:
-                return None
-            if not published:
-                self._set(f"{token}/{number}/{self.rank}", (operation, value))
-                published = True
-            got = self._get(f"{token}/{number}/answer")
-            return None if got is None else got[0]
-
-        try:
-            # The first rank may have come late: it answers for the ranks that it waits for.
-            late = min(limit_s, STORE_S)
-            answer = self._poll(look, limit_s + late, self._watch_failures)
-        except FluidError as error:
-            return [], [], str(error)
-        if answer is not None:
-            return answer
-        if (token := self._token) is None:
-            return [], [0], ""
-        found = {
-            rank: got[0]
-            for rank in range(self.size)
-            if (got := self._get(f"{token}/{number}/{rank}")) is not None
-        }
-        absent = [
-            rank
-            for rank in range(self.size)
-            if rank not in found and not self._stands_at_the_door(rank)
-        ]
-        return [], absent or [0], self._elsewhere(found)
-
-    def _stands_at_the_door(self, rank: int) -> bool:
-        """Return whether a rank has said hello and got no answer: the first rank is missing, and
-        not this one."""
-        hello = self._get(f"{self._door}/hello/{rank}")
-        return hello is not None and self._get(f"{self._door}/welcome/{hello[0]}") is None
-
-    def _elsewhere(self, found: dict[int, tuple[str, Any]]) -> str:
-        """Say which ranks are in which operations; "" where it is one."""
-        places: dict[str, list[int]] = {}
-        for rank in sorted(found):
-            places.setdefault(found[rank][0], []).append(self.ranks[rank])
-        if len(places) < 2:
-            return ""
-        where = "; ".join(f"{ranks_text(ranks)}: {place}" for place, ranks in places.items())
-        return f"the ranks of a group are in different operations: {where}"
-
-    def _watch_failures(self) -> None:
-        if text := self._newest_failure():
-            raise FluidError(f"another rank has failed: {text}")
-
     def _poll[T](
-        self, look: Callable[[], T | None], limit_s: float, watch: Callable[[], None] = lambda: None
+        self, look: Callable[[], T | None], limit_s: float, check: Callable[[], None] | None = None
     ) -> T | None:
-        """Look until there is something, at most limit_s seconds; at least once."""
-        deadline = time.monotonic() + limit_s
-        watched_at = time.monotonic()
+        """Call `look` until it returns something, at most limit_s seconds and at least once; and
+        `check` now and then."""
+        now = checked_at = time.monotonic()
+        deadline = now + limit_s
         pause = _POLL_S[0]
-        while True:
-            if (found := look()) is not None:
-                return found
+        while (result := look()) is None:
             now = time.monotonic()
             if now >= deadline:
                 return None
-            if now - watched_at >= _FAILED_EVERY_S:
-                watched_at = now
-                watch()
+            if check is not None and now - checked_at >= _FAILED_EVERY_S:
+                checked_at = now
+                check()
             time.sleep(min(pause, max(0.0, deadline - now)))
             pause = min(2 * pause, _POLL_S[1])
-
-    def _known_token(self) -> str | None:
-        """Return the token if this rank knows it by now. The first rank lets others know it."""
-        if self.rank == 0:
-            self._greet()
-        elif self._token is None:
-            if not self._said_hello:
-                self._set(f"{self._door}/hello/{self.rank}", self._nonce)
-                self._said_hello = True
-            got = self._get(f"{self._door}/welcome/{self._nonce}")
-            if got is not None:
-                self._token = got[0]
-                self._set(f"{self._token}/here/{self.rank}", None)
-        return self._token
-
-    def _greet(self) -> None:
-        """Answer the hellos of ranks that do not know the token yet."""
-        for rank in range(self.size):
-            if rank in self._joined:
-                continue
-            if rank in self._greeted and self._get(f"{self._token}/here/{rank}") is not None:
-                self._joined.add(rank)
-                continue
-            hello = self._get(f"{self._door}/hello/{rank}")
-            if hello is not None and self._greeted.get(rank) != hello[0]:
-                self._set(f"{self._door}/welcome/{hello[0]}", self._token)
-                self._greeted[rank] = hello[0]
+        return result
 
     def _set(self, key: str, value: Any) -> None:
         assert self._store is not None
@@ -400,8 +405,8 @@ def _own_connection() -> dist.Store:
 
 
 def agreement(group: dist.ProcessGroup) -> Agreement:
-    """Return the agreement of a group, one for each life: until `close_group`, or until the group
-    is destroyed. Sends nothing."""
+    """Return the agreement of a group, the same one until `close_group`, or until the group is
+    destroyed. Sends nothing."""
     group = real_group(group)
     return group_resource(group, _RESOURCE, lambda: _of(group))
 
@@ -416,6 +421,5 @@ def _of(group: dist.ProcessGroup) -> Agreement:
 
 
 def live_agreements() -> list[Agreement]:
-    """Return the agreements of this process with other ranks, of groups that still live."""
-    found: list[Agreement] = [kept for kept in held_everywhere(_RESOURCE) if not kept.alone]
-    return found
+    """Return the agreements of this process with other ranks, of groups that are not destroyed."""
+    return [kept for kept in held_everywhere(_RESOURCE) if not kept.alone]

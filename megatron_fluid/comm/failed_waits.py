@@ -218,14 +218,14 @@ def _tell(error: Exception) -> None:
         return
     setattr(error, _TOLD, True)
     text = f"{type(error).__name__}: {str(error)[:_LONGEST_TEXT]}"
-    for words in live_agreements():
-        words.report_refusal(f"rank {words.ranks[words.rank]} raised {text}")
-        _reported.append(words)
+    for channel in live_agreements():
+        channel.report_refusal(f"rank {channel.ranks[channel.rank]} raised {text}")
+        _reported.append(channel)
 
 
 def _take_back() -> None:
-    for words in _reported:
-        words.withdraw_refusal()
+    for channel in _reported:
+        channel.withdraw_refusal()
     _reported.clear()
 
 

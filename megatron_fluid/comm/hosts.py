@@ -38,9 +38,9 @@ def detect_hosts(
 ) -> tuple[list[int], list[str]]:
     """As detect_domains, and the name of every rank's host, for people: its host name, with the
     NVLink domain where that is named. [W], [W]"""
-    words = agreement(check_group(group))
+    channel = agreement(check_group(group))
     named = os.environ.get("MEGATRON_FLUID_NVLINK_DOMAIN")
     host = f"{socket.gethostname()} ({named})" if named else socket.gethostname()
-    found = words.gather("hosts of the group", (domain_name(), host), timeout_s)
+    found = channel.gather("hosts of the group", (domain_name(), host), timeout_s)
     ids: dict[str, int] = {}
     return [ids.setdefault(domain, len(ids)) for domain, _ in found], [name for _, name in found]

@@ -94,7 +94,7 @@ class PeerWatch:
     """The beats of this rank, and looks at those of all others.
 
     Args:
-        words: of all ranks of the job, in a store whose host may die or freeze.
+        channel: of all ranks of the job, in a store whose host may die or freeze.
         bound_s: for how long the main thread may stand at one place before the others are looked
             at.
         end: whether the process then ends, where no rank works any more or one is missing.
@@ -104,11 +104,11 @@ class PeerWatch:
     """
 
     def __init__(
-        self, words: Agreement, bound_s: float, end: bool = False,
+        self, channel: Agreement, bound_s: float, end: bool = False,
         holds_store: bool = False, on_timeout: Callable[[PeerTimeoutError], None] = end_process,
         thread: int | None = None,
     ) -> None:  # fmt: skip
-        self._words, self._rank, self._world_size = words, words.rank, words.size
+        self._channel, self._rank, self._world_size = channel, channel.rank, channel.size
         self._bound_s, self._end, self._on_timeout = bound_s, end, on_timeout
         self._holds_store = holds_store
         self._watched = threading.main_thread().ident if thread is None else thread
@@ -154,11 +154,11 @@ class PeerWatch:
         self._count += 1
         stood = round(now - self._moved_at, 1)
         beat = Beat(self._count, stood, self._place, self._waits, self._ended)
-        self._words.publish(_BEAT, beat, 0.0)
+        self._channel.publish(_BEAT, beat, 0.0)
 
     def _read(self) -> dict[int, Beat] | None:
         """The last beats of all ranks that have beaten; None if the store does not answer."""
-        found: dict[int, Beat] = self._words.read(_BEAT, range(self._world_size))
+        found: dict[int, Beat] = self._channel.read(_BEAT, range(self._world_size))
         return found if self._rank in found else None
 
     def _lost(
@@ -286,9 +286,9 @@ def _run(stop: threading.Event, made: list[PeerWatch]) -> None:
     if size == 1 or dist.get_backend() == "fake":
         return
     config = current_config()
-    words = agreement(dist.group.WORLD)  # type: ignore[arg-type]
+    channel = agreement(dist.group.WORLD)  # type: ignore[arg-type]
     holds = rank == 0 and not _launcher_holds_store()
-    watch = PeerWatch(words, wait_timeout_s(None), config.end_on_timeout, holds)
+    watch = PeerWatch(channel, wait_timeout_s(None), config.end_on_timeout, holds)
     made.append(watch)
     while not stop.is_set():
         watch.step(time.monotonic())

@@ -40,7 +40,7 @@ def compare_settings(group: Any, what: str, settings: Mapping[str, object]) -> N
         PeerTimeoutError: a rank builds no such layer within the timeout.
         FluidError: a rank is in another operation.
     """
-    if not isinstance(group, dist.ProcessGroup) or (words := agreement(group)).alone:
+    if not isinstance(group, dist.ProcessGroup) or (channel := agreement(group)).alone:
         return
     general = {f"FluidConfig.{name}": value for name, value in current_config().shared().items()}
     mine = {"layer": what} | {n: _text(v) for n, v in {**general, **settings}.items()}
@@ -49,8 +49,8 @@ def compare_settings(group: Any, what: str, settings: Mapping[str, object]) -> N
     if key in alike:
         return
     # One name for all kinds of layers: which kinds differ is among the settings.
-    found = words.gather("comparison of the settings of a new layer", mine)
-    if shown := settings_difference(found, words.ranks):
+    found = channel.gather("comparison of the settings of a new layer", mine)
+    if shown := settings_difference(found, channel.ranks):
         raise ConfigError(f"{what}: {shown}; allowed: the same on all ranks of a group")
     alike.add(key)
 

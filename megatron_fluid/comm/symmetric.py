@@ -125,8 +125,8 @@ class SymmetricWorkspace(Workspace):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         super().__init__(rank, size, device, timeout_s, flag_words=flag_words)
         self.group = group
-        self._words = self.errors.peers = agreement(group)
-        self._number = self._words.ticket()
+        self._channel = self.errors.peers = agreement(group)
+        self._number = self._channel.ticket()
         self._open_arenas()
         self._after_growth()
 
@@ -159,8 +159,9 @@ class SymmetricWorkspace(Workspace):
 
     def _before_growth(self, name: str, nbytes: int) -> None:
         torch.cuda.synchronize(self.device)
-        words = agreement(self.group)
-        requests = words.gather("growth of symmetric memory", (name, nbytes), self.timeout_s)
+        requests = agreement(self.group).gather(
+            "growth of symmetric memory", (name, nbytes), self.timeout_s
+        )
         if len(set(requests)) > 1:
             found = f"requests by rank {requests}"
             raise ConfigError.of("symmetric buffer", found, "the same name and bytes everywhere")

@@ -225,7 +225,7 @@ def record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
 # ---- the waits of one group
 
 
-def explain(error: PeerTimeoutError, words: Agreement, grace_s: float = _GRACE_S) -> str:
+def explain(error: PeerTimeoutError, channel: Agreement, grace_s: float = _GRACE_S) -> str:
     """Report a failed wait to the ranks of all groups, and return what their reports add to it.
 
     That is the failure at the end of the chain of ranks that waited for each other; for a wait for
@@ -233,48 +233,50 @@ def explain(error: PeerTimeoutError, words: Agreement, grace_s: float = _GRACE_S
     times grace_s.
 
     Args:
-        error: of a wait in the group of `words`; `peer` is a rank of that group.
-        words: the group's.
+        error: of a wait in the group of `channel`; `peer` is a rank of that group.
+        channel: the group's.
         grace_s: how long the reports of others are waited for.
     """
     own = str(error)
-    peer = None if error.peer is None else words.ranks[error.peer]
-    for known in {id(words): words, **{id(kept): kept for kept in live_agreements()}}.values():
+    peer = None if error.peer is None else channel.ranks[error.peer]
+    for known in {id(channel): channel, **{id(kept): kept for kept in live_agreements()}}.values():
         known.report_failure(peer, own)
-    if words.alone:
+    if channel.alone:
         return ""
     deadline = time.monotonic() + grace_s
     while True:
-        found = words.failures()
-        if words.rank not in found:
+        found = channel.failures()
+        if channel.rank not in found:
             return "the store of the job does not answer: the process that holds it is lost, too"
-        silent, root = _follow(words, error.peer, found)
+        silent, root = _follow(channel, error.peer, found)
         if not silent or time.monotonic() >= deadline:
             break
         time.sleep(0.05)
     if error.peer is not None:
         return f"root cause: {root}" if root and root != own else ""
-    told = [f"rank {words.ranks[r]}: {t}" for r, (_, t) in found.items() if r != words.rank]
+    told = [f"rank {channel.ranks[r]}: {t}" for r, (_, t) in found.items() if r != channel.rank]
     if silent:
-        who = ranks_text(words.ranks[rank] for rank in silent)
+        who = ranks_text(channel.ranks[rank] for rank in silent)
         told.insert(0, f"{who} reported no wait: lost, frozen, or in other work")
     return "; ".join(told)
 
 
 def _follow(
-    words: Agreement, peer: int | None, found: dict[int, tuple[int | None, str]]
+    channel: Agreement, peer: int | None, found: dict[int, tuple[int | None, str]]
 ) -> tuple[list[int], str]:
     """Return the ranks that have not reported a failure yet, of those that matter, and the text of
     the failure at the end of the chain from `peer`, "" as long as that is not known."""
     if peer is None:
-        return [rank for rank in range(words.size) if rank not in found and rank != words.rank], ""
-    seen, text = {words.rank}, ""
+        return [
+            rank for rank in range(channel.size) if rank not in found and rank != channel.rank
+        ], ""
+    seen, text = {channel.rank}, ""
     while peer is not None and peer not in seen:
         if peer not in found:
             return [peer], text
         seen.add(peer)
         waited_for, text = found[peer]
-        peer = words.ranks.index(waited_for) if waited_for in words.ranks else None
+        peer = channel.ranks.index(waited_for) if waited_for in channel.ranks else None
     return [], text
 
 
@@ -287,14 +289,14 @@ class GroupWaits:
 
     Attributes:
         device: the current CUDA device if the group has NCCL, else the CPU.
-        words: what the group's ranks tell each other.
+        channel: what the group's ranks tell each other.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, place: Callable[[int | None], str] = lambda peer: ""
     ) -> None:
         self.group, self.rank, self._place = group, group.rank(), place
-        self.words = agreement(group)
+        self.channel = agreement(group)
         self.device = torch.device("cpu")
         if torch.cuda.is_available() and torch.device("cuda") in group._device_types:
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -334,13 +336,13 @@ class GroupWaits:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         first, self._used = not self._used, True
         if first:  # a rank that does not come at all is named, and failures can be told later
-            self.words.barrier(operation, limit_s)
+            self.channel.barrier(operation, limit_s)
         if self.device.type != "cuda":
             work = required(launch())
             return lambda: self.wait(work, name, limit_s)
         limit_s *= _SLOW_START if first else 1.0
         stream = torch.cuda.current_stream(self.device)
-        watched = not self.words.alone and not torch.cuda.is_current_stream_capturing()
+        watched = not self.channel.alone and not torch.cuda.is_current_stream_capturing()
         started = record_event(stream) if watched else None
         with self.inside_library(name, limit_s) if first else contextlib.nullcontext():
             work = required(launch())
@@ -397,7 +399,7 @@ class GroupWaits:
 
     def failed_already(self) -> bool:
         """Return whether a rank of the group has reported a failed wait."""
-        return bool(self.words.failed())
+        return bool(self.channel.failed())
 
     def failure(self, name: WaitName, waited_s: float, reason: str = "") -> PeerTimeoutError:
         """Print and report that a peer did not answer; return the error, with the root cause if
@@ -406,8 +408,8 @@ class GroupWaits:
         Ranks are the group's; the global ones are added if they differ.
         """
         operation, round_index, peer = name
-        own = self.words.ranks[self.rank]
-        theirs = None if peer is None else self.words.ranks[peer]
+        own = self.channel.ranks[self.rank]
+        theirs = None if peer is None else self.channel.ranks[peer]
         if (own, theirs) != (self.rank, peer):
             reason = f"global ranks {own} and {theirs}" + (f"; {reason}" if reason else "")
         reason = "; ".join(filter(None, (self._place(peer), reason)))
@@ -415,7 +417,7 @@ class GroupWaits:
         say(error)
         # A short timeout ends in less than twice its time; a broken connection is found at once.
         grace_s = min(_GRACE_S, waited_s / 2) if waited_s > 1.0 else _GRACE_S
-        more = explain(error, self.words, grace_s)
+        more = explain(error, self.channel, grace_s)
         return error.with_detail(more) if more else error
 
 

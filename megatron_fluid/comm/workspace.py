@@ -82,7 +82,7 @@ class Workspace:
         flag_words: at least as many 32-bit words has the arena of flags, the same on all ranks.
     """
 
-    _words: Agreement | None = None  # of the processes that share the memory
+    _channel: Agreement | None = None  # of the processes that share the memory
     _number = 0  # of the workspace among those of the group
 
     def __init__(
@@ -293,17 +293,17 @@ class Workspace:
         Asked over the job's store: a collective that a rank stays away from waits for the group's
         timeout, or for ever on a GPU.
         """
-        words = self._words
-        if words is None or words.alone:
+        channel = self._channel
+        if channel is None or channel.alone:
             return not gave_up
-        word = f"close workspace {self._number}"
-        words.publish(word, not gave_up)
+        key = f"close workspace {self._number}"
+        channel.publish(key, not gave_up)
         if gave_up:
             return False
-        found = words.read(
-            word, range(words.size), self.timeout_s, lambda known: not all(known.values())
+        found = channel.read(
+            key, range(channel.size), self.timeout_s, lambda known: not all(known.values())
         )
-        done = len(found) == words.size and all(found.values())
+        done = len(found) == channel.size and all(found.values())
         if not done:  # ranks that come later keep the memory, too
-            words.publish(word, False)
+            channel.publish(key, False)
         return done

@@ -48,17 +48,17 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
 
 
 def test_the_own_error_is_told_in_bounded_time(frozen: dist.Store) -> None:
-    words = Agreement(frozen, "group", 1, range(3), lambda: 5.0)
+    channel = Agreement(frozen, "group", 1, range(3), lambda: 5.0)
     error = PeerTimeoutError(1, 2, "moe dispatch", 3, 5.0)
     start = time.monotonic()
-    told = explain(error, words, grace_s=0.2)
+    told = explain(error, channel, grace_s=0.2)
     assert time.monotonic() - start < 20
     assert "the store of the job does not answer" in told
 
 
 def test_asking_whether_others_have_failed_does_not_block(frozen: dist.Store) -> None:
-    words = Agreement(frozen, "group", 0, range(2), lambda: 5.0)
+    channel = Agreement(frozen, "group", 0, range(2), lambda: 5.0)
     start = time.monotonic()
     for _ in range(20):  # as the monitor does, at every look
-        assert words.failed() == ""
+        assert channel.failed() == ""
     assert time.monotonic() - start < 10

@@ -175,26 +175,26 @@ def test_all_others_end_with_the_message_of_the_rank_that_refused(
 
 
 def test_a_refusal_ends_the_agreements_of_others_and_is_taken_back() -> None:
-    words = agreements(2)
-    on_all(words, lambda w: w.barrier("begin"))
-    words[1].report_refusal("rank 1 raised ConfigError: x")
-    assert words[0].failed() == "rank 1 raised ConfigError: x" and words[1].failed() == ""
-    assert words[0].failures() == {1: (None, "rank 1 raised ConfigError: x")}
-    words[1].withdraw_refusal()
-    assert words[0].failed() == "" and words[0].failures() == {}
+    channels = agreements(2)
+    on_all(channels, lambda w: w.barrier("begin"))
+    channels[1].report_refusal("rank 1 raised ConfigError: x")
+    assert channels[0].failed() == "rank 1 raised ConfigError: x" and channels[1].failed() == ""
+    assert channels[0].failures() == {1: (None, "rank 1 raised ConfigError: x")}
+    channels[1].withdraw_refusal()
+    assert channels[0].failed() == "" and channels[0].failures() == {}
 
 
 def test_ranks_that_all_refuse_a_call_do_not_hold_it_against_each_other() -> None:
-    words = agreements(2)
-    on_all(words, lambda w: w.barrier("begin"))
-    on_all(words, lambda w: w.report_refusal(f"rank {w.rank} raised ConfigError"))
-    assert [w.failed() for w in words] == ["", ""]
+    channels = agreements(2)
+    on_all(channels, lambda w: w.barrier("begin"))
+    on_all(channels, lambda w: w.report_refusal(f"rank {w.rank} raised ConfigError"))
+    assert [w.failed() for w in channels] == ["", ""]
 
     def next_call(w: Agreement) -> None:
         if w.rank:
             time.sleep(1.5)  # longer than between two looks for failures
         w.barrier("next call")
 
-    assert on_all(words, next_call) == [None, None]
-    words[0].report_refusal("rank 0 raised another")
-    assert words[1].failed() == "rank 0 raised another"
+    assert on_all(channels, next_call) == [None, None]
+    channels[0].report_refusal("rank 0 raised another")
+    assert channels[1].failed() == "rank 0 raised another"

@@ -22,7 +22,7 @@ def agreements(
     return [Agreement(store, group, rank, range(ranks), lambda: timeout_s) for rank in range(ranks)]
 
 
-def on_all(words: Sequence[Agreement], call: Callable[[Agreement], Any]) -> list[Any]:
+def on_all(channels: Sequence[Agreement], call: Callable[[Agreement], Any]) -> list[Any]:
     """What `call` returns or raises on each rank, called at once."""
 
     def run(of: Agreement) -> Any:
@@ -31,8 +31,8 @@ def on_all(words: Sequence[Agreement], call: Callable[[Agreement], Any]) -> list
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(len(words)) as pool:
-        return list(pool.map(run, words))
+    with ThreadPoolExecutor(len(channels)) as pool:
+        return list(pool.map(run, channels))
 
 
 class FrozenStore:

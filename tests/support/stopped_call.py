@@ -182,15 +182,15 @@ def _live(
     )
     with memory.mapped():
         space = SymmetricWorkspace(mapped, BOUND_S)
-    words = agreement(mapped)
+    channel = agreement(mapped)
     counter.enter(f"iterations, life {life}")
     for rows in (16, 2000):  # the memory grows
         with memory.mapped():
             space.reserve("rows", rows, torch.float64).fill_(rank + life)
-        words.barrier("rows are written")
+        channel.barrier("rows are written")
         views = [space.peer_view("rows", peer, (rows,), torch.float64) for peer in range(world)]
         values.append(float(torch.stack(views).sum()))
-        words.barrier("rows are read")
+        channel.barrier("rows are read")
     for _ in range(2):
         x = torch.randn(3 + rank, 8, dtype=torch.float64, requires_grad=True)
         y = layer(x)

@@ -24,25 +24,25 @@ STORE_CALLS = {"set", "get", "add", "check", "wait", "compare_set", "delete_key"
 
 
 def test_every_rank_gets_every_value_by_rank() -> None:
-    words = agreements(3)
-    assert on_all(words, lambda w: w.gather("sizes", w.rank * 10)) == [[0, 10, 20]] * 3
-    assert on_all(words, lambda w: w.first("choice", f"of {w.rank}")) == ["of 0"] * 3
-    [name] = set(on_all(words, lambda w: w.name("a segment")))
-    assert name not in on_all(words, lambda w: w.name("a segment"))
+    channels = agreements(3)
+    assert on_all(channels, lambda w: w.gather("sizes", w.rank * 10)) == [[0, 10, 20]] * 3
+    assert on_all(channels, lambda w: w.first("choice", f"of {w.rank}")) == ["of 0"] * 3
+    [name] = set(on_all(channels, lambda w: w.name("a segment")))
+    assert name not in on_all(channels, lambda w: w.name("a segment"))
 
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_second_life_waits_for_the_late_rank_and_reads_no_old_word(late: int) -> None:
     store = dist.HashStore()
     on_all(agreements(2, store), lambda w: w.gather("figures", f"first life, {w.rank}"))
-    words, released = agreements(2, store), threading.Event()
+    channels, released = agreements(2, store), threading.Event()
 
     def second(w: Agreement) -> list[str]:
         if w.rank == late:
             released.wait(0.3)
         return w.gather("figures", f"second life, {w.rank}")
 
-    assert on_all(words, second) == [["second life, 0", "second life, 1"]] * 2
+    assert on_all(channels, second) == [["second life, 0", "second life, 1"]] * 2
 
 
 def test_one_process_that_began_again_meets_the_others_in_their_new_life() -> None:
@@ -58,14 +58,14 @@ def test_one_process_that_began_again_meets_the_others_in_their_new_life() -> No
 
 
 def test_a_first_rank_that_stops_in_the_handshake_is_the_one_that_is_named() -> None:
-    """It has let one rank in, which finds no word of the other: that one waits at the door."""
+    """It has answered one rank, which finds no value of the other: that one waits for an answer."""
     first, *others = agreements(3, timeout_s=3.0)
 
     def stop_half_way() -> None:
-        first._set(f"{first._token}/0/0", ("meet", None))
-        while (hello := first._get(f"{first._door}/hello/1")) is None:
+        first._set(f"{first._session}/0/0", ("meet", None))
+        while (request := first._request_of(1)) is None:
             time.sleep(0.001)
-        first._set(f"{first._door}/welcome/{hello[0]}", first._token)
+        first._set(f"{first._group_key}/accept/{request}", first._session)
 
     threading.Thread(target=stop_half_way).start()
     for error in on_all(others, lambda w: w.gather("meet", w.rank)):
@@ -76,27 +76,27 @@ def test_a_first_rank_that_stops_in_the_handshake_is_the_one_that_is_named() -> 
 def test_published_words_are_of_this_life_and_the_newest_counts() -> None:
     store = dist.HashStore()
     for life in range(3):
-        words = agreements(2, store)
-        assert words[0].read("remark", [1]) == {}
-        reader = threading.Thread(target=words[1].publish, args=("remark", f"life {life}"))
+        channels = agreements(2, store)
+        assert channels[0].read("remark", [1]) == {}
+        reader = threading.Thread(target=channels[1].publish, args=("remark", f"life {life}"))
         reader.start()
-        assert words[0].read("remark", [1], 30.0) == {1: f"life {life}"}
+        assert channels[0].read("remark", [1], 30.0) == {1: f"life {life}"}
         reader.join()
-        words[1].publish("remark", "newer")
-        assert words[0].read("remark", [0, 1]) == {1: "newer"}
+        channels[1].publish("remark", "newer")
+        assert channels[0].read("remark", [0, 1]) == {1: "newer"}
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_rank_that_does_not_come_is_named_with_the_operation(lost: int) -> None:
-    words = [w for w in agreements(3, timeout_s=3.0) if w.rank != lost]
-    for error in on_all(words, lambda w: w.barrier("growth of memory")):
+    channels = [w for w in agreements(3, timeout_s=3.0) if w.rank != lost]
+    for error in on_all(channels, lambda w: w.barrier("growth of memory")):
         assert isinstance(error, PeerTimeoutError) and error.peer == lost
         assert f"growth of memory after 3 s: rank {lost} did not come" in str(error)
 
 
 def test_ranks_in_different_operations_are_told_apart_at_once() -> None:
-    words = agreements(2)
-    found = on_all(words, lambda w: w.gather(["make the workspace", "measure links"][w.rank], 0))
+    channels = agreements(2)
+    found = on_all(channels, lambda w: w.gather(["make the workspace", "measure links"][w.rank], 0))
     for error in found:
         assert isinstance(error, FluidError)
         assert "rank 0: make the workspace; rank 1: measure links" in str(error)
@@ -104,30 +104,30 @@ def test_ranks_in_different_operations_are_told_apart_at_once() -> None:
 
 @pytest.mark.parametrize("failed", [0, 1])
 def test_a_failure_of_one_rank_ends_the_waits_of_the_others(failed: int) -> None:
-    words = agreements(2)
-    on_all(words, lambda w: w.barrier("begin"))
-    words[failed].report_failure(None, "the experts of this rank have changed")
-    error = on_all([words[1 - failed]], lambda w: w.barrier("next"))[0]
+    channels = agreements(2)
+    on_all(channels, lambda w: w.barrier("begin"))
+    channels[failed].report_failure(None, "the experts of this rank have changed")
+    error = on_all([channels[1 - failed]], lambda w: w.barrier("next"))[0]
     assert isinstance(error, FluidError) and "experts of this rank have changed" in str(error)
-    assert words[1 - failed].failed() == "the experts of this rank have changed"
+    assert channels[1 - failed].failed() == "the experts of this rank have changed"
 
 
 def test_a_group_of_one_process_asks_nobody() -> None:
-    words = Agreement(None, "", 0, range(4), lambda: 0.0)
-    assert words.gather("sizes", 3) == [3] * 4
-    words.publish("remark", "x")
-    assert words.read("remark", range(4), 10.0) == {} and words.failed() == ""
+    channels = Agreement(None, "", 0, range(4), lambda: 0.0)
+    assert channels.gather("sizes", 3) == [3] * 4
+    channels.publish("remark", "x")
+    assert channels.read("remark", range(4), 10.0) == {} and channels.failed() == ""
 
 
 def test_a_store_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_fluid.comm.agreement.STORE_S", 0.05)
     store = FrozenStore()
-    words = Agreement(store, "group", 0, range(2), lambda: 0.1)  # type: ignore[arg-type]
+    channels = Agreement(store, "group", 0, range(2), lambda: 0.1)  # type: ignore[arg-type]
     begin = time.monotonic()
     for _ in range(20):
-        assert words.failed() == "" and words.read("beat", [0, 1]) == {}
+        assert channels.failed() == "" and channels.read("beat", [0, 1]) == {}
     with pytest.raises(PeerTimeoutError, match="the store of the job does not answer"):
-        words.barrier("growth")
+        channels.barrier("growth")
     assert time.monotonic() - begin < 10 and store.calls == 1
 
 

@@ -26,10 +26,10 @@ class World:
 
     def __init__(self, ranks: int = 3, end: bool = True) -> None:
         self.ended: list[PeerTimeoutError] = []
-        words = agreements(ranks)
-        on_all(words, lambda w: w.barrier("begin"))
+        channels = agreements(ranks)
+        on_all(channels, lambda w: w.barrier("begin"))
         self.watches = [
-            PeerWatch(of, BOUND_S, end, on_timeout=self.ended.append, thread=-1) for of in words
+            PeerWatch(of, BOUND_S, end, on_timeout=self.ended.append, thread=-1) for of in channels
         ]
         for watch in self.watches:
             self.stand(watch, COLLECTIVE, 0.0)
@@ -105,8 +105,8 @@ def test_a_store_that_does_not_answer_is_bounded_and_named(monkeypatch: pytest.M
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     ended: list[PeerTimeoutError] = []
     store = FrozenStore()
-    words = Agreement(store, "job", 1, range(2), lambda: BOUND_S)  # type: ignore[arg-type]
-    watch = PeerWatch(words, BOUND_S, True, on_timeout=ended.append, thread=-1)
+    channels = Agreement(store, "job", 1, range(2), lambda: BOUND_S)  # type: ignore[arg-type]
+    watch = PeerWatch(channels, BOUND_S, True, on_timeout=ended.append, thread=-1)
     watch._place, watch._waits = COLLECTIVE
     watch._moved_at = 0.0
     begin = time.monotonic()

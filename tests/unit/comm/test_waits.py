@@ -77,14 +77,14 @@ def test_lanes_are_independent(monitor: WaitMonitor) -> None:
 
 
 def test_another_ranks_failure_ends_the_wait_early(monitor: WaitMonitor) -> None:
-    words = agreements(2)
-    on_all(words, lambda w: w.barrier("begin"))
-    failed = words[0].failed
+    channels = agreements(2)
+    on_all(channels, lambda w: w.barrier("begin"))
+    failed = channels[0].failed
     monitor.watch("a", Event(True), Event(), 300.0, lambda: lost(4), lambda: bool(failed()))
     monitor.look(0.0)
     monitor.look(10.0)
     assert not errors
-    words[1].report_failure(0, "rank 1 waited")
+    channels[1].report_failure(0, "rank 1 waited")
     monitor.look(20.0)
     assert [error.round_index for error in errors] == [4]
 
@@ -99,14 +99,14 @@ def test_the_thread_looks_by_itself() -> None:
     assert [error.round_index for error in seen] == [2]
 
 
-def explained(words: Agreement, error: PeerTimeoutError) -> str:
-    return explain(error, words, grace_s=0)
+def explained(channels: Agreement, error: PeerTimeoutError) -> str:
+    return explain(error, channels, grace_s=0)
 
 
 def joined(ranks: int) -> list[Agreement]:
-    words = agreements(ranks)
-    on_all(words, lambda w: w.barrier("begin"))
-    return words
+    channels = agreements(ranks)
+    on_all(channels, lambda w: w.barrier("begin"))
+    return channels
 
 
 def test_the_root_cause_is_found_along_the_chain() -> None:
@@ -114,27 +114,27 @@ def test_the_root_cause_is_found_along_the_chain() -> None:
     in any order."""
     errors = {rank: PeerTimeoutError(rank, rank + 1, "moe combine", rank, 5.0) for rank in range(3)}
     for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
-        words = joined(4)
+        channels = joined(4)
         for rank in order:
-            explained(words[rank], errors[rank])
+            explained(channels[rank], errors[rank])
         for rank in range(2):
-            assert explained(words[rank], errors[rank]) == f"root cause: {errors[2]}"
-        assert explained(words[2], errors[2]) == ""
+            assert explained(channels[rank], errors[rank]) == f"root cause: {errors[2]}"
+        assert explained(channels[2], errors[2]) == ""
 
 
 def test_ranks_that_wait_for_each_other_name_each_other() -> None:
-    words = joined(2)
+    channels = joined(2)
     first = PeerTimeoutError(0, 1, "moe combine", 0, 5.0)
-    assert explained(words[0], first) == ""
+    assert explained(channels[0], first) == ""
     second = PeerTimeoutError(1, 0, "moe dispatch", 2, 5.0)
-    assert explained(words[1], second) == f"root cause: {first}"
+    assert explained(channels[1], second) == f"root cause: {first}"
 
 
 def test_a_wait_for_the_whole_group_names_who_is_missing_and_where_the_others_are() -> None:
-    words = joined(4)
-    explained(words[0], PeerTimeoutError(0, None, "moe row counts", None, 5.0))
-    explained(words[3], PeerTimeoutError(3, None, "growth of memory", None, 5.0))
-    told = explained(words[1], PeerTimeoutError(1, None, "moe row counts", None, 5.0))
+    channels = joined(4)
+    explained(channels[0], PeerTimeoutError(0, None, "moe row counts", None, 5.0))
+    explained(channels[3], PeerTimeoutError(3, None, "growth of memory", None, 5.0))
+    told = explained(channels[1], PeerTimeoutError(1, None, "moe row counts", None, 5.0))
     assert told.startswith("rank 2 reported no wait: lost, frozen, or in other work; rank 0: ")
     assert "rank 3: rank 3: no answer from its group in growth of memory" in told
 
@@ -143,11 +143,11 @@ def test_a_failure_is_told_to_all_groups_of_the_rank() -> None:
     """0 waits in a group with 1, which waits in another group for a rank that is lost."""
     of_both = agreements(2, group="other")
     on_all(of_both, lambda w: w.barrier("begin"))
-    words = joined(2)
-    with mock.patch.object(waits, "live_agreements", return_value=[words[1]]):
+    channels = joined(2)
+    with mock.patch.object(waits, "live_agreements", return_value=[channels[1]]):
         explain(PeerTimeoutError(0, 1, "attention", None, 5.0), of_both[0], grace_s=0)
-    assert "attention" in words[0].failed()
-    assert "attention" in explained(words[0], PeerTimeoutError(0, 1, "moe dispatch", 1, 5.0))
+    assert "attention" in channels[0].failed()
+    assert "attention" in explained(channels[0], PeerTimeoutError(0, 1, "moe dispatch", 1, 5.0))
 
 
 @pytest.mark.parametrize("capturing", [False, True])
@@ -172,7 +172,7 @@ def test_a_collective_on_a_gpu_is_watched_unless_it_is_captured(
     monitor = SimpleNamespace(watch=lambda *arguments: watched.append(arguments))
     monkeypatch.setattr(waits, "get_monitor", lambda: monitor)
     group = object.__new__(GroupWaits)
-    group.rank, group.words, group._used = 2, agreements(4)[2], True
+    group.rank, group.channel, group._used = 2, agreements(4)[2], True
     group.device, group._place = torch.device("cuda", 0), lambda peer: ""
     work = SimpleNamespace(wait=lambda: order.append("wait"))
     group.collective("low_latency.dispatch over nccl", lambda: work, 7.0)  # type: ignore[arg-type, return-value]
