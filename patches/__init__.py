@@ -88,7 +88,7 @@ _WITHOUT_APEX: dict[str, Any] = {
 }
 
 _FUSED_OPTIMIZER: dict[str, Any] = {
-    "when": switches.fused_optimizer_asked,
+    "when": functools.partial(switches.asked, "fused_optimizer"),
     "condition": "with --fluid-fused-optimizer",
 }
 
@@ -388,8 +388,8 @@ _ENGINE = Engine(
     PATCHES,
     version=megatron_version,
     supported=SUPPORTED_MEGATRON,
-    allow_unsupported=switches.allow_unsupported,
-    strict=switches.strict,
+    allow_unsupported=functools.partial(switches.asked, "allow_unsupported"),
+    strict=functools.partial(switches.asked, "strict"),
     disabled=switches.disabled,
     disabled_by=switches.disabled_by,
     switched_off=switches.switched_off,

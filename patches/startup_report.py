@@ -14,7 +14,7 @@ from megatron_fluid import patches
 from megatron_fluid.config import ENVIRONMENT_PREFIX, FluidConfig, current_config
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.patch import MEGATRON, OFF, Row
-from megatron_fluid.patches.engine.switches import cpu_mode_asked, verbose
+from megatron_fluid.patches.engine.switches import asked
 from megatron_fluid.patches.limits import remedy
 
 __all__ = [
@@ -83,17 +83,17 @@ def report(own_loop: bool = True) -> None:
 
         # Less than peers wait for rank 0 in their first exchange.
         world, bound = dist.get_world_size(), min(_GATHER_S, wait_timeout_s(None) / 4)
-        words = agreement(dist.group.WORLD)  # type: ignore[arg-type]
+        channel = agreement(dist.group.WORLD)  # type: ignore[arg-type]
         if dist.get_rank():
-            words.publish("start-up report", mine, bound)
+            channel.publish("start-up report", mine, bound)
             return
-        reports |= words.read("start-up report", range(1, world), bound)
+        reports |= channel.read("start-up report", range(1, world), bound)
         if absent := [rank for rank in range(world) if rank not in reports]:
             missing = f"megatron_fluid: no report from {ranks_text(absent)} within {bound:g} s"
     rows = merged_features(reports)
     without_effect = unused_settings(rows) if own_loop else _unused_in_other_loops()
     unused: list[Feature] = [(flag, None, why, "") for flag, why in without_effect.items()]
-    show = startup_table if verbose() else startup_lines
+    show = startup_table if asked("verbose") else startup_lines
     print(show(patches.report(), rows + unused), flush=True)
     if missing:
         print(missing, flush=True)
@@ -216,7 +216,7 @@ def unused_settings(rows: Sequence[Feature] = ()) -> dict[str, str]:
         if reason and value not in (getattr(default, name), "off", "megatron"):
             flag = f"--fluid-{name.replace('_', '-')} {value}"
             found[flag.removesuffix(" True")] = reason
-    if cpu_mode_asked() and not cpu_mode_active():
+    if asked("cpu") and not cpu_mode_active():
         found["--fluid-cpu"] = "a GPU is found"
     return found
 

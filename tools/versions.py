@@ -92,7 +92,15 @@ def signature_in_source(target: str) -> Any:
         for node in body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function
     ]
-    return signatures.of_arguments(plain[-1].args) if plain else None
+    if not plain:
+        return None
+    arguments = plain[-1].args  # without annotations and values of defaults, which are unknown here
+    arguments.defaults = [ast.Constant(0) for _ in arguments.defaults]
+    arguments.kw_defaults = [value and ast.Constant(0) for value in arguments.kw_defaults]
+    for node in ast.walk(arguments):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return signatures.parse(f"({ast.unparse(arguments)})")
 
 
 def _source_file(module: str) -> Path | None:

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_fluid.patches.cpu.allocator import keep_freed_memory
 from megatron_fluid.patches.engine import signatures
 from megatron_fluid.patches.engine.patch import Patch
-from megatron_fluid.patches.engine.switches import cpu_mode_asked
+from megatron_fluid.patches.engine.switches import asked
 
 __all__ = [
     "GROUP",
@@ -32,7 +32,7 @@ GROUP = "CPU mode"
 def cpu_mode_active() -> bool:
     """Whether CPU mode applies: the user asks for it, and this process has no GPU. Rank 0 says so.
     Decided once, since the answer must not change during a run."""
-    if not cpu_mode_asked():
+    if not asked("cpu"):
         return False
     import torch
 

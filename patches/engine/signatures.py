@@ -6,14 +6,13 @@ on them.
     '(self, hidden, *, group=...)'
 """
 
-import ast
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from megatron_fluid.errors import PatchError
 
-__all__ = ["Parameters", "describe", "fits", "of", "of_arguments", "parse"]
+__all__ = ["Parameters", "describe", "fits", "of", "parse"]
 
 Parameters = inspect.Signature  # without annotations, every default the same
 
@@ -32,22 +31,12 @@ def parse(text: str) -> Parameters:
     Raises:
         PatchError: the text is no signature.
     """
+    names: dict[str, Any] = {}
     try:
-        return of_arguments(ast.parse(f"def _{text}: ...").body[0].args)  # type: ignore[attr-defined]
+        exec(f"from __future__ import annotations\ndef function{text}: ...", names)
     except SyntaxError as error:
         raise PatchError(f"not a signature: {text!r} ({error})") from None
-
-
-def of_arguments(arguments: ast.arguments) -> Parameters:
-    """The parameters of a function definition in a syntax tree. Removes the tree's annotations and
-    values of defaults."""
-    arguments.defaults = [ast.Constant(0) for _ in arguments.defaults]
-    arguments.kw_defaults = [value and ast.Constant(0) for value in arguments.kw_defaults]
-    for node in ast.walk(arguments):
-        if isinstance(node, ast.arg):
-            node.annotation = None
-    code = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, ast.Constant(0))))
-    return of(eval(compile(code, "<signature>", "eval")))  # type: ignore[return-value]
+    return of(names["function"])  # type: ignore[return-value]
 
 
 def of(function: Callable[..., Any]) -> Parameters | None:

@@ -13,17 +13,7 @@ from typing import NamedTuple
 
 from megatron_fluid.errors import ConfigError
 
-__all__ = [
-    "add_switches",
-    "allow_unsupported",
-    "cpu_mode_asked",
-    "disabled",
-    "disabled_by",
-    "fused_optimizer_asked",
-    "strict",
-    "switched_off",
-    "verbose",
-]
+__all__ = ["add_switches", "asked", "disabled", "disabled_by", "switched_off"]
 
 _Environ = Mapping[str, str] | None  # None: this process's own
 _Argv = Sequence[str] | None
@@ -41,39 +31,43 @@ class _Switch(NamedTuple):
     help: str
 
 
-_UNSUPPORTED = _Switch(
-    "--fluid-allow-unsupported-megatron",
-    "MEGATRON_FLUID_ALLOW_UNSUPPORTED",
-    "Try a megatron-core version outside the supported range; signatures are checked all the same.",
-)
-_CPU = _Switch(
-    "--fluid-cpu",
-    "MEGATRON_FLUID_CPU",
-    "Train on the CPU where no GPU is found: Megatron's CUDA devices become CPU cores, NCCL "
-    "becomes gloo. No effect where there is a GPU.",
-)
-_FUSED_OPTIMIZER = _Switch(
-    "--fluid-fused-optimizer",
-    "MEGATRON_FLUID_FUSED_OPTIMIZER",
-    "Clip gradients, step Transformer Engine's Adam and copy into the model in one launch, under "
-    "the distributed optimizer.",
-)
-_STRICT = _Switch(
-    "--fluid-strict",
-    "MEGATRON_FLUID_STRICT",
-    "End with an error where megatron-core is of an unsupported version or a patch does not fit "
-    "it; without this they are left out with a warning.",
-)
-_VERBOSE = _Switch(
-    "--fluid-verbose",
-    "MEGATRON_FLUID_VERBOSE",
-    "Print Megatron's patches and every layer's reasons at start-up, in place of three lines.",
-)
+# In the order of --help.
+_SWITCHES = {
+    "allow_unsupported": _Switch(
+        "--fluid-allow-unsupported-megatron",
+        "MEGATRON_FLUID_ALLOW_UNSUPPORTED",
+        "Try a megatron-core version outside the supported range; signatures are checked all the "
+        "same.",
+    ),
+    "strict": _Switch(
+        "--fluid-strict",
+        "MEGATRON_FLUID_STRICT",
+        "End with an error where megatron-core is of an unsupported version or a patch does not "
+        "fit it; without this they are left out with a warning.",
+    ),
+    "cpu": _Switch(
+        "--fluid-cpu",
+        "MEGATRON_FLUID_CPU",
+        "Train on the CPU where no GPU is found: Megatron's CUDA devices become CPU cores, NCCL "
+        "becomes gloo. No effect where there is a GPU.",
+    ),
+    "fused_optimizer": _Switch(
+        "--fluid-fused-optimizer",
+        "MEGATRON_FLUID_FUSED_OPTIMIZER",
+        "Clip gradients, step Transformer Engine's Adam and copy into the model in one launch, "
+        "under the distributed optimizer.",
+    ),
+    "verbose": _Switch(
+        "--fluid-verbose",
+        "MEGATRON_FLUID_VERBOSE",
+        "Print Megatron's patches and every layer's reasons at start-up, in place of three lines.",
+    ),
+}
 
 
 def add_switches(parser: argparse._ActionsContainer) -> None:
     """Declare the flags among the switches."""
-    for switch in (_UNSUPPORTED, _STRICT, _CPU, _FUSED_OPTIMIZER, _VERBOSE):
+    for switch in _SWITCHES.values():
         words = f"{switch.help} Also {switch.variable}=1."
         parser.add_argument(switch.flag, action="store_true", help=words)
     parser.add_argument(
@@ -96,30 +90,15 @@ def switched_off(environ: _Environ = None) -> str | None:
     return None if _is_on("MEGATRON_FLUID", environ, default=True) else "MEGATRON_FLUID=off"
 
 
-def allow_unsupported(environ: _Environ = None, argv: _Argv = None) -> bool:
-    """Whether the user overrides the supported range of megatron-core versions. Raises ConfigError
-    if the variable is neither on nor off, as the next four do."""
-    return _asked(_UNSUPPORTED, environ, argv)
+def asked(name: str, environ: _Environ = None, argv: _Argv = None) -> bool:
+    """Whether the user gave a switch: allow_unsupported, strict, cpu, fused_optimizer or verbose.
 
-
-def cpu_mode_asked(environ: _Environ = None, argv: _Argv = None) -> bool:
-    """Whether the user wants Megatron to train on the CPU where no GPU is found."""
-    return _asked(_CPU, environ, argv)
-
-
-def fused_optimizer_asked(environ: _Environ = None, argv: _Argv = None) -> bool:
-    """Whether the user wants clipping, Adam and the copy into the model in one launch."""
-    return _asked(_FUSED_OPTIMIZER, environ, argv)
-
-
-def strict(environ: _Environ = None, argv: _Argv = None) -> bool:
-    """Whether what does not fit Megatron is an error."""
-    return _asked(_STRICT, environ, argv)
-
-
-def verbose(environ: _Environ = None, argv: _Argv = None) -> bool:
-    """Whether the user wants the whole table at start-up."""
-    return _asked(_VERBOSE, environ, argv)
+    Raises:
+        ConfigError: its variable is neither on nor off.
+    """
+    switch = _SWITCHES[name]
+    flag = switch.flag.removeprefix("--").replace("-", "_")
+    return _is_on(switch.variable, environ) or bool(getattr(_early_flags(argv), flag))
 
 
 def disabled(environ: _Environ = None, argv: _Argv = None) -> list[str]:
@@ -146,11 +125,6 @@ def disabled_by(name: str) -> str:
     if name in _listed(None):
         return _DISABLE
     return "--fluid-disable-patch" if name in _early_flags(None).fluid_disable_patch else "patch"
-
-
-def _asked(switch: _Switch, environ: _Environ, argv: _Argv) -> bool:
-    name = switch.flag.removeprefix("--").replace("-", "_")
-    return _is_on(switch.variable, environ) or bool(getattr(_early_flags(argv), name))
 
 
 def _listed(environ: _Environ) -> list[str]:

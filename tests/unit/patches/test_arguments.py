@@ -259,9 +259,9 @@ def test_switches_are_found_among_other_flags() -> None:
     assert switches.disabled(
         {"MEGATRON_FLUID_DISABLE_PATCH": "x, y"}, ["--fluid-disable-patch", "c"]
     ) == ["x", "y", "c"]
-    assert not switches.allow_unsupported({}, argv)
-    assert switches.allow_unsupported({}, ["--fluid-allow-unsupported-megatron"])
-    assert switches.allow_unsupported({"MEGATRON_FLUID_ALLOW_UNSUPPORTED": "1"}, [])
+    assert not switches.asked("allow_unsupported", {}, argv)
+    assert switches.asked("allow_unsupported", {}, ["--fluid-allow-unsupported-megatron"])
+    assert switches.asked("allow_unsupported", {"MEGATRON_FLUID_ALLOW_UNSUPPORTED": "1"}, [])
 
 
 def test_the_patch_that_declares_the_flags_is_not_left_out_by_one() -> None:
