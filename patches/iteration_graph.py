@@ -62,17 +62,25 @@ def turn_on_graph(args: Any) -> None:
     if args.cuda_graph_impl not in _IMPLEMENTATIONS:
         allowed = f"{' or '.join(_IMPLEMENTATIONS)} with --fluid-graph"
         raise ConfigError.of("--cuda-graph-impl", args.cuda_graph_impl, allowed)
-    if cpu_mode_active():
-        return _keep_eager("CPU mode has no CUDA graphs")
-    if args.pipeline_model_parallel_size > 1:
-        return _keep_eager("--pipeline-model-parallel-size is above 1")
+    if (reason := _eager_reason(args)) is not None:
+        return _LOGGER.warning("--fluid-graph has no effect: %s", reason)
     args.cuda_graph_impl = "full_iteration"
     args.te_rng_tracker = True
     args.check_for_nan_in_loss_and_grad = False
 
 
-def _keep_eager(reason: str) -> None:
-    _LOGGER.warning("--fluid-graph has no effect: %s", reason)
+def _eager_reason(args: Any) -> str | None:
+    """Why training stays eager, or None. A replay repeats what the host did while it captured."""
+    if cpu_mode_active():
+        return "CPU mode has no CUDA graphs"
+    if args.pipeline_model_parallel_size > 1:
+        return "--pipeline-model-parallel-size is above 1"
+    if args.fp16 and args.loss_scale is None:
+        return "--fp16 without --loss-scale: the host changes the scale of the loss"
+    for what in ("wgrads", "dgrads", "activations", "tokens_per_expert"):
+        if getattr(args, f"save_{what}_interval", None):
+            return f"--save-{what.replace('_', '-')}-interval: a replay runs no hooks that save"
+    return None
 
 
 class Overflow:
@@ -175,6 +183,7 @@ def _generators() -> list[torch.Generator]:
 # By stage, as FullCudaGraphWrapper keeps its graphs: evaluations make a wrapper each.
 _overflows: dict[str, Overflow] = {}
 _states: dict[str, State] = {}
+_microbatches: dict[str, int] = {}
 _groups_of_mtp: dict[str, Any] = {}
 
 
@@ -187,6 +196,10 @@ def graphed_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
         self.cuda_graph_warmup_steps = max(self.cuda_graph_warmup_steps, 2)
         stage = "validation" if kwargs.get("forward_only") else "training"
         chunks = kwargs["model"] if isinstance(kwargs["model"], list) else [kwargs["model"]]
+        count = kwargs["num_microbatches"]
+        if count != _microbatches.setdefault(stage, count):  # --rampup-batch-size
+            _microbatches[stage] = count
+            _capture_again(self, stage)
         eager = self.cuda_graph_warmup_steps - self.curr_iter(stage)  # iterations still to come
         if eager == 0 and stage == "training":
             _gather_parameters(chunks)
@@ -199,6 +212,18 @@ def graphed_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return fluid_iteration
+
+
+def _capture_again(wrapper: Any, stage: str) -> None:
+    """Drop the graph of a stage, if there is one, and let its next iteration be captured."""
+    if wrapper.curr_iter(stage) <= wrapper.cuda_graph_warmup_steps:
+        return
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    wrapper.reset_cuda_graph(stage)
+    # torch refuses a pool whose graph is gone while blocks of it are left.
+    sys.modules[type(wrapper).__module__]._shared_graph_pool = None  # type: ignore[attr-defined]
+    type(wrapper).curr_iteration[stage] = wrapper.cuda_graph_warmup_steps
 
 
 def _gather_parameters(chunks: list[Any]) -> None:
@@ -265,10 +290,7 @@ def _again(wrapper: Any, stage: str, chunks: list[torch.nn.Module], given: dict[
     if stage == "training":
         for chunk in chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]
-    wrapper.reset_cuda_graph(stage)
-    # torch refuses a pool whose graph is gone while blocks of it are left.
-    sys.modules[type(wrapper).__module__]._shared_graph_pool = None  # type: ignore[attr-defined]
-    type(wrapper).curr_iteration[stage] = wrapper.cuda_graph_warmup_steps
+    _capture_again(wrapper, stage)
     if dist.get_rank() == 0:
         _LOGGER.warning(
             "%s: a rank received more expert rows than the CUDA graph has room for. The iteration "

@@ -45,6 +45,7 @@ def _parsed(**settings: Any) -> Any:
     given = {
         "cuda_graph_impl": "none", "cuda_graph_modules": None, "te_rng_tracker": False,
         "check_for_nan_in_loss_and_grad": True, "pipeline_model_parallel_size": 1,
+        "fp16": False, "loss_scale": None,
     }  # fmt: skip
     return SimpleNamespace(**given | settings)
 
@@ -56,6 +57,17 @@ def _parsed(**settings: Any) -> Any:
         ({"cuda_graph_impl": "full_iteration"}, False, None),
         ({"pipeline_model_parallel_size": 2}, False, "--pipeline-model-parallel-size is above 1"),
         ({}, True, "CPU mode has no CUDA graphs"),
+        (
+            {"fp16": True},
+            False,
+            "--fp16 without --loss-scale: the host changes the scale of the loss",
+        ),
+        ({"fp16": True, "loss_scale": 1024.0}, False, None),
+        (
+            {"save_wgrads_interval": 5},
+            False,
+            "--save-wgrads-interval: a replay runs no hooks that save",
+        ),
     ],
     ids=str,
 )

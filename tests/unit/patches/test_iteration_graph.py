@@ -79,8 +79,14 @@ class Wrapper:
         given["data_iterator"] = [iter(data)]
         if self.curr_iter(stage) == self.cuda_graph_warmup_steps:
             self.captures += 1
-            self.graphs[stage] = functools.partial(self.forward_backward_func)
+            count = given["num_microbatches"]
+            self.graphs[stage] = functools.partial(
+                self.forward_backward_func, num_microbatches=count
+            )
         self.curr_iteration[stage] += 1
+        if self.graphs[stage] is not None:
+            given.pop("num_microbatches")
+            return self.graphs[stage](**given)
         return self.forward_backward_func(**given)
 
 
@@ -98,25 +104,28 @@ def _step(data: Iterator[torch.Tensor], model: Model) -> torch.Tensor:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`run(model, rows, forward_only)`: the result of one iteration through the patch."""
+    """`run(model, rows, forward_only, microbatches)`: the result of an iteration by the patch."""
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(iteration_graph, "_overflows", {})
     monkeypatch.setattr(iteration_graph, "_states", {})
     monkeypatch.setattr(iteration_graph, "_groups_of_mtp", {})
+    monkeypatch.setattr(iteration_graph, "_microbatches", {})
     monkeypatch.setattr(iteration_graph, "_sums_of_losses", lambda: iter(()))
     monkeypatch.setattr(ROOMS, "layers", type(ROOMS.layers)())
     monkeypatch.setattr(ROOMS, "buffers", type(ROOMS.buffers)())
     monkeypatch.setattr(ROOMS, "margin", 0.125)
     wrapper, call = Wrapper(_forward_backward), graphed_iteration(Wrapper.__call__)
 
-    def one(model: Model, rows: int, forward_only: bool = False) -> float:
+    def one(
+        model: Model, rows: int, forward_only: bool = False, microbatches: int = MICROBATCHES
+    ) -> float:
         model.rows = rows
         if not forward_only:
             model.zero_grad_buffer()
         result: float = call(
-            wrapper, model=model, data_iterator=iter([torch.ones(1)] * MICROBATCHES),
-            num_microbatches=MICROBATCHES, seq_length=1, forward_only=forward_only,
+            wrapper, model=model, data_iterator=iter([torch.ones(1)] * microbatches),
+            num_microbatches=microbatches, seq_length=1, forward_only=forward_only,
             forward_step_func=_step,
         )  # fmt: skip
         return result
@@ -144,6 +153,13 @@ def test_the_last_eager_iteration_has_bounded_room_already(run: Any) -> None:
     assert ROOMS.margin == 0.25 and run.wrapper.captures == 0
     run(model, 375)
     assert run.wrapper.captures == 1 and ROOMS.margin == 0.25
+
+
+def test_another_number_of_microbatches_is_captured_anew(run: Any) -> None:
+    model = Model()
+    for microbatches in (2, 2, 2, 2, 2, 4, 4, 6):
+        assert run(model, 200, microbatches=microbatches) == microbatches * 200
+    assert run.wrapper.captures == 3
 
 
 def test_a_capture_after_an_evaluation_gathers_parameters(run: Any) -> None:
