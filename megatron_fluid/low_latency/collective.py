@@ -204,7 +204,8 @@ class Collective:
                 row = rows[rank[:, k], each, k].float() * request.weights[:, k, None]
                 total += torch.where(known[:, k, None], row, 0.0)
         else:
-            for part in self._sums.view(ranks, layout.max_num_tokens, -1)[:, :tokens]:
+            sums = self._sums.view(ranks, layout.max_num_tokens, -1)[:, :tokens]
+            for part in sums:
                 total += part.float()
         if request.accumulate:
             total += out.float()

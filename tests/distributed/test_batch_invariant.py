@@ -3,7 +3,11 @@ the number of ranks, over every transport, in training layers and in the inferen
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +35,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "sigmoid": {"score_function": "sigmoid", "activation": "gelu", "scaling": 2.5},
     "pre_softmax": {"pre_softmax": True, "activation": "geglu", "top_k": 8},
 }
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _layer(kind: str, **changes: Any) -> MoELayer | MoEBaseline:
@@ -51,7 +55,7 @@ def _training(rank: int, world: int, kinds: tuple[str, ...], dtype: str) -> dict
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_token_has_the_same_bits_in_every_batch_over_every_transport(dtype: str) -> None:
     ranks: list[dict[str, Tensor]] = []
     for world, kinds in ((1, ("local", "rounds", "baseline")), (2, _SEVERAL), (4, _SEVERAL)):
@@ -114,3 +118,119 @@ def _by_setting(rank: int, world: int) -> tuple[bool, bool]:
 
 def test_a_layer_takes_the_setting_where_its_config_has_none() -> None:
     assert run_ranks(_by_setting, 1) == [(True, False)]
+
+
+@contextlib.contextmanager
+def _symmetric_memory(folder: str) -> Iterator[None]:
+    """Inside, CPU ranks share mapped files for symmetric memory, and interpret the kernels."""
+    from megatron_fluid.low_latency import open_transport
+    from megatron_fluid.moe import choose
+    from megatron_fluid.moe.nvlink import shared
+    from tests.support.process_workspace import ProcessWorkspace
+
+    spaces: list[ProcessWorkspace] = []
+
+    def make(group: dist.ProcessGroup, *_: Any) -> ProcessWorkspace:
+        where = Path(folder, str(len(spaces)))
+        where.mkdir(exist_ok=True)
+        spaces.append(ProcessWorkspace(group, str(where)))
+        return spaces[-1]
+
+    memory = mock.Mock(side_effect=make, close=lambda space: None)
+    with (
+        mock.patch.dict(choose.TRANSPORTS, nvlink=lambda case: None),
+        mock.patch.object(shared, "SymmetricWorkspace", memory),
+        mock.patch.object(open_transport, "SymmetricWorkspace", memory),
+        mock.patch.object(open_transport, "symmetric_unsupported_reason", return_value=None),
+    ):
+        yield
+
+
+# The interpreter has other exponentials than torch, and does not round to bf16.
+_EXACT = {"activation": "relu2", "num_experts": 4, "top_k": 2}
+
+
+def _over_symmetric_memory(rank: int, world: int, folder: str) -> list[Tensor]:
+    with _symmetric_memory(folder):
+        training = _layer("nvlink", dtype="fp16", **_EXACT)
+        found = [bits_in_batches(training, rank, 72, torch.float16)]
+        layer = InferenceMoELayer.of(training, max_num_tokens=36, transport="nvlink")
+        return [*found, bits_in_batches(layer, rank, 72, torch.float16)]
+
+
+def _locally(rank: int, world: int) -> Tensor:
+    layer = _layer("local", dtype="fp16", **_EXACT)
+    return bits_in_batches(layer, rank, 72, torch.float16)
+
+
+def test_over_symmetric_memory_a_token_has_the_bits_of_one_rank(tmp_path: Path) -> None:
+    env = {"TRITON_INTERPRET": "1"}
+    ranks = run_ranks(_over_symmetric_memory, 2, str(tmp_path), timeout_s=300, env=env)
+    seen = [bits for found in ranks for bits in found]
+    assert tokens_seen([*seen, *run_ranks(_locally, 1)]) == 1
+
+
+MEGATRON: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "by the flag": ({}, {"batch_invariant": True}),
+    "by Megatron's mode": ({"batch_invariant_mode": True}, {}),
+    "with biases": ({"add_bias_linear": True}, {"batch_invariant": True}),
+}
+
+
+def _megatron(rank: int, world: int) -> dict[str, Tensor]:
+    from megatron_fluid.kernels.fixed_tiles.launch import fixed_tile_linear
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel(expert_model_parallel_size=world)
+    found = {}
+    for name, (model, fluid) in MEGATRON.items():
+        for backend in ("local", "rounds") if world == 1 else ("rounds",):
+            with tiny_gpt.plug_in(True, moe_backend=backend, **fluid) as calls:
+                config = tiny_gpt.config_of()
+                for field, value in model.items():  # attention would refuse the mode on a CPU
+                    setattr(config, field, value)
+                layer = tiny_gpt.moe_layer(config)
+                for number, expert in enumerate(layer.experts.local_experts):
+                    torch.manual_seed(rank * len(layer.experts.local_experts) + number)
+                    for parameter in expert.parameters():
+                        torch.nn.init.normal_(parameter, std=0.3)
+                # Megatron's mode replaces this GEMM on GPUs.
+                layer.router.gating = lambda x, layer=layer: fixed_tile_linear(
+                    x, layer.router.weight
+                )
+                key = f"{name}, {backend} on {world}"
+                found[key] = bits_in_batches(
+                    lambda x, layer=layer: layer(x[:, None])[0][:, 0], rank, 32, torch.float32
+                )
+                assert calls
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode")
+def test_layers_of_megatron_have_it_by_the_flag_or_by_megatrons_mode() -> None:
+    pytest.importorskip("megatron.core")
+    ranks = [found for world in (1, 2, 4) for found in run_ranks(_megatron, world)]
+    for name in MEGATRON:
+        seen = [bits for found in ranks for key, bits in found.items() if key.startswith(name)]
+        assert tokens_seen(seen) == 1, name
+
+
+def _kept_by_megatron(rank: int, world: int) -> None:
+    from tests.support import tiny_gpt
+
+    tiny_gpt.parallel()
+    config = tiny_gpt.config_of()
+    config.expert_gtp_weight_remat_size = 2
+    for backend, limit in (("auto", "expert_gtp_weight_remat_size=2"), ("megatron", "moe_backend")):
+        named = rf"batch_invariant: found True, allowed: False, because .*{limit}"
+        with (
+            tiny_gpt.plug_in(True, moe_backend=backend, batch_invariant=True),
+            pytest.raises(ConfigError, match=named),
+        ):
+            tiny_gpt.moe_layer(config)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode")
+def test_a_layer_that_stays_megatrons_is_refused_under_the_flag() -> None:
+    pytest.importorskip("megatron.core")
+    run_ranks(_kept_by_megatron, 1)

@@ -287,7 +287,7 @@ def _checkpoints(rank: int, world_size: int) -> dict[str, Any]:
             if not torch.equal(a, b)
         ]
     unsupported = tiny_gpt.config_of()
-    unsupported.use_kitchen = True
+    unsupported.expert_gtp_weight_remat_size = 2
     with plug_in(True), pytest.raises(ConfigError) as refused:
         tiny_gpt.gpt(unsupported)
     return {
@@ -301,4 +301,4 @@ def test_checkpoints_of_either_load_in_the_other_and_what_is_not_honoured_is_nam
     for found in run_ranks(_checkpoints, 2):
         assert found["shapes"] and not found["different"]
         assert "moe_backend: found 'rounds'" in found["refused"]
-        assert "use_kitchen" in found["refused"]
+        assert "expert_gtp_weight_remat_size" in found["refused"]

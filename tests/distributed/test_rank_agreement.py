@@ -135,7 +135,7 @@ def _spec_layer(rank: int, world_size: int) -> str:
     printed = io.StringIO()
     with tiny_gpt.plug_in(False, moe_backend="auto"):
         config = tiny_gpt.config_of()
-        config.use_kitchen = True
+        config.expert_gtp_weight_remat_size = 2
         layer = tiny_gpt.moe_layer(config)
         layer.__class__ = FluidMoELayer
         with contextlib.redirect_stdout(printed):

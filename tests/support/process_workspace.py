@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.workspace import Buffer, Workspace
 from megatron_fluid.kernels import flags
+from megatron_fluid.kernels.low_latency import signals
 
 __all__ = ["ProcessWorkspace"]
 
@@ -26,7 +27,7 @@ class ProcessWorkspace(Workspace):
         import triton.language as tl
 
         assert flags.INTERPRETED
-        flags._POLLS = tl.constexpr(1 << 20)  # peers run at the same time: wait for them
+        flags._POLLS = signals._POLLS = tl.constexpr(1 << 20)  # peers run meanwhile: wait for them
         super().__init__(group.rank(), group.size(), torch.device("cpu"), 60.0, watched=False)
         self._group, self._folder, self._files = group, Path(folder), 0
         self._open_arenas()
