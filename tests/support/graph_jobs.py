@@ -57,9 +57,12 @@ class Job:
 
     def environment(self, folder: Path) -> dict[str, str]:
         """Variables of its processes."""
+        # Megatron insists on it with context parallelism before Blackwell.
+        one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         return {
             **os.environ,
+            **(one_queue if "--context-parallel-size" in self.flags else {}),
             "PYTHONPATH": path,
             "PRETRAIN_RESULT": str(folder / "result.json"),
             "PRETRAIN_PLAIN": "0",
