@@ -117,8 +117,8 @@ PATCHES: tuple[Patch, ...] = (
         name="profile-steps",
         target="megatron.training.training:train_step",
         replacement="megatron_fluid.patches.profile_steps:train_step",
-        reason="draws the steps that --fluid-profile-steps names; Megatron offers no hook around a "
-        "step",
+        reason="draws the steps that --fluid-profile-steps names, and logs speed to TensorBoard; "
+        "Megatron offers no hook around a step",
     ),
     Patch(
         name="failed-waits-gradients",

@@ -39,6 +39,7 @@ from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.room import ROOMS, graph_room
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
+from megatron_fluid.patches.step_log import OVERFLOWS
 
 __all__ = ["Overflow", "State", "graphed_iteration", "turn_on_graph"]
 
@@ -285,6 +286,7 @@ def _again(wrapper: Any, stage: str, chunks: list[torch.nn.Module], given: dict[
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     raise_if_failed()
+    OVERFLOWS.append(stage)
     ROOMS.grow()
     _states[stage].restore()
     if stage == "training":

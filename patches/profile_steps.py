@@ -6,17 +6,20 @@ into FOLDER/steps-FIRST-LAST. FOLDER is `--fluid-profile-dir`, else `profile` in
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_fluid.config import current_config, profile_range
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.patches.step_log import StepLog, write_scalars
 
 __all__ = ["StepProfile", "check_profile", "profile_folder", "train_step"]
 
 _FLAG = "--fluid-profile-steps"
 _profiles: list["StepProfile"] = []  # at most one, made in the first step
+_step_log = StepLog()
 
 
 def profile_folder(args: Any) -> Path:
@@ -52,16 +55,16 @@ def check_profile(args: Any) -> None:
 
 
 def train_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `train_step` so that rank 0 traces the chosen steps."""
+    """Wrap `train_step` so that rank 0 traces the chosen steps, and figures of all are logged."""
 
     @functools.wraps(original)
     def fluid_train_step(*args: Any, **kwargs: Any) -> Any:
+        settings = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+        if settings is not None:
+            _step_log.begin(settings)
         steps = current_config().profile_steps
-        if steps is None:
+        if steps is None or settings is None:
             return original(*args, **kwargs)
-        from megatron.training import get_args
-
-        settings = get_args()
         if not _profiles:
             import torch.distributed as dist
 
@@ -128,9 +131,12 @@ class StepProfile:
         add_facts(self._profiler, steps=len(self._traced), **_facts(settings, len(self._traced)))
         self._profiler.stop()
         profiler, self._profiler, self._mark, self._open = self._profiler, None, None, False
-        self._write(profiler)
+        hidden = self._write(profiler)
+        if hidden is not None and getattr(settings, "tensorboard_dir", None):
+            write_scalars({"hidden-share": hidden}, step, settings.tensorboard_dir)
 
-    def _write(self, profiler: Any) -> None:
+    def _write(self, profiler: Any) -> float | None:
+        """Draw the steps; returns the share of the communication that was hidden."""
         from megatron_fluid.profiling.draw import draw
         from megatron_fluid.profiling.timeline import read_timeline
         from megatron_fluid.profiling.traces import read_document
@@ -144,6 +150,8 @@ class StepProfile:
         timeline = read_timeline(read_document(trace), title)
         for path in draw([timeline], self.folder, "Training with megatron_fluid"):
             print(f"megatron_fluid: {title}: {path}", flush=True)
+        share = dict(timeline.figures)["hidden share"]
+        return float(share.rstrip("%")) / 100 if "%" in share else None
 
 
 def _facts(settings: Any, steps: int) -> dict[str, object]:

@@ -35,6 +35,17 @@ def _program(rank: int, world_size: int, arguments: list[str], log: str) -> None
             sys.stdout.flush()
 
 
+SPEED = ("iteration-ms", "tokens-per-s", "tflops-per-gpu")
+
+
+def scalars(events: Path) -> dict[str, list[float]]:
+    """The values of each name in a file of TensorBoard's."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(events)).Reload()
+    return {name: [e.value for e in board.Scalars(name)] for name in board.Tags()["scalars"]}
+
+
 def _train(folder: Path, name: str, *arguments: str, ranks: int = 2) -> str:
     """Train, and return the log of the last rank, which is the one that Megatron prints losses
     on."""
@@ -77,7 +88,10 @@ def test_a_resumed_run_ends_where_one_that_went_through_ends(tmp_path: Path) -> 
     # training ends.
     assert resumed[-2:] == whole[-2:]
     assert whole[4] < whole[0]
-    assert list(board.glob("events.out.tfevents.*"))
+    (events,) = board.glob("events.out.tfevents.*")
+    found = scalars(events)
+    assert {len(found[f"megatron_fluid/{name}"]) for name in SPEED} == {4}, "iterations 1 to 4"
+    assert all(value > 0 for name in SPEED for value in found[f"megatron_fluid/{name}"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode is for machines without a GPU")

@@ -34,8 +34,8 @@ WING = "megatron_fluid.patches"
 WING_FLOORS = (
     ("engine", "limits", "dataset_helpers", "known_settings")
     + ("fused_weight_gradients",)
-    + ("children", "features", "profile_steps"),
-    ("cpu", "failed_waits", "optimizer_step", "versions"),
+    + ("children", "features", "step_log"),
+    ("cpu", "failed_waits", "optimizer_step", "profile_steps", "versions"),
     ("__init__", "iteration_graph"),
     ("arguments", "gradient_readiness", "overlap_decision", "weight_gradients"),
     ("linears", "moe"),
