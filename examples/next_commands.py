@@ -103,7 +103,7 @@ def next_commands(
         if hidden > args.hidden_size
     ]
     for hidden, layers, seconds in larger:
-        if seconds is None or seconds <= _PATIENCE_S or hidden == larger[-1][0]:
+        if hidden == larger[-1][0] or (seconds is not None and seconds <= _PATIENCE_S):
             size = ("--hidden-size", str(hidden), "--num-layers", str(layers))
             lines += [f"{text}{about(seconds)}:", command(more, *size, "--save", "runs/larger")]
             break

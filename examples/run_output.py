@@ -1,9 +1,10 @@
 """What a training run shows: a short log on the terminal, Megatron's full one in a file, and one
 final line for an error.
 
-The terminal gets one line an interval with loss, tokens/s and the time that is left, and what this
-script itself says. Everything that Megatron prints and logs goes to ``log.txt`` in the run folder;
-``--fluid-verbose`` shows it on the terminal too. Standard error is left alone.
+The terminal gets a progress bar with loss and tokens/s, or where the output is a file one line an
+interval with these and the time that is left; and what this script itself says. Everything that
+Megatron prints and logs goes to ``log.txt`` in the run folder; ``--fluid-verbose`` shows it on the
+terminal too. Standard error is left alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -50,6 +52,8 @@ class RunOutput:
         self._early: list[str] = []
         self._tail: deque[str] = deque(maxlen=5)
         self._line = ""
+        self._on_terminal = self._terminal.isatty()
+        self._bar: Any = None
 
     def start(self) -> None:
         """Take over ``sys.stdout``; without ``--fluid-verbose`` also logging and warnings."""
@@ -140,7 +144,9 @@ class RunOutput:
         return getattr(self._terminal, name)
 
     def _show(self, text: str) -> None:
-        self._terminal.write(text + "\n")
+        # The bar may be another rank's; it is drawn again at its next step.
+        clear = "\r\x1b[K" if self._on_terminal else ""
+        self._terminal.write(f"{clear}{text}\n")
         self._terminal.flush()
 
     def _keep(self, text: str) -> None:
@@ -163,6 +169,9 @@ class RunOutput:
                 parts.append(f"loss {float(found[5]):.4f}")
             if self.sequence_length and seconds:
                 parts.append(f"{batch * self.sequence_length / seconds:,.0f} tokens/s")
+            if self._on_terminal:
+                self._advance(done, total, ", ".join(parts[1:]))
+                return None
             left = timedelta(seconds=round(seconds * (total - done)))
             return "  ".join([*parts, f"{left} left"])
         if found := _HELD_OUT.search(line):
@@ -174,6 +183,19 @@ class RunOutput:
         if found := _DRAWN.search(line):
             return f"{found[1]} drawn: {found[2]}"
         return None
+
+    def _advance(self, done: int, total: int, facts: str) -> None:
+        """Move the progress bar to an iteration that is done."""
+        from tqdm import tqdm
+
+        if self._bar is None:
+            columns = shutil.get_terminal_size().columns  # 80 where the terminal does not say
+            self._bar = tqdm(total=total, initial=done - 1, file=self._terminal, ncols=columns)
+        self._bar.set_postfix_str(facts, refresh=False)
+        self._bar.n = done
+        self._bar.refresh()
+        if done == total:
+            self._bar.close()
 
 
 def _worth_showing(record: logging.LogRecord) -> bool:

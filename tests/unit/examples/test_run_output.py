@@ -28,3 +28,36 @@ def test_the_page_of_profiled_steps_is_named_on_the_terminal(
         "steps 2 to 3 drawn: my runs/profile/steps-2-3/timeline.html",
         "step 7 drawn: a/timeline.html",
     ]
+
+
+ITERATION = (
+    "[2026] iteration {:8}/ 3 | elapsed time per iteration (ms): 100.0 | global batch size: 8 "
+    "| lm loss: 2.5E+00 |\n"
+)
+
+
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [io.StringIO(), Screen()])
+def test_iterations_are_a_bar_on_a_terminal_and_lines_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, terminal: io.StringIO
+) -> None:
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    output = run_output.RunOutput([])
+    output.sequence_length = 64
+    for iteration in (1, 2, 3):
+        output.write(ITERATION.format(iteration))
+    said = terminal.getvalue()
+    if terminal.isatty():
+        assert "3/3" in said and "loss 2.5000, 5,120 tokens/s" in said
+        assert said.count("\n") == 1, "one line, which ends with the training"
+    else:
+        lines = said.splitlines()
+        assert lines[0] == "iteration 1/3  loss 2.5000  5,120 tokens/s  0:00:00 left"
+        assert len(lines) == 3
