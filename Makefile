@@ -3,6 +3,7 @@
 # make test-fast  lint, types and the tests that start no rank and no program, compile nothing, interpret no kernel
 # make test-versions  every supported minor version of Megatron-Core, from the package index
 # make bench      every benchmark on all GPUs of this host, then the tables: make bench ARGS="--only moe_layer attention"
+# make release-check  fails on a figure of README or docs whose results file is of older code or of a changed tree
 # make bench-hosts  overlap between hosts that this machine plays: root, iproute2, no GPU; about an hour on 2 quiet cores
 #
 # All make .venv first, if it is not there or its requirements changed. To use an environment of your own instead, in which
@@ -18,7 +19,7 @@ RANKS = $$($(PYTHON) -c 'import torch; print(torch.cuda.device_count() or 2)')
 ARGS :=
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m pytest -n auto --dist loadgroup
 
-.PHONY: pretrain test test-versions test-fast lint style bench bench-hosts environment readme clean
+.PHONY: pretrain test test-versions test-fast lint style bench bench-hosts environment readme release-check clean
 
 pretrain: $(READY)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m megatron_fluid.cli run --nproc-per-node $(RANKS) \
@@ -55,6 +56,9 @@ environment: $(READY)
 
 readme: $(READY)
 	$(PYTHON) -m tools.readme
+
+release-check: $(READY)
+	$(PYTHON) -m tools.release_check
 
 $(VENV)/.ready: .ci/environment.sh .ci/constraints.txt setup.py pyproject.toml
 	.ci/environment.sh $(VENV)

@@ -1,14 +1,16 @@
-"""The generated parts of README.md and docs/, and the page of results: `python -m tools.readme`
-writes them, test_readme.py checks that they are up to date.
+"""The generated parts of README.md and docs/, and a page of results for each suite: `python -m
+tools.readme` writes them, test_readme.py checks that they are up to date.
 """
 
 import re
 from pathlib import Path
 
-from benchmarks.harness.results import RESULTS
 from benchmarks.report import iterations
-from benchmarks.report.tables import all_results, between_hosts, headline, summary
+from benchmarks.report.descriptions import SUITES
+from benchmarks.report.headline import between_hosts, headline
+from benchmarks.report.tables import suite_page, summary
 from benchmarks.report.wire_plan import wire_plan
+from benchmarks.tune import megatron_best
 from megatron_fluid.patches import PATCHES
 from megatron_fluid.patches.attention.limits import LATENT_LIMITS, OVERLAP_LIMITS, TE_LIMITS
 from megatron_fluid.patches.moe.limits import PARTS as MOE_PARTS
@@ -16,11 +18,12 @@ from tools import versions
 from tools.megatron_test_table import table as megatron_tests
 from tools.settings_table import compatibility_table, limits_table, parts_table, patches_table
 
-__all__ = ["PAGES", "README", "RESULTS_PAGE", "generated"]
+__all__ = ["PAGES", "README", "RESULT_PAGES", "generated"]
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 PAGES = (README, *sorted((README.parent / "docs").glob("*.md")))
-RESULTS_PAGE = RESULTS / "README.md"
+RESULT_PAGES = {README.parent / "docs" / "results" / f"{name}.md": name for name in SUITES}
+"""By path, the suite whose page it is."""
 PARTS = {
     "headline": headline,
     "between_hosts": between_hosts,
@@ -34,6 +37,7 @@ PARTS = {
     "versions": versions.table,
     "wire_plan": wire_plan,
     "megatron_tests": megatron_tests,
+    "megatron_best": megatron_best.table,
 }
 
 
@@ -53,5 +57,7 @@ def generated(text: str) -> str:
 if __name__ == "__main__":
     for page in PAGES:
         page.write_text(generated(page.read_text()))
-    RESULTS_PAGE.write_text(all_results())
     iterations.FILE.write_text(iterations.iterations())
+    for page, suite in RESULT_PAGES.items():
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(suite_page(suite))

@@ -31,7 +31,8 @@ def fingerprint(suite: str) -> str | None:
 
 def measured_files(suite: str) -> list[Path]:
     """Return the suite's program and every file of the library that it imports, directly or not,
-    kernels in CUDA included. Other programs of benchmarks count where the suite imports them."""
+    kernels in CUDA included. Other programs of benchmarks count where the suite imports them, but
+    for those of benchmarks/report: how figures are shown does not change them."""
     program = _path(f"benchmarks.suites.{suite}")
     if program is None:
         return []
@@ -40,7 +41,7 @@ def measured_files(suite: str) -> list[Path]:
     todo = [program, *filter(None, map(_path, _STARTED.get(suite, ())))]
     while todo:
         path = todo.pop()
-        if path in found:
+        if path in found or path.is_relative_to(ROOT / "benchmarks" / "report"):
             continue
         found.add(path)
         if patches and path.is_relative_to(ROOT / "patches"):

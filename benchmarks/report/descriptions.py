@@ -158,7 +158,7 @@ SUITES = {
             "megatron_allgather": "Megatron's own, allgather dispatcher",
         },
         ours={"fluid_no_overlap": "megatron_fluid, each exchange waited for"},
-        shown=lambda gpus: ".*",
+        shown=lambda gpus: ".*-wire-1 .*",
     ),
     "block": Suite(
         what="two whole transformer layers, context and expert parallel over all GPUs; `seed` "

@@ -1,5 +1,5 @@
-"""Result files as Markdown: the summary that the README shows, and benchmarks/results/README.md
-with everything.
+"""Result files as Markdown: the tables of docs/results.md, and a page of each suite under
+docs/results/ with everything.
 
 `make readme` writes both, so that no figure in them is typed by hand. What a file holds is read
 from the file, not from its name: of a suite there may be several, measured on different numbers of
@@ -17,11 +17,27 @@ from benchmarks.harness.measured_code import fingerprint
 from benchmarks.harness.results import NO_SUITES, RESULTS, read_results
 from benchmarks.report.descriptions import FLOORS, SUITES, Suite
 
-__all__ = ["all_results", "between_hosts", "headline", "launched", "summary", "summary_table"]
+__all__ = [
+    "FRONT",
+    "age",
+    "by_case",
+    "documents",
+    "front",
+    "hidden_shares",
+    "launched",
+    "markdown",
+    "others_of",
+    "suite_page",
+    "summary",
+    "summary_table",
+    "time_of",
+]
 
+FRONT = ("pretrain", "moe_layer", "all_to_all", "tp_overlap", "slow_wire")
+"""Suites of which docs/results.md has a table."""
 NOTHING = (
-    "Nothing yet: the kernels have changed since the last measurement, and its figures are not "
-    "theirs."
+    "Nothing yet: the code has changed since the last measurement, and its figures are not those "
+    "of this version. They are kept in `benchmarks/results/archive/`."
 )
 # How earlier files say what launch.sh does; a suite started so does not find its package.
 _TORCHRUN = re.compile(r"torchrun --nproc_per_node (\d+) benchmarks/(\w+)\.py")
@@ -36,11 +52,11 @@ _WORDS = {
 Document = Mapping[str, Any]
 
 
-def _time(milliseconds: float) -> str:
+def time_of(milliseconds: float) -> str:
     return f"{milliseconds:.2f} ms" if milliseconds >= 1 else f"{1e3 * milliseconds:.1f} us"
 
 
-def _by_case(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, float]]:
+def by_case(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, float]]:
     """(case, mode) -> variant -> median in milliseconds."""
     cases: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
@@ -58,13 +74,13 @@ def summary_table(document: Document) -> str:
     Its columns are the best of the others, megatron_fluid inside Megatron and on plain torch, how
     many times faster these are, and the ratio to the floor. Empty columns are left out.
     """
-    suite, cases, lines = _suite(document), _by_case(document["rows"]), []
+    suite, cases, lines = _suite(document), by_case(document["rows"]), []
     pattern = suite.shown(document["gpus"])
     hidden = hidden_shares(document)
     for (case, mode), times in cases.items():
         if "fluid" not in times or not re.fullmatch(pattern, f"{case} {mode}"):
             continue
-        others = _others(suite, times) | _others(
+        others = others_of(suite, times) | others_of(
             suite, cases.get((case, suite.beside.get(mode, "")), {})
         )
         best = min(others, key=lambda name: others[name], default=None)
@@ -76,13 +92,13 @@ def summary_table(document: Document) -> str:
             [
                 case,
                 mode,
-                "" if best is None else f"{_time(others[best])}{_named(suite, best)}",
-                "" if inside is None else _time(inside),
+                "" if best is None else f"{time_of(others[best])}{_named(suite, best)}",
+                "" if inside is None else time_of(inside),
                 "" if inside is None or best is None else f"{others[best] / inside:.2f}",
-                "" if plain is None else _time(plain),
-                _time(ours),
+                "" if plain is None else time_of(plain),
+                time_of(ours),
                 "" if best is None else f"{others[best] / ours:.2f}",
-                "" if also is None else _time(also),
+                "" if also is None else time_of(also),
                 "" if also is None or best is None else f"{others[best] / also:.2f}",
                 "" if floor is None else f"{ours / floor:.2f}",
                 f"{hidden[case, mode]:.0%}" if (case, mode) in hidden else "",
@@ -108,7 +124,7 @@ def summary_table(document: Document) -> str:
     ]
     filled = [i for i in range(len(head)) if any(line[i] for line in lines)]
     return (
-        _markdown([head[i] for i in filled], [[line[i] for i in filled] for line in lines])
+        markdown([head[i] for i in filled], [[line[i] for i in filled] for line in lines])
         if lines
         else ""
     )
@@ -141,10 +157,10 @@ def kernel_table(document: Document) -> str:
         busy = [f"{row['median_ms']:.1f}", f"{found['busy_ms']:.1f}"]
         lines.append([row["case"], row["variant"], *busy, *shown])
     head = ["ms of an iteration", "variant", "in all", "a kernel runs", *kinds]
-    return _markdown(head, lines) if lines else ""
+    return markdown(head, lines) if lines else ""
 
 
-def _others(suite: Suite, times: Mapping[str, float]) -> dict[str, float]:
+def others_of(suite: Suite, times: Mapping[str, float]) -> dict[str, float]:
     """Those of the variants that are not megatron_fluid, nor a floor."""
     if suite.others is not None:
         return {name: ms for name, ms in times.items() if name in suite.others}
@@ -162,7 +178,7 @@ def _named(suite: Suite, variant: str) -> str:
     return f", {suite.others[variant]}" if len(suite.others) > 1 else ""
 
 
-def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     rows = [head, ["---"] * len(head), *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
@@ -182,12 +198,21 @@ def launched(command: str) -> str:
     return _TORCHRUN.sub(r"NPROC=\1 benchmarks/launch.sh \2", command)
 
 
+def _sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}."
+
+
 def _explanation(document: Document) -> str:
     """What was measured, and by what."""
     suite = _suite(document)
-    what = f"{suite.what[:1].upper()}{suite.what[1:]}. " if suite.what else ""
+    what = f"{_sentence(suite.what)} " if suite.what else ""
     if suite.floor and any(row["variant"] in FLOORS for row in document["rows"]):
         what += f"The floor is {suite.floor}. "
+    config = document["rows"][0]["config"]
+    if document["suite"] == "pretrain" and "microbatches" in config:
+        what += (
+            f"{config['microbatches']} microbatches, routing {config.get('routing', 'forced')}. "
+        )
     packages = {
         "torch": "torch",
         "Megatron-Core": "megatron_core",
@@ -200,7 +225,7 @@ def _explanation(document: Document) -> str:
         f"commit {document['commit']}",
     ]
     measured = f"{what}Measured by {', '.join([*origin, *versions])}."
-    return f"{measured} {_absent(document)}{_age(document)}".strip()
+    return f"{measured} {_absent(document)}{age(document)}".strip()
 
 
 def _left_out(document: Document) -> list[str]:
@@ -221,7 +246,7 @@ def _absent(document: Document) -> str:
 def _left_out_of_cases(document: Document) -> dict[tuple[str, ...], list[str]]:
     """Others that ran of a case, but not of its variant (`olmoe`, `olmoe-zipf`) -> these
     variants."""
-    others, cases = _suite(document).others or {}, _by_case(document["rows"])
+    others, cases = _suite(document).others or {}, by_case(document["rows"])
     found: dict[tuple[str, ...], list[str]] = {}
     for (case, mode), times in cases.items():
         base = cases.get((case.rpartition("-")[0], mode), {})
@@ -231,7 +256,7 @@ def _left_out_of_cases(document: Document) -> dict[tuple[str, ...], list[str]]:
     return found
 
 
-def _age(document: Document) -> str:
+def age(document: Document) -> str:
     """A mark where the code that the suite measures is not what was measured."""
     if document.get("code") == fingerprint(document["suite"]) is not None:
         return ""
@@ -246,7 +271,7 @@ def _legend(document: Document) -> str:
     return "; ".join(f"`{name}`: {known[name]}" for name in found if name in known)
 
 
-def _documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+def documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     """All result files with their titles, in the order of SUITES, a suite's by the number of GPUs.
     Of two that would have one title, that without Transformer Engine says so.
     """
@@ -265,133 +290,52 @@ def _documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     return list(zip(titles, documents, strict=True))
 
 
-def summary(folder: Path = RESULTS) -> str:
-    """The README's part: for each suite's result file of the most GPUs what it is and where it
-    comes from, and its summary."""
-    tables = [(title, document, summary_table(document)) for title, document in _documents(folder)]
-    tables = [entry for entry in tables if entry[2]]
-    most: dict[str, int] = {}
-    for _, document, _ in tables:
-        most[document["suite"]] = max(document["gpus"], most.get(document["suite"], 0))
+def front(folder: Path, suites: Sequence[str] = FRONT) -> list[tuple[str, Document]]:
+    """(title, document) of one result file of each suite: of today's code before an older one, then
+    of the most GPUs."""
+    best: dict[str, tuple[tuple[bool, int], tuple[str, Document]]] = {}
+    for title, document in documents(folder):
+        rank = not age(document), int(document["gpus"])
+        known = best.get(document["suite"])
+        if document["suite"] in suites and (known is None or known[0] < rank):
+            best[document["suite"]] = rank, (title, document)
+    return [best[name][1] for name in suites if name in best]
+
+
+def summary(folder: Path = RESULTS, suites: Sequence[str] = FRONT) -> str:
+    """For one result file of each of some suites what it is and where it comes from, and its
+    summary."""
     parts = []
-    for title, document, table in tables:
-        if document["gpus"] == most[document["suite"]]:
+    for title, document in front(folder, suites):
+        if table := summary_table(document):
             parts.append(f"**{title}.** {_explanation(document)}\n\n{table}")
-            if times := kernel_table(document):
-                parts.append(f"Where the GPU's time of one more, traced iteration goes:\n\n{times}")
     return "\n\n".join(parts) or NOTHING
 
 
-def all_results(folder: Path = RESULTS) -> str:
-    """Every row of every result file, as a page."""
-    parts = [
-        "# Results\n\nMedian of the slowest rank, with the tenth and ninetieth percentile; written "
-        "by `make readme`. The host's time is "
-        "from a call to its return, with any wait for the GPU in it."
-    ]
-    for title, document in _documents(folder):
+def suite_page(name: str, folder: Path = RESULTS) -> str:
+    """Every row of every result file of a suite, as a page, each with its summary before it."""
+    parts = [f"# {name}\n\n{_sentence(SUITES[name].what)}"]
+    for title, document in documents(folder):
+        if document["suite"] != name:
+            continue
+        host = any(row["config"].get("host_ms") is not None for row in document["rows"])
         lines = []
         for row in document["rows"]:
-            spread = f"{_time(row['p10_ms'])} to {_time(row['p90_ms'])}"
-            line = [
-                row["case"],
-                row["mode"],
-                row["variant"],
-                _time(row["median_ms"]),
-                spread,
-                str(row["iters"]),
-            ]
-            host = row["config"].get("host_ms")
-            lines.append([*line, "" if host is None else _time(host)])
-        head = ["case", "mode", "variant", "median", "p10 to p90", "samples", "host"]
-        if not any(line[-1] for line in lines):
-            head, lines = head[:-1], [line[:-1] for line in lines]
-        legend = _legend(document)
-        words = [
-            f"## {title}",
-            _explanation(document),
-            *([f"Variants: {legend}."] if legend else []),
-        ]
-        parts.append("\n\n".join([*words, _markdown(head, lines)]))
+            spread = f"{time_of(row['p10_ms'])} to {time_of(row['p90_ms'])}"
+            line = [row["case"], row["mode"], row["variant"], time_of(row["median_ms"]), spread]
+            line.append(str(row["iters"]))
+            if host:
+                host_ms = row["config"].get("host_ms")
+                line.append("" if host_ms is None else time_of(host_ms))
+            lines.append(line)
+        head = ["case", "mode", "variant", "median", "p10 to p90", "samples"]
+        words = [f"## {title}", _explanation(document), summary_table(document)]
+        if times := kernel_table(document):
+            words += ["Where the GPU's time of one more, traced iteration goes:", times]
+        if legend := _legend(document):
+            words.append(f"Variants: {legend}.")
+        words.append(markdown([*head, "host"] if host else head, lines))
+        parts.append("\n\n".join(word for word in words if word))
     if len(parts) == 1:
         parts.append(NOTHING)
     return "\n\n".join(parts) + "\n"
-
-
-# Suite, case, what its row measures, and on how many GPUs: None for the most.
-_HEADLINE = (
-    ("pretrain", "qwen3-30b-a3b", "training iteration, end to end", None),
-    ("pretrain", "qwen3-30b-a3b", "training iteration, end to end", 1),
-    ("moe_layer", "qwen3-30b-a3b", "MoE layer", None),
-    ("block", "mixtral-8x7b", "two transformer layers", None),
-)
-
-
-def _has_patched(document: Document) -> bool:
-    """Whether Megatron with the patches was measured beside megatron_fluid on plain torch."""
-    return any(row["variant"] == "fluid_megatron" for row in document["rows"])
-
-
-def headline(folder: Path = RESULTS) -> str:
-    """A few rows for the README's first screen, a training step each."""
-    lines, sources = [], []
-    for name, case, what, gpus in _HEADLINE:
-        found = [
-            document
-            for _, document in _documents(folder)
-            if document["suite"] == name and document["cuda"]
-            and gpus in (None, int(document["gpus"]))
-        ]  # fmt: skip
-        document = max(found, key=lambda each: (int(each["gpus"]), _has_patched(each)))
-        suite, times = _suite(document), _by_case(document["rows"])[case, "train"]
-        megatrons = {name: ms for name, ms in times.items() if name.startswith("megatron")}
-        others = _others(suite, megatrons)
-        best = min(others, key=lambda variant: others[variant])
-        inside = times.get("fluid_megatron")
-        # Else all of the suite is inside Megatron, and ours has variants as Megatron has.
-        ours = inside or min(time for v, time in times.items() if v.startswith("fluid"))
-        plain = times.get(suite.unoverlapped)
-        lines.append(
-            [
-                f"{case}, {what}, {_title(document).partition(', ')[2]}",
-                _time(others[best]),
-                _time(ours),
-                f"**{others[best] / ours:.2f}**",
-                _time(times["fluid"]) if inside else "",
-                _time(plain) if plain else "",
-            ]
-        )
-        changed = ", its code has changed since" if _age(document) else ""
-        sources.append(f"{document['commit'][:7]} ({document['date'][:10]}{changed})")
-    head = ["forward and backward", "Megatron + Transformer Engine, its best"]
-    head += [
-        "megatron_fluid inside Megatron",
-        "times faster",
-        "megatron_fluid on plain torch",
-        "without overlap",
-    ]
-    measured = f"Measured row by row at {', '.join(sources)}."
-    where = "Rivals that were not run are named [with the results](docs/results.md)."
-    return f"{_markdown(head, lines)}\n\n{measured} {where}"
-
-
-def between_hosts(folder: Path = RESULTS) -> str:
-    """What overlap gains over a wire that takes as long as the computation, in one paragraph."""
-    document = next(d for _, d in _documents(folder) if d["suite"] == "slow_wire")
-    cases = _by_case(document["rows"])
-    layer, job = cases["moe-2x1-wire-1", "train"], cases["main-2x1-wire-1", "train"]
-    hidden = hidden_shares(document)
-
-    def faster(times: Mapping[str, float]) -> str:
-        ours, theirs = times["fluid"], times["megatron_alltoall"]
-        return f"{_time(ours)} in place of {_time(theirs)} ({theirs / ours:.2f} times)"
-
-    return (
-        "Between hosts it comes from overlap. Over a wire that takes as long as the computation, a "
-        f"training step through Megatron's own loop took {faster(job)}, and one of an MoE layer "
-        f"{faster(layer)}, without overlap {_time(layer['fluid_no_overlap'])}. Of the wire's time "
-        f"{hidden['main-2x1-wire-1', 'train']:.0%} and {hidden['moe-2x1-wire-1', 'train']:.0%} are "
-        "hidden. That is two hosts which one machine plays, on CPU cores, measured by `make "
-        "bench-hosts`, which needs no GPU ([several nodes](docs/several_nodes.md)): commit "
-        f"{document['commit']}, {document['date'][:10]}. {_age(document)}"
-    ).strip()

@@ -14,8 +14,10 @@ from benchmarks.cases.moe_rivals import RIVALS
 from benchmarks.cases.moe_variants import MEGATRON
 from benchmarks.harness.results import NO_SUITES, RESULTS, Row, write_results
 from benchmarks.report.descriptions import FLOORS, SUITES
-from benchmarks.report.tables import launched, summary
+from benchmarks.report.headline import between_hosts, headline
+from benchmarks.report.tables import launched, suite_page, summary
 from benchmarks.suites.tp_backends import BACKENDS
+from tools import release_check
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = [
@@ -99,9 +101,51 @@ def test_what_was_not_run_of_some_cases_is_named(tmp_path: Path) -> None:
 def test_a_floor_is_nobodys_rival(tmp_path: Path) -> None:
     times = {"fluid": 2.0, "floor": 1.0, "floor_sdpa": 0.5, "megatron_te_a2a": 3.0}
     on_gpus(tmp_path / "attention.json", "attention", of("a", "train", times), 4)
-    assert "| a | train | 3.00 ms | 2.00 ms | 1.50 | 2.00 |" in summary(tmp_path)
-    on_gpus(tmp_path / "attention.json", "unknown", of("a", "train", times), 4)
-    assert "| a | train | 3.00 ms, megatron_te_a2a | 2.00 ms | 1.50 | 2.00 |" in summary(tmp_path)
+    text = suite_page("attention", tmp_path)
+    assert "| a | train | 3.00 ms | 2.00 ms | 1.50 | 2.00 |" in text
+    assert "| a | train | floor_sdpa | 500.0 us | 500.0 us to 500.0 us | 7 |" in text
+    assert "attention" not in summary(tmp_path) and "archive" in suite_page("block", tmp_path)
+
+
+def test_a_file_of_todays_code_is_shown_before_one_of_more_gpus(tmp_path: Path) -> None:
+    on_gpus(tmp_path / "moe_layer.json", "moe_layer", of("olmoe", "train", {"fluid": 1.0}), 4)
+    on_gpus(tmp_path / "moe_layer-2gpu.json", "moe_layer", of("olmoe", "train", {"fluid": 2.0}), 2)
+    assert "**moe_layer, 4 H200.**" in summary(tmp_path)
+    older = json.loads((tmp_path / "moe_layer.json").read_text()) | {"code": "another"}
+    (tmp_path / "moe_layer.json").write_text(json.dumps(older))
+    assert "**moe_layer, 2 H200.**" in summary(tmp_path)
+
+
+def test_the_headline_compares_bf16_with_bf16_and_the_best_with_the_best(tmp_path: Path) -> None:
+    megatron = {"megatron": 9.0, "megatron_graph": 8.0, "megatron_best_fp8": 4.0}
+    ours = {"fluid": 6.0, "fluid_whole_graph": 5.0, "fluid_whole_graph_fp8": 1.0}
+    on_gpus(tmp_path / "pretrain.json", "pretrain", of("olmoe", "train", megatron | ours), 4)
+    row = "| olmoe, training iteration, end to end, 4 H200 | 8.00 ms | 5.00 ms | **1.60** |  |  |"
+    assert headline(tmp_path).count("**1.60**") == 1 and row in headline(tmp_path)
+    assert "nothing was measured" in between_hosts(tmp_path)
+
+
+def test_a_release_takes_figures_of_todays_code_at_one_commit_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLUID_COMMIT", "a" * 40)
+    rows = of("a", "train", {"fluid": 1.0})
+    on_gpus(tmp_path / "attention.json", "attention", rows, 4)
+    assert release_check.main([], tmp_path) == 0
+    monkeypatch.setenv("FLUID_COMMIT", "a" * 40 + "-dirty")
+    on_gpus(tmp_path / "attention-2gpu.json", "attention", rows, 2)
+    for name in ("attention-1gpu", "moe_layer"):
+        on_gpus(tmp_path / f"{name}.json", name.partition("-")[0], rows, 1)
+        older = json.loads((tmp_path / f"{name}.json").read_text()) | {"code": "another"}
+        (tmp_path / f"{name}.json").write_text(json.dumps(older))
+    assert release_check.main([], tmp_path) == 1
+    said = capsys.readouterr().err
+    assert "attention-1gpu.json: of older code" in said and "moe_layer.json: of older" in said
+    assert "attention-2gpu.json: found commit aaaa" in said and "attention.json" not in said
+    assert release_check.main(["--archive"], tmp_path) == 1
+    kept = {path.name for path in tmp_path.glob("*.json")}
+    assert kept == {"attention.json", "moe_layer.json"}, "the README needs the latter"
+    assert len(list((tmp_path / "archive").iterdir())) == 2
 
 
 @pytest.mark.parametrize("name", list(SUITES))

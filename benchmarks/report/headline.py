@@ -1,0 +1,127 @@
+"""The figures of the README's first screen, from the result files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.results import RESULTS
+from benchmarks.report.descriptions import SUITES
+from benchmarks.report.tables import (
+    age,
+    by_case,
+    documents,
+    hidden_shares,
+    markdown,
+    others_of,
+    time_of,
+)
+
+__all__ = ["between_hosts", "headline"]
+
+# Suite, its cases that are shown (None: all), what a row measures, and on how many GPUs: None for
+# the most.
+_HEADLINE = (
+    ("pretrain", None, "training iteration, end to end", None),
+    ("pretrain", None, "training iteration, end to end", 1),
+    ("moe_layer", ("qwen3-30b-a3b", "mixtral-8x7b"), "MoE layer", None),
+    ("block", ("mixtral-8x7b",), "two transformer layers", None),
+)
+
+
+def _chosen(folder: Path, name: str, gpus: int | None) -> Mapping[str, Any] | None:
+    """The result file of a suite: of today's code before an older one, then of the most GPUs, then
+    with Megatron patched."""
+    found = [
+        document
+        for _, document in documents(folder)
+        if document["suite"] == name and document["cuda"] and gpus in (None, int(document["gpus"]))
+    ]
+
+    def rank(document: Mapping[str, Any]) -> tuple[bool, int, bool]:
+        patched = any(row["variant"] == "fluid_megatron" for row in document["rows"])
+        return not age(document), int(document["gpus"]), patched or name == "pretrain"
+
+    return max(found, key=rank, default=None)
+
+
+def _lines(folder: Path) -> Iterator[tuple[list[str], Mapping[str, Any]]]:
+    """A line of the table and the file that it is from, bf16 beside bf16."""
+    shown: set[tuple[str, int, str]] = set()
+    for name, wanted, what, gpus in _HEADLINE:
+        document = _chosen(folder, name, gpus)
+        if document is None:
+            continue
+        suite, where = SUITES[name], f"{document['gpus']} {document['gpu'].removeprefix('NVIDIA ')}"
+        for (case, mode), times in by_case(document["rows"]).items():
+            bf16 = {variant: ms for variant, ms in times.items() if not variant.endswith("fp8")}
+            others = others_of(suite, {v: t for v, t in bf16.items() if v.startswith("megatron")})
+            ours = [ms for variant, ms in bf16.items() if variant.startswith("fluid")]
+            key = name, int(document["gpus"]), case
+            if mode != "train" or key in shown or not others or not ours:
+                continue
+            if wanted is not None and case not in wanted:
+                continue
+            shown.add(key)
+            inside, plain = bf16.get("fluid_megatron"), bf16.get(suite.unoverlapped)
+            # In pretrain all is inside Megatron, and ours has variants as Megatron has.
+            mine, best = inside or min(ours), min(others, key=lambda v: others[v])
+            yield (
+                [
+                    f"{case}, {what}, {where}",
+                    time_of(others[best]),
+                    time_of(mine),
+                    f"**{others[best] / mine:.2f}**",
+                    time_of(bf16["fluid"]) if inside else "",
+                    time_of(plain) if plain else "",
+                ],
+                document,
+            )
+
+
+def headline(folder: Path = RESULTS) -> str:
+    """A few rows for the README's first screen, a training step each."""
+    lines = list(_lines(folder))
+    head = ["forward and backward", "Megatron + Transformer Engine, its best, bf16"]
+    head += ["megatron_fluid inside Megatron", "times faster", "megatron_fluid on plain torch"]
+    sources = dict.fromkeys(
+        f"{document['commit'][:7]} ({document['date'][:10]}"
+        f"{', its code has changed since' if age(document) else ''})"
+        for _, document in lines
+    )
+    measured = f"Measured at {', '.join(sources)}."
+    where = "Rivals that were not run are named [with the results](docs/results.md)."
+    table = markdown([*head, "without overlap"], [line for line, _ in lines])
+    return f"{table}\n\n{measured} {where}"
+
+
+def between_hosts(folder: Path = RESULTS) -> str:
+    """What fewer bytes and what overlap gain over a wire that takes as long as the computation."""
+    document = next((d for _, d in documents(folder) if d["suite"] == "slow_wire"), None)
+    if document is None:
+        return "Between hosts nothing was measured at this version: `make bench-hosts` does it."
+    cases, hidden = by_case(document["rows"]), hidden_shares(document)
+    layer, job = cases["moe-2x1-wire-1", "train"], cases["main-2x1-wire-1", "train"]
+
+    def best(times: Mapping[str, float]) -> float:
+        return min(ms for variant, ms in times.items() if variant.startswith("megatron"))
+
+    def faster(times: Mapping[str, float]) -> str:
+        ours, theirs = times["fluid"], best(times)
+        return f"{time_of(ours)} in place of {time_of(theirs)} ({theirs / ours:.2f} times)"
+
+    plain = layer["fluid_no_overlap"]
+    return (
+        "Between hosts it comes from both. Over a wire that takes as long as the computation, a "
+        "training step through Megatron's own loop took "
+        f"{faster(job)}, Megatron with the faster of its dispatchers; one of an MoE layer "
+        f"{faster(layer)}. Of the {time_of(best(layer) - layer['fluid'])} that the layer saves, "
+        f"{time_of(best(layer) - plain)} come from fewer bytes and a cheaper exchange, "
+        f"{time_of(plain - layer['fluid'])} from overlap. Of what the wire adds to a plain "
+        f"all-to-all, {hidden['main-2x1-wire-1', 'train']:.0%} of the step's and "
+        f"{hidden['moe-2x1-wire-1', 'train']:.0%} of the layer's are gone. That is two hosts which "
+        "one machine plays, on CPU cores, measured by `make bench-hosts`, which needs no GPU "
+        f"([several nodes](docs/several_nodes.md)): commit {document['commit']}, "
+        f"{document['date'][:10]}. {age(document)}"
+    ).strip()
