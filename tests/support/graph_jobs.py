@@ -166,5 +166,5 @@ def train(
 def logged(text: str) -> list[str]:
     """What each iteration's line says of losses and norms, and each evaluation."""
     lines = [line for line in text.splitlines() if "iteration" in line and " | " in line]
-    found = re.findall(r"(?:loss|norm)[^|]*: [^|]*", "\n".join(lines))
+    found = re.findall(r"(?:loss|exact norm|norm)[^|]*: [^|]*", "\n".join(lines))
     return [words.strip() for words in found]
