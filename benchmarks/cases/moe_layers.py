@@ -85,7 +85,8 @@ def fluid_layer(
     if like is None:
         set_routing_weight(layer.router.weight)
     else:
-        layer.router, layer.weight1, layer.weight2 = like.router, like.weight1, like.weight2
+        layer.weight1, layer.weight2 = like.weight1, like.weight2
+        layer.router.weight = like.router.weight
     return layer
 
 

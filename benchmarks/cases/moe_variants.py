@@ -75,6 +75,7 @@ VARIANTS = (
     "floor",
     "floor_fluid",
     "fluid",
+    "fluid_batch_invariant",
     "fluid_fp8",
     "fluid_graph",
     "fluid_no_overlap",
@@ -121,6 +122,7 @@ def build_layers(
     if "fluid_fp8".startswith(wanted) and fp8_device_reason(device) is None:
         layers["fluid_fp8"] = fluid_layer(case, device, fluid, fp8_recipe="blockwise")
     settings: dict[str, dict[str, Any]] = {
+        "fluid_batch_invariant": {"batch_invariant": True},
         "fluid_rounds": {"backend": "rounds", "dx_chunks": _DX_CHUNKS},
         "all_to_all": {"of": MoEBaseline},
     }

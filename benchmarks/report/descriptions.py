@@ -127,6 +127,7 @@ SUITES = {
             "fluid_experts_alltoall": "megatron_fluid's experts, Megatron's alltoall dispatcher",
             "fluid_experts_allgather": "megatron_fluid's experts, Megatron's allgather dispatcher",
             "fluid_fp8": "megatron_fluid, experts in fp8 blockwise",
+            "fluid_batch_invariant": "megatron_fluid, the same bits in any batch",
             "fluid_megatron_fp8": f"{_MEGATRON}, fp8 blockwise",
         },
         best="best of the others",

@@ -16,6 +16,8 @@ Every variant gets tokens from which its own router computes the same random log
     floor_fluid       on one GPU, the same by the kernels of `fluid`, on its rows as they are routed
     fluid             megatron_fluid.MoELayer
     fluid_no_overlap  the same, which dispatches, multiplies, sums and combines one after the other
+    fluid_batch_invariant   the same with batch_invariant, which changes the router's GEMM, and over
+                      NVLink what a combine sends
     fluid_fp8         the same with fp8_recipe="blockwise", on Hopper GPUs
     fluid_graph       the same with a capacity factor, its forward replayed from a CUDA graph
     fluid_megatron    Megatron's layer with our path by patch

@@ -1,12 +1,16 @@
 """The kernels of the local MoE transport, as moe/local/kernel_plan.py launches them at the
-shapes of benchmarks/cases/moe.py and at narrow ones."""
+shapes of benchmarks/cases/moe.py and at narrow ones; the kernel with fixed tiles."""
 
 from __future__ import annotations
+
+from unittest import mock
 
 import torch
 
 from benchmarks.cases.moe import CASES as SHAPES
 from megatron_fluid.cuda.triton_launch import Launch
+from megatron_fluid.kernels.fixed_tiles import launch as fixed_tiles
+from megatron_fluid.kernels.fixed_tiles.kernel import fixed_tile_kernel
 from megatron_fluid.kernels.fp8_casts.reference import packed_width
 from megatron_fluid.moe.local import kernel_plan
 from tests.support.kernel_cases import KernelCase
@@ -59,6 +63,17 @@ def _moved(name: str, hidden: int, top_k: int, dtype: torch.dtype) -> list[Kerne
     return found
 
 
+def _fixed_tiles(dtype: torch.dtype) -> KernelCase:
+    """The router's product in a batch-invariant layer."""
+    with mock.patch.object(fixed_tiles, "_launcher", return_value=mock.Mock()) as made:
+        x, weight = (torch.empty(n, _SHAPE.hidden, dtype=dtype) for n in (2, _SHAPE.experts))
+        offsets, out = torch.tensor([2]), torch.empty(2, _SHAPE.experts)
+        fixed_tiles.product_by_kernel(x, weight.t()[None], offsets, out)
+    arguments = (_NAMES[dtype], _NAMES[dtype], "*i64:16", _INT32, _FP32, "i32")
+    constants = made.return_value.call_args.kwargs
+    return KernelCase(f"router in {dtype}", fixed_tile_kernel, arguments, constants)
+
+
 _SHAPE = SHAPES["deepseek-v3"]
 _PACKED = kernel_plan._permute_launch(
     torch.device("cpu"), torch.bfloat16, packed_width(_SHAPE.hidden), _SHAPE.top_k
@@ -70,4 +85,5 @@ CASES = [
     *_planned("12 of 16", 12, 16, torch.float16),
     *_planned("1 of 1", 1, 1),
     *_moved("22 of 256, fp16", 4096, 22, torch.float16),
+    *(_fixed_tiles(kind) for kind in _NAMES),
 ]
