@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,16 +25,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable as torch_once_differentiable
 
 from megatron_fluid.comm.failed_waits import check_after_backward, tells_peers
+from megatron_fluid.errors import ConfigError
 
 __all__ = [
     "GradientOwner",
     "ReadyGate",
     "Readiness",
     "apply",
-    "backward_is_recorded",
     "counted",
     "gate_with",
     "goes_on_to",
@@ -46,15 +44,11 @@ __all__ = [
     "set_gradient_owner",
 ]
 
-# Of autograd's threads: whether once_differentiable has turned gradients off.
-_recorded = threading.local()
-
 
 def apply(function: type[Function], *arguments: Any) -> Any:
     """function.apply(*arguments), for a Function without setup_context that starts kernels.
 
-    Function.apply first looks for functorch's transforms and their tensors. Those have no memory
-    that a kernel could be given, so that nothing is lost by going straight to the base class.
+    Function.apply first looks for functorch's transforms, which `tells_peers` has refused.
     """
     return super(Function, function).apply(*arguments)  # type: ignore[misc]
 
@@ -74,45 +68,30 @@ def goes_on_to(edge: tuple[Any, int]) -> bool:
     return bool(torch._C._will_engine_execute_node(edge[0]))
 
 
-def backward_is_recorded() -> bool:
-    """Inside a backward: whether it is itself recorded, to be differentiated again
-    (create_graph)."""
-    return torch.is_grad_enabled() or getattr(_recorded, "on", False)
-
-
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.autograd.function.once_differentiable, which is gone through only where it makes a
-    difference: where the backward is itself recorded (create_graph). What that gives is then
-    refused by a second backward, always.
+    """Wrap the backward of a Function whose gradients cannot be differentiated again. With
+    create_graph it raises ConfigError. torch's wrapper of this name leaves an error for the second
+    backward, which misses it where another way leads to the inputs (here: through the router).
+    Batched gradients, which have no memory, are refused, too.
 
     An error is reported to the ranks that wait for this one. At the end of a backward with such a
     Function, waits that are known to have failed raise (megatron_fluid.comm.failed_waits).
     """
-    guarded = torch_once_differentiable(backward)
 
     @tells_peers
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:
         check_after_backward()
-        if not torch.is_grad_enabled():
-            return backward(ctx, *grads)
-        before, _recorded.on = getattr(_recorded, "on", False), True
-        try:
-            return guarded(ctx, *map(_not_constant, grads))
-        finally:
-            _recorded.on = before
+        if torch.is_grad_enabled():
+            allowed = "False: gradients of gradients cannot be had"
+            raise ConfigError.of(f"{backward.__qualname__}: create_graph", True, allowed)
+        for grad in grads:
+            if grad is not None and not _has_memory(grad):
+                name = f"{backward.__qualname__}: is_grads_batched or vectorize"
+                raise ConfigError.of(name, True, "False: one gradient at a time")
+        return backward(ctx, *grads)
 
     return wrapper
-
-
-def _not_constant(grad: Any) -> Any:
-    """A gradient that requires a gradient: from constants, as that of a sum is, torch's own
-    once_differentiable gives constants, though they come from what was saved, too, and a second
-    backward would leave the Function out without a word.
-    """
-    if not isinstance(grad, torch.Tensor) or grad.requires_grad or not grad.is_floating_point():
-        return grad
-    return grad.detach().requires_grad_()
 
 
 # ---- when the gradients of a parameter are complete
@@ -122,6 +101,7 @@ _main_grad_dtype = operator.attrgetter("main_grad.dtype")
 _OF_AUTOGRAD = tuple(
     map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks", "grad"))
 )
+_has_memory = torch._C._has_storage
 _running = torch._C._current_graph_task_id  # -1 outside of backward passes
 _will_run = torch._C._will_engine_execute_node
 

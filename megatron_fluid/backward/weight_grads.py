@@ -36,8 +36,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.autograd import apply, backward_is_recorded, counted
-from megatron_fluid.errors import ConfigError
+from megatron_fluid.backward.autograd import apply, counted
 
 __all__ = [
     "Exchange",
@@ -204,17 +203,9 @@ class WeightGradScheduler:
             compute: gives one gradient for each of params, in their shapes, or None where it has
                 delivered them itself; called once, without gradient mode. It owns the tensors that
                 it reads.
-
-        Raises:
-            ConfigError: inside a backward with create_graph: what is deferred cannot be
-                differentiated again.
         """
         stream = torch.cuda.current_stream() if any(param.is_cuda for param in params) else None
         graph_task = torch._C._current_graph_task_id()
-        if graph_task != -1 and backward_is_recorded():
-            remedy = "get_backward_scheduler().disable() before the forward"
-            allowed = f"False while weight gradients are deferred ({remedy})"
-            raise ConfigError.of(f"{name}: create_graph", True, allowed)
         run = counted(params, WeightGradTask(name, params, compute, stream).run)
         if graph_task == -1 or not self.enabled or _sharded_by_fsdp():
             run()

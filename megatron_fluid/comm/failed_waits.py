@@ -45,7 +45,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_fluid.comm.agreement import Agreement, live_agreements
 from megatron_fluid.comm.waits import EXIT_CODE, allow_queries_during_capture, end_process, say
-from megatron_fluid.errors import FluidError, PeerTimeoutError
+from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 
 __all__ = [
     "GRACE_S",
@@ -197,19 +197,27 @@ def check_after_backward() -> None:
 
 def tells_peers[**P, R](call: Callable[P, R]) -> Callable[P, R]:
     """Wrap a collective call: an exception of it is reported to the ranks of all live groups. The
-    next such call of this process takes the report back."""
+    next such call of this process takes the report back. torch.compile breaks its graph there, and
+    transforms of torch.func are refused: their tensors have no memory that could be sent."""
 
     @functools.wraps(call)
     def told(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return outside_the_graph(*args, **kwargs)
         if _reported:
             _take_back()
         try:
+            if torch._C._are_functorch_transforms_active():
+                allowed = "none: use backward() or torch.autograd.grad"
+                raise ConfigError.of(f"{call.__qualname__}: transform", "torch.func", allowed)
             return call(*args, **kwargs)
         except Exception as error:
             if not isinstance(error, PeerTimeoutError):  # its wait has reported it
                 _tell(error)
             raise
 
+    # torch.compiler.disable, but for an import of a second that only torch.compile needs.
+    outside_the_graph = torch._disable_dynamo(told)
     return told
 
 

@@ -170,13 +170,6 @@ class AllToAll:
             PeerTimeoutError: an earlier wait timed out.
             FluidError: halves out of order, or after destroy().
         """
-        if torch.compiler.is_compiling():
-            _outside_the_graph(
-                self.dispatch, out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x,
-                dp_x_scale, indices, bound_m, do_send, do_recv, weights=weights,
-                out_expert_offsets=out_expert_offsets, alignment=alignment,
-            )  # fmt: skip
-            return
         self._ready("dispatch", do_send, do_recv)
         packed = out_expert_x is not None and out_expert_x.dim() == 2
         sent_type = self._sent_type
@@ -252,12 +245,6 @@ class AllToAll:
             accumulate: add to out_tokens instead of overwriting it.
         bound_m and errors: as at dispatch.
         """
-        if torch.compiler.is_compiling():
-            _outside_the_graph(
-                self.combine, out_tokens, indices, weights, expert_y, bound_m, do_send, do_recv,
-                accumulate=accumulate,
-            )  # fmt: skip
-            return
         self._ready("combine", do_send, do_recv)
         exchange = not self._weights_came_with_dispatch
         key = (
@@ -316,12 +303,6 @@ class AllToAll:
             raise FluidError(f"{operation} {order}")
         if operation == "combine" and not self._received:
             raise FluidError("combine was called before any dispatch was received")
-
-
-@torch.compiler.disable
-def _outside_the_graph(call: Callable[..., None], *arguments: Any, **named: Any) -> None:
-    """Run `call` as written where torch.compile traces the caller."""
-    call(*arguments, **named)
 
 
 def _multiprocessors() -> int:

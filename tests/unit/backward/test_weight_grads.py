@@ -218,10 +218,7 @@ class _Failing(torch.autograd.Function):
 def test_a_backward_that_is_recorded_defers_nothing(scheduler: WeightGradScheduler) -> None:
     weights, [x] = layers(2), inputs(1)
     loss = run(weights, x.requires_grad_(), scheduler).sum()
-    with pytest.raises(
-        ConfigError,
-        match="layer 1: create_graph: found True, allowed: False while weight gradients are defer",
-    ):
+    with pytest.raises(ConfigError, match="create_graph: found True, allowed: False"):
         loss.backward(create_graph=True)
     assert not scheduler.pending()
     run(weights, x, scheduler).sum().backward()
