@@ -127,6 +127,8 @@ def _unsupported_reason(
 ) -> str | None:
     if not sequence_parallel:
         return "there is nothing to gather or to scatter without --sequence-parallel"
+    if linear.config.batch_invariant_mode:
+        return "its GEMM must be Megatron's own (--batch-invariant-mode)"
     if not weight.requires_grad:
         return "its weight is frozen"
     if torch.is_autocast_enabled(x.device.type):

@@ -114,6 +114,8 @@ def _unsupported_reason(linear: Any, x: Tensor) -> str | None:
         return f"its class comes from {foreign}, which may compute something else"
     if config.tp_comm_overlap:
         return "Transformer Engine's own overlap was asked for (--tp-comm-overlap)"
+    if config.batch_invariant_mode:
+        return "its GEMM must be Megatron's own (--batch-invariant-mode)"
     if config.fp8 or config.fp4 or linear.te_quant_params is not None or quantises():
         return "it computes in quantised precision"
     if type(weight) is not torch.nn.Parameter or not weight.requires_grad:

@@ -43,6 +43,7 @@ class _Linear(nn.Module):
             fp8=None,
             fp4=None,
             delay_wgrad_compute=False,
+            batch_invariant_mode=False,
             _cpu_offloading_context=None,
         )
         fields = {
@@ -172,6 +173,7 @@ def test_columns_rows_and_norms_are_served_with_every_gradient() -> None:
 LEFT_ALONE: dict[str, dict[str, Any]] = {
     "Transformer Engine's own overlap": {"tp_comm_overlap": True},
     "quantised precision": {"fp8": "hybrid"},
+    "--batch-invariant-mode": {"batch_invariant_mode": True},
     "later": {"delay_wgrad_compute": True},
     "offloaded": {"_cpu_offloading_context": object()},
     "another way": {"symmetric_ar_type": "two_shot"},

@@ -22,10 +22,10 @@ from megatron_fluid.patches.linears import transformer_engine as te_linears
 from megatron_fluid.patches.weight_gradients import into_main_grad
 
 
-def _linear(ranks: int = 2, offloading: object = None) -> Any:
+def _linear(ranks: int = 2, offloading: object = None, invariant: bool = False) -> Any:
     return SimpleNamespace(
         tp_group=SimpleNamespace(size=lambda: ranks),
-        config=SimpleNamespace(_cpu_offloading_context=offloading),
+        config=SimpleNamespace(_cpu_offloading_context=offloading, batch_invariant_mode=invariant),
     )
 
 
@@ -39,6 +39,7 @@ def _linear(ranks: int = 2, offloading: object = None) -> Any:
         ({"dtype": torch.bfloat16}, "its input is torch.bfloat16, its weight torch.float32"),
         ({"autocast": True}, "autocast decides its dtypes"),
         ({"offloading": object()}, "offloaded"),
+        ({"invariant": True}, "--batch-invariant-mode"),
     ],
 )
 def test_a_linear_that_is_not_overlapped_says_why(
@@ -56,7 +57,7 @@ def test_a_linear_that_is_not_overlapped_says_why(
     )
     with autocast:
         fits = tensor_parallel._linear_fits(
-            _linear(offloading=change.get("offloading")),
+            _linear(2, change.get("offloading"), change.get("invariant", False)),
             weight,
             a,
             change.get("sequence_parallel", True),

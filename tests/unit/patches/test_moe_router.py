@@ -210,6 +210,30 @@ def test_one_rank_takes_choices_in_the_routers_dtypes_and_only_looks_up_their_or
     assert report["local"]["extra"] == 1
 
 
+def test_batch_invariant_choices_have_the_order_of_their_numbers_in_any_storage() -> None:
+    """By storage the order would depend on the ranks, each of which may keep its experts in
+    descending order."""
+    from megatron_fluid.patches.moe import layer as seam
+
+    chosen = torch.tensor([[True, False, True, False], [False, True, False, False]])
+    probs = torch.arange(8.0).view(2, 4)
+    layer = SimpleNamespace(route=lambda x, mask: (probs, chosen), router=None)
+    path = seam.OverlappedLayer.__new__(seam.OverlappedLayer)
+    path.top_k, path.padded, path.batch_invariant = 2, False, True
+    path.transports = SimpleNamespace(ascending=False)
+    for columns in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 0, 3, 2]):
+        path.columns = torch.tensor(columns)
+        path._indices = path.columns.argsort()
+        with (
+            mock.patch.object(seam, "routing_map_of", side_effect=lambda layer, found: found),
+            mock.patch.object(seam, "routes_as_megatron", return_value=True),
+        ):
+            ids, found = path.choices(layer, probs, None)
+        numbers = torch.where(ids < 0, ids, path.columns[ids])
+        assert numbers.tolist() == [[0, 2], [1, -1]]
+        assert found[numbers >= 0].tolist() == [0.0, 2.0, 5.0]
+
+
 @contextlib.contextmanager
 def over_nvlink(layer: Any, tokens: int, graphed: bool = False) -> Iterator[Any]:
     """The layer's NVLink path on one rank of a simulated workspace, in fp32. graphed: in a model
