@@ -228,7 +228,7 @@ def test_the_table_of_versions_says_what_is_required_and_what_was_tested() -> No
         assert supported == f"`{versions}`"
         if name in pins:
             assert tested == pins[name]
-    results = (path.read_text() for path in (ROOT / "benchmarks/results").glob("*.json"))
+    results = (path.read_text() for path in (ROOT / "benchmarks/results").rglob("*.json"))
     measured = {v for text in results for v in re.findall(r'"transformer_engine": "([^"]+)"', text)}
     assert table["transformer-engine"][1] in measured
     pythons = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))

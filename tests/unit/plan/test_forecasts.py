@@ -14,7 +14,9 @@ LINEARS = {"collective": "torch", "copy_engine": "fluid_copy_engine", "fused": "
 
 def _measured(name: str) -> tuple[int, dict[tuple[str, str], dict[str, dict[str, Any]]]]:
     """Ranks, and (case, mode) -> variant -> row, of a result file."""
-    document = json.loads((RESULTS / f"{name}.json").read_text())
+    path = RESULTS / f"{name}.json"
+    path = path if path.is_file() else RESULTS / "archive" / path.name
+    document = json.loads(path.read_text())
     found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in document["rows"]:
         found.setdefault((row["case"], row["mode"]), {})[row["variant"]] = row
