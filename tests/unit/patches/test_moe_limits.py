@@ -198,25 +198,6 @@ def test_a_graph_of_the_router_leaves_megatrons_experts_megatrons_exchange(
         assert reason is words is None or words in str(reason)
 
 
-@pytest.mark.parametrize(
-    ("impl", "backend", "ranks", "words"),
-    [
-        ("local", "auto", 1, "moe_backend=local"),
-        ("transformer_engine", "auto", 1, "moe_backend=local"),
-        ("local", "local", 1, None),
-        ("full_iteration", "auto", 1, None),
-        ("full_iteration", "rounds", 1, "read row counts on the host"),
-    ],
-)
-def test_graphs_of_layers_hold_ours_where_local_is_asked_for(
-    supported: TransformerConfig, impl: str, backend: str, ranks: int, words: str | None
-) -> None:
-    config = copy.copy(supported)
-    config.cuda_graph_impl, config.cuda_graph_modules = impl, []
-    reason = asked(config, FluidConfig(moe_backend=backend)).exchange
-    assert (reason is None) if words is None else (words in str(reason))
-
-
 def asked(config: Any, fluid: FluidConfig) -> PartReasons:
     """Why parts of a layer stay Megatron's over the backend that was asked for."""
     return reasons(config, fluid, None if fluid.moe_backend == "auto" else fluid.moe_backend)
@@ -233,15 +214,49 @@ class Layer:
         self.ep_group = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
 
 
-@pytest.mark.parametrize("backend", ["auto", "nvlink"])
-def test_a_graph_of_an_iteration_holds_layers_of_several_ranks(
-    supported: TransformerConfig, backend: str
+_ON_HOST, _LOCAL = "read row counts on the host", "moe_backend=local"
+_EXPERTS, _GRAPHS = "but not the experts", ("transformer_engine", "local")
+
+
+@pytest.mark.parametrize(
+    ("impl", "modules", "ranks", "backend", "kept"),
+    [
+        # Graphs that leave the experts out.
+        ("none", "", 2, "rounds", None),
+        ("transformer_engine", "attn", 2, "auto", None),
+        ("transformer_engine", "attn moe_router moe_preprocess", 2, "auto", None),
+        ("local", "mlp", 2, "auto", None),
+        # Phases that only Megatron's forward runs.
+        ("local", "attn moe_router", 1, "local", _EXPERTS),
+        # Whole layers: over the local transport, where that is asked for.
+        *((impl, modules, 2, "auto", _EXPERTS) for impl in _GRAPHS for modules in ("", "attn moe")),
+        *((impl, "", 1, "local", None) for impl in _GRAPHS),
+        *((impl, "attn moe", 1, "local", None) for impl in _GRAPHS),
+        *((impl, "", 1, other, _LOCAL) for impl in _GRAPHS for other in ("auto", "nvlink")),
+        ("local", "attn", 2, "auto", _EXPERTS),
+        ("local", "attn", 1, "local", None),
+        # Whole iterations: over symmetric memory, and on one rank over the local transport.
+        *(("full_iteration", "", ranks, "auto", None) for ranks in (1, 2)),
+        *(("full_iteration", "", ranks, "nvlink", None) for ranks in (1, 2)),
+        *(("full_iteration", "", ranks, "rounds", _ON_HOST) for ranks in (1, 2)),
+        ("full_iteration", "", 2, "hierarchical", _ON_HOST),
+    ],
+)
+def test_a_layer_is_ours_where_its_graph_can_hold_it_over_the_backend_that_is_asked_for(
+    supported: TransformerConfig,
+    impl: str,
+    modules: str,
+    ranks: int,
+    backend: str,
+    kept: str | None,
 ) -> None:
-    layer: Any = Layer(supported, 2)
-    config = FluidConfig(moe_backend=backend)
-    assert limits.bounds_rows(layer.config)
-    assert reasons(layer.config, config).fused is None
-    assert asked(layer.config, config).exchange is None
+    from megatron.core.transformer.enums import CudaGraphModule
+
+    held = [CudaGraphModule[name] for name in modules.split()]
+    layer: Any = Layer(supported, ranks, cuda_graph_impl=impl, cuda_graph_modules=held)
+    reason = asked(layer.config, FluidConfig(moe_backend=backend)).exchange
+    assert (reason is None) if kept is None else (kept in str(reason))
+    assert limits.bounds_rows(layer.config) is (impl == "full_iteration")
 
 
 @pytest.mark.parametrize(
@@ -276,38 +291,6 @@ def test_without_the_patch_that_runs_iterations_again_a_graph_holds_no_layers_of
     monkeypatch.setattr(patches, "off_reason", lambda name: f"{name} was turned off")
     layer: Any = Layer(supported, 2)
     assert not limits.bounds_rows(layer.config)
-
-
-@pytest.mark.parametrize("backend", ["rounds", "hierarchical"])
-def test_bounded_room_is_for_symmetric_memory_alone(
-    supported: TransformerConfig, backend: str
-) -> None:
-    config = FluidConfig(moe_backend=backend)
-    layer: Any = Layer(supported, 2)
-    reason = asked(layer.config, config).exchange
-    assert "backends rounds and hierarchical read row counts on the host" in str(reason)
-    layer.config.cuda_graph_impl = "none"
-    assert asked(layer.config, config).exchange is None
-
-
-@pytest.mark.parametrize(
-    ("impl", "backend", "words"),
-    [
-        ("full_iteration", "nvlink", None),
-        ("full_iteration", "auto", None),
-        ("full_iteration", "rounds", "read row counts on the host"),
-        ("local", "nvlink", "moe_backend=local"),
-        ("transformer_engine", "nvlink", "moe_backend=local"),
-        ("transformer_engine", "auto", "moe_backend=local"),
-    ],
-)
-def test_on_one_rank_bounded_room_leaves_graphs_of_layers_to_the_local_path(
-    supported: TransformerConfig, impl: str, backend: str, words: str | None
-) -> None:
-    layer: Any = Layer(supported, 1, cuda_graph_impl=impl)
-    config = FluidConfig(moe_backend=backend)
-    reason = asked(layer.config, config).exchange
-    assert (reason is None) if words is None else (words in str(reason))
 
 
 @pytest.mark.parametrize("backend", ["nvlink", "hierarchical", "rounds"])
@@ -456,41 +439,6 @@ def test_clamp_offset_and_interleaved_gates_are_megatrons(
     dv = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
     wanted, found = (torch.autograd.grad(v, h, dv) for v in (expected, value))
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("impl", "modules", "ranks", "served"),
-    [
-        ("transformer_engine", ["attn"], 2, True),
-        ("transformer_engine", ["attn", "moe_router", "moe_preprocess"], 2, True),
-        *((impl, [], 2, False) for impl in ("transformer_engine", "local")),
-        *((impl, ["attn", "moe"], 2, False) for impl in ("transformer_engine", "local")),
-        *((impl, [], 1, True) for impl in ("transformer_engine", "local")),
-        *((impl, ["attn", "moe"], 1, True) for impl in ("transformer_engine", "local")),
-        ("local", ["attn"], 2, False),
-        ("local", ["attn"], 1, True),
-        ("local", ["mlp"], 2, True),
-        ("local", ["attn", "moe_router"], 1, False),
-        ("full_iteration", [], 2, True),
-        ("full_iteration", [], 1, True),
-    ],
-)
-def test_graphs_that_leave_the_experts_out_keep_the_overlapped_path(
-    impl: str, modules: list[str], ranks: int, served: bool
-) -> None:
-    from megatron.core.transformer.enums import CudaGraphModule
-
-    (limit,) = (limit for limit in LAYER_LIMITS if limit.setting == "cuda_graph_impl")
-    config: Any = SimpleNamespace(
-        cuda_graph_impl=impl,
-        cuda_graph_modules=[CudaGraphModule[name] for name in modules],
-        expert_model_parallel_size=ranks,
-        pipeline_model_parallel_size=1,
-        add_bias_linear=False,
-        variable_seq_lengths=False,
-        fp8=None,
-    )
-    assert limit.applies(config, FluidConfig()) is not served
 
 
 def test_bounded_room_needs_kernels_that_count_rows_on_the_device(
