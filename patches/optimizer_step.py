@@ -154,44 +154,29 @@ class ModelSlices:
     def __init__(self, optimizer: Any) -> None:
         from megatron.core.fp4_utils import is_nvfp4tensor
 
-        self._objects = self._looked_up(optimizer)
-        shards, models = self._objects
-        self._buffers, self._places = optimizer.buffers, optimizer.model_param_gbuf_map
-        self._data: dict[tuple[int, int], tuple[Tensor, int]] = {}
+        chain, buffers = itertools.chain.from_iterable, optimizer.buffers
+        groups = optimizer.shard_fp32_from_float16_groups, optimizer.shard_fp32_groups
+        shards = [*chain(map(chain, groups))]
+        models = [*chain(map(chain, (optimizer.model_float16_groups, optimizer.model_fp32_groups)))]
+        self._addresses: dict[Any, int] = {}  # of buckets
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.whole = len(shards) == len(models)
         for shard, model in zip(shards, models, strict=False):
             if optimizer._is_distopt_quantized_param(model) or is_nvfp4tensor(model):
                 self.whole = False
                 return
-            number, _, bucket = self._places[model]
-            data = self._buffers[number].buckets[bucket].param_data
-            self._data[number, bucket] = data, data.data_ptr()
+            number, _, index = optimizer.model_param_gbuf_map[model]
+            bucket = buffers[number].buckets[index]
+            self._addresses[bucket] = bucket.param_data.data_ptr()
             span = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
             assert span.size == shard.nelement()
-            self.pairs.append((shard, data.view(-1)[span.start : span.end].data))
+            part = bucket.param_data.view(-1)[span.start : span.end].data
+            self.pairs.append((shard, part))
 
-    @staticmethod
-    def _looked_up(optimizer: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """The shards, and the parameters that they belong to."""
-        chain = itertools.chain.from_iterable
-        shards = optimizer.shard_fp32_from_float16_groups, optimizer.shard_fp32_groups
-        models = optimizer.model_float16_groups, optimizer.model_fp32_groups
-        return [*chain(map(chain, shards))], [*chain(map(chain, models))]
-
-    def current(self, optimizer: Any) -> bool:
-        """Whether these are still the optimizer's shards and buffers, at the same addresses."""
-        if optimizer.buffers is not self._buffers:
-            return False
-        if optimizer.model_param_gbuf_map is not self._places:
-            return False
-        if not all(map(_same_objects, self._looked_up(optimizer), self._objects)):
-            return False
-        for (number, bucket), (known, address) in self._data.items():
-            data = self._buffers[number].buckets[bucket].param_data
-            if data is not known or data.data_ptr() != address:
-                return False
-        return True
+    def current(self) -> bool:
+        """Whether DDP's buffers lie where they did."""
+        found = self._addresses.items()
+        return all(bucket.param_data.data_ptr() == address for bucket, address in found)
 
 
 class _OnePass:
@@ -265,7 +250,7 @@ class _OnePass:
             return False
         if not _same_objects(list(self._inner.state), self._owners):
             return False
-        return self._slices.current(self._optimizer) and self._addresses() == self._known
+        return self._slices.current() and self._addresses() == self._known
 
     def takes(self, params: Sequence[Tensor]) -> bool:
         """Whether `params` are all parameters of the optimizer."""
@@ -324,24 +309,15 @@ class _OnePass:
             group["step"] += 1
             numbers = _numbers(group)
             for kind, table in launches:
-                constants: dict[str, object] = {
-                    "KIND": _triton_type(kind),
-                    "DECOUPLED": bool(self._inner.adam_w_mode),
-                    "BLOCK": _BLOCK,
-                    "PLAIN": _interpreted(),
-                }
-                given: tuple[Tensor | int, ...] = (table.lines, table.chunks, scale, *numbers)
-                _adam()(table.chunks.shape[0], given, **constants)
+                launch, constants = _adam(kind)
+                arguments: tuple[Tensor | int, ...]
+                arguments = (table.lines, table.chunks, scale, *numbers)
+                decoupled = bool(self._inner.adam_w_mode)
+                launch(table.chunks.shape[0], arguments, DECOUPLED=decoupled, **constants)
 
 
 def _runs_on(tensor: Tensor) -> bool:
     return tensor.is_cuda
-
-
-def _interpreted() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
 
 
 def _step(inner: Any, kept: _OnePass) -> None:
@@ -353,19 +329,17 @@ _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
 
 
 @functools.cache
-def _adam() -> Launcher:
+def _adam(kind: torch.dtype | None) -> tuple[Launcher, dict[str, object]]:
+    """The kernel, and its constants for a model of this dtype, None for that of Adam's shards."""
+    import triton
+    import triton.language as tl
+
     from megatron_fluid.cuda.triton_launch import Launcher
     from megatron_fluid.kernels.adam import adam_kernel
 
-    return Launcher(adam_kernel, _WARPS)
-
-
-@functools.cache
-def _triton_type(kind: torch.dtype | None) -> Any:
-    """Triton's name of a dtype, None for None."""
-    import triton.language as tl
-
-    return {None: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[kind]
+    dtype = {None: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[kind]
+    constants = {"KIND": dtype, "BLOCK": _BLOCK, "PLAIN": bool(triton.knobs.runtime.interpret)}
+    return Launcher(adam_kernel, _WARPS), constants
 
 
 class _Table:
