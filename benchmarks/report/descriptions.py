@@ -25,6 +25,8 @@ class Suite:
         best: heading of the column that shows the fastest of `others`.
         also: the one of `ours` that has a column of its own, compared like fluid, and its heading.
         unoverlapped: the variant that does the same work without overlap, for a column of its own.
+        told: names in the rows' config whose values the table's words tell -> what older files
+            mean, which do not have them.
         beside: mode -> another mode whose variants do the same work, and are among its `others`.
         shown: number of GPUs -> "case mode" pattern of what the README shows.
     """
@@ -37,6 +39,7 @@ class Suite:
     best: str = "best other"
     also: tuple[str, str] | None = None
     unoverlapped: str = "fluid_no_overlap"
+    told: Mapping[str, str] = field(default_factory=dict)
     beside: Mapping[str, str] = field(default_factory=dict)
     shown: Callable[[int], str] = lambda gpus: ".*"
 
@@ -58,6 +61,7 @@ SUITES = {
     "pretrain": Suite(
         what="whole training iterations through Megatron's own loop on mock data: forward, "
         "backward and optimizer of all microbatches; a model's own widths, fewer layers",
+        told={"microbatches": "4", "routing": "forced"},
         others={
             "megatron": "Transformer Engine",
             "megatron_best": "the fastest of its flags that a search found",
@@ -96,8 +100,9 @@ SUITES = {
         others={},
     ),
     "moe_layer": Suite(
-        what="one mixture-of-experts layer with its router, 4096 tokens a GPU; in cases named "
-        "`-zipf` popular experts get more",
+        what="one mixture-of-experts layer with its router; in cases named `-zipf` popular experts "
+        "get more",
+        told={"tokens": "4096"},
         floor="the experts' GEMMs alone, by torch, on as many rows spread evenly",
         others={
             "megatron_te_alltoall": "alltoall dispatcher",
@@ -222,7 +227,8 @@ SUITES = {
         shown=_compared_linears,
     ),
     "dispatch_combine": Suite(
-        what="tokens to their experts and back without any GEMM, 4096 tokens a GPU; NCCL's is "
+        told={"tokens": "4096"},
+        what="tokens to their experts and back without any GEMM; NCCL's is "
         "one all-to-all of a row for each "
         "choice of an expert, without a permutation; `_once` leaves the experts of a rank to the "
         "caller, a row to and from each rank",

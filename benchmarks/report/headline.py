@@ -31,17 +31,19 @@ _HEADLINE = (
 
 
 def _chosen(folder: Path, name: str, gpus: int | None) -> Mapping[str, Any] | None:
-    """The result file of a suite: of today's code before an older one, then of the most GPUs, then
-    with Megatron patched."""
+    """The result file of a suite: one with Megatron's own times, of today's code before an older
+    one, then of the most GPUs, then with Megatron patched."""
     found = [
         document
         for _, document in documents(folder)
         if document["suite"] == name and document["cuda"] and gpus in (None, int(document["gpus"]))
     ]
 
-    def rank(document: Mapping[str, Any]) -> tuple[bool, int, bool]:
-        patched = any(row["variant"] == "fluid_megatron" for row in document["rows"])
-        return not age(document), int(document["gpus"]), patched or name == "pretrain"
+    def rank(document: Mapping[str, Any]) -> tuple[bool, bool, int, bool]:
+        there = {row["variant"] for row in document["rows"]}
+        compared = any(variant.startswith("megatron") for variant in there)
+        current, count = not age(document), int(document["gpus"])
+        return compared, current, count, "fluid_megatron" in there or name == "pretrain"
 
     return max(found, key=rank, default=None)
 

@@ -208,11 +208,9 @@ def _explanation(document: Document) -> str:
     what = f"{_sentence(suite.what)} " if suite.what else ""
     if suite.floor and any(row["variant"] in FLOORS for row in document["rows"]):
         what += f"The floor is {suite.floor}. "
-    config = document["rows"][0]["config"]
-    if document["suite"] == "pretrain" and "microbatches" in config:
-        what += (
-            f"{config['microbatches']} microbatches, routing {config.get('routing', 'forced')}. "
-        )
+    for name, usual in suite.told.items():
+        values = dict.fromkeys(str(row["config"].get(name, usual)) for row in document["rows"])
+        what += f"{name.capitalize()}: {', '.join(values)}. "
     packages = {
         "torch": "torch",
         "Megatron-Core": "megatron_core",
