@@ -17,6 +17,7 @@ from benchmarks.report.tables import (
     others_of,
     time_of,
 )
+from megatron_fluid.cli.models import MODELS
 
 __all__ = ["between_hosts", "headline"]
 
@@ -66,36 +67,39 @@ def _lines(folder: Path) -> Iterator[tuple[list[str], Mapping[str, Any]]]:
             if wanted is not None and case not in wanted:
                 continue
             shown.add(key)
-            inside, plain = bf16.get("fluid_megatron"), bf16.get(suite.unoverlapped)
+            inside = bf16.get("fluid_megatron")
             # In pretrain all is inside Megatron, and ours has variants as Megatron has.
             mine, best = inside or min(ours), min(others, key=lambda v: others[v])
             yield (
                 [
-                    f"{case}, {what}, {where}",
+                    f"{case}, {what}{_layers(document, case)}, {where}",
                     time_of(others[best]),
                     time_of(mine),
                     f"**{others[best] / mine:.2f}**",
-                    time_of(bf16["fluid"]) if inside else "",
-                    time_of(plain) if plain else "",
                 ],
                 document,
             )
 
 
+def _layers(document: Mapping[str, Any], case: str) -> str:
+    """How many of a model's layers were trained; nothing for a suite of single layers."""
+    found = [row["config"].get("layers") for row in document["rows"] if row["case"] == case]
+    model = MODELS.get(case.removesuffix("-forced"))
+    if document["suite"] != "pretrain" or not found[0] or model is None:
+        return ""
+    return f", {found[0]} of {model.layers} layers"
+
+
 def headline(folder: Path = RESULTS) -> str:
     """A few rows for the README's first screen, a training step each."""
     lines = list(_lines(folder))
-    head = ["forward and backward", "Megatron + Transformer Engine, its best, bf16"]
-    head += ["megatron_fluid inside Megatron", "times faster", "megatron_fluid on plain torch"]
-    sources = dict.fromkeys(
-        f"{document['commit'][:7]} ({document['date'][:10]}"
-        f"{', its code has changed since' if age(document) else ''})"
-        for _, document in lines
+    head = ["forward and backward, best against best", "Megatron + Transformer Engine"]
+    dates = sorted(document["date"][:10] for _, document in lines)
+    measured = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    table = markdown([*head, "megatron_fluid", "times faster"], [line for line, _ in lines])
+    return (
+        f"{table}\n\nMeasured {measured}, bf16: [commits, commands and every row](docs/results.md)."
     )
-    measured = f"Measured at {', '.join(sources)}."
-    where = "Rivals that were not run are named [with the results](docs/results.md)."
-    table = markdown([*head, "without overlap"], [line for line, _ in lines])
-    return f"{table}\n\n{measured} {where}"
 
 
 def between_hosts(folder: Path = RESULTS) -> str:
@@ -113,17 +117,10 @@ def between_hosts(folder: Path = RESULTS) -> str:
         ours, theirs = times["fluid"], best(times)
         return f"{time_of(ours)} in place of {time_of(theirs)} ({theirs / ours:.2f} times)"
 
-    plain = layer["fluid_no_overlap"]
     return (
-        "Between hosts it comes from both. Over a wire that takes as long as the computation, a "
-        "training step through Megatron's own loop took "
-        f"{faster(job)}, Megatron with the faster of its dispatchers; one of an MoE layer "
-        f"{faster(layer)}. Of the {time_of(best(layer) - layer['fluid'])} that the layer saves, "
-        f"{time_of(best(layer) - plain)} come from fewer bytes and a cheaper exchange, "
-        f"{time_of(plain - layer['fluid'])} from overlap. Of what the wire adds to a plain "
-        f"all-to-all, {hidden['main-2x1-wire-1', 'train']:.0%} of the step's and "
-        f"{hidden['moe-2x1-wire-1', 'train']:.0%} of the layer's are gone. That is two hosts which "
-        "one machine plays, on CPU cores, measured by `make bench-hosts`, which needs no GPU "
-        f"([several nodes](docs/several_nodes.md)): commit {document['commit']}, "
-        f"{document['date'][:10]}. {age(document)}"
-    ).strip()
+        "Between hosts, over a wire that takes as long as the computation, a training step through "
+        f"Megatron's own loop took {faster(job)}, and one of an MoE layer {faster(layer)}; "
+        f"{hidden['main-2x1-wire-1', 'train']:.0%} and {hidden['moe-2x1-wire-1', 'train']:.0%} of "
+        "what the wire costs are gone. Two hosts played by one machine, on CPU cores "
+        f"(`make bench-hosts`, {document['date'][:10]}, [several nodes](docs/several_nodes.md))."
+    )

@@ -56,6 +56,10 @@ ELSEWHERE = {
         "tests/unit/cli/test_cli.py",
         '"profile", "--compare", "--output"',
     ),
+    "megatron-fluid compare megatron-fluid run --nproc-per-node 2 examples/pretrain_gpt_moe.py": (
+        "tests/unit/cli/test_compare.py",
+        '"examples/pretrain_gpt_moe.py"',
+    ),
     "bash examples/recipes/olmoe_1b_7b.sh --smoke": (
         "tests/distributed/test_recipes.py",
         '"--smoke"',
@@ -156,7 +160,7 @@ def test_correctness_under_torchrun() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 150
+    assert len(README.read_text().splitlines()) < 120
 
 
 def test_links_lead_somewhere() -> None:

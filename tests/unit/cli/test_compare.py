@@ -32,6 +32,8 @@ print("[Rank 0] (after 2 iterations) memory (MB) | allocated: 1.0 | max allocate
 sys.exit(int(os.environ.get("STATUS", 0)))
 """
 
+ROOT = Path(__file__).resolve().parents[3]
+
 
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
@@ -118,6 +120,13 @@ def test_the_script_is_started_with_the_package_unless_it_imports_it(tmp_path: P
         *launcher, *runner, str(plain), *end
     ]  # fmt: skip
     assert prepare(["python", str(own)], 5, on=True) == ["python", str(own), *end]
+
+
+def test_the_example_of_the_readme_starts_itself_and_keeps_its_launcher() -> None:
+    program = "megatron-fluid run --nproc-per-node 2".split()
+    script = str(ROOT / "examples/pretrain_gpt_moe.py")
+    end = ["--exit-interval", "9", "--log-interval", "1"]
+    assert prepare([*program, script], 9, on=True) == [*program, script, *end]
 
 
 def test_steps_without_a_gradient_norm_are_read() -> None:
