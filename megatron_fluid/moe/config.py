@@ -30,11 +30,13 @@ class MoEConfigDict(TypedDict, total=False):
     dx_chunks: int | None
     backend: str | None
     capacity_factor: float | None
+    graph: bool
     recompute: Collection[str] | None
     fp8_recipe: str | None
     fp8_weight_grads: str | None
     init_std: float
     router_dtype: str | None
+    batch_invariant: bool | None
 
 
 @dataclass(frozen=True)

@@ -383,6 +383,7 @@ def test_layer_settings() -> None:
         ("backend", "megatron", "auto, nvlink, hierarchical, rounds, local, or None"),
         ("capacity_factor", 0.0, "a number above 0, or None"),
         ("recompute", ("weights",), "some of rows, hidden, or None"),
+        ("batch_invariant", "on", "True, False, or None"),
         ("aux_loss_coefficient", -1.0, "0 or more"),
         ("init_std", float("nan"), "0 or more"),
     ):
