@@ -59,7 +59,6 @@ SUITES = (
     Job("moe_layer", 900),
     Job("dispatch_combine", 240),
     Job("grouped_gemm", 240, ranks=1),
-    Job("determinism", 240, ranks=1),
     Job("all_to_all", 300),
     Job("attention", 400),
     Job("block", 300),

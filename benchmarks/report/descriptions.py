@@ -258,17 +258,6 @@ SUITES = {
         },
         shown=lambda gpus: "(qwen3-30b-a3b|deepseek-v3) .*",
     ),
-    "determinism": Suite(
-        what="sums in a fixed order, the parts of one MoE layer of one GPU and 4096 tokens, beside "
-        "forms whose order the scheduler chooses; `layer train` is the whole layer",
-        others={
-            "atomic": "by atomics",
-            "index_add": "torch's index_add_",
-            "argsort": "torch's unstable argsort",
-            "torch_sum": "torch's sum",
-        },
-        best="fastest other form",
-    ),
     "all_to_all": Suite(
         what="decoding's all-to-all: a case is a model and the tokens a GPU brings, rows go in "
         "fp8 and return in bf16",
