@@ -3,7 +3,8 @@
 # make test-fast  lint, types and the tests that start no rank and no program, compile nothing, interpret no kernel
 # make test-versions  every supported minor version of Megatron-Core, from the package index
 # make bench      every benchmark on all GPUs of this host, then the tables: make bench ARGS="--only moe_layer attention"
-# make release-check  fails on a figure of README or docs whose results file is of older code or of a changed tree
+# make release-check  before a tag: versions and changelog, sdist and wheel in clean environments, docs, and every figure: fails on one
+#                 whose results file is of older code or of a changed tree
 # make bench-hosts  overlap between hosts that this machine plays: root, iproute2, no GPU; about an hour on 2 quiet cores
 #
 # All make .venv first, if it is not there or its requirements changed. To use an environment of your own instead, in which
@@ -58,6 +59,7 @@ readme: $(READY)
 	$(PYTHON) -m tools.readme
 
 release-check: $(READY)
+	$(PYTHON) -m pytest -q tests/unit/house/test_packaging.py tests/distributed/test_readme.py -k "not make_ and not snippet"
 	$(PYTHON) -m tools.release_check
 
 $(VENV)/.ready: .ci/environment.sh .ci/constraints.txt setup.py pyproject.toml

@@ -5,10 +5,20 @@
 Python runs it; it imports the package only if MEGATRON_FLUID_AUTOLOAD asks for it.
 """
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
+
+URL = "https://github.com/ORGANISATION/megatron-fluid"  # not known yet: set it before uploading
+
+
+def described() -> str:
+    """README.md for a package index, where relative links and pictures lead nowhere."""
+    text = Path(__file__).with_name("README.md").read_text()
+    text = re.sub(r"!\[([^]]*)\]\((?!https?:)", rf"![\1]({URL}/raw/main/", text)
+    return re.sub(r"(?<!!)\[([^]]*)\]\((?!https?:|#)", rf"[\1]({URL}/blob/main/", text)
 
 
 class BuildWithAutoload(build_py):
@@ -22,6 +32,9 @@ class BuildWithAutoload(build_py):
 
 
 setup(
+    long_description=described(),
+    long_description_content_type="text/markdown",
+    project_urls={"Source": URL, "Changelog": f"{URL}/blob/main/CHANGELOG.md"},
     cmdclass={"build_py": BuildWithAutoload},
     packages=[
         *find_packages(include=["megatron_fluid", "megatron_fluid.*"]),

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Module -> its public names. They are imported on first use, so that `import megatron_fluid` stays
 # cheap.

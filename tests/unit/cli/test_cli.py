@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fluid import patches
+from megatron_fluid import __version__, patches
 from megatron_fluid.cli import main
 from tests.support.fresh_program import run_code
 
@@ -118,7 +118,7 @@ def test_a_subcommand_is_needed_and_the_version_is_told(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert caught.value.code == 0
-    assert capsys.readouterr().out.strip() == "0.1.0"
+    assert capsys.readouterr().out.strip() == __version__
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""The sdist, the wheel that is built from it, a bare source tree, `make`'s search for a Python, and
-the metadata.
+"""The sdist, the wheel that is built from it, both in clean environments, a bare source tree,
+`make`'s search for a Python, and the metadata.
 """
 
 import os
@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -17,10 +18,8 @@ import pytest
 import megatron_fluid
 
 ROOT = Path(__file__).resolve().parents[3]
-PARTS = (
-    "megatron_fluid", "patches", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md",
-    "LICENSE",
-)  # fmt: skip
+MADE = (".git", ".venv", "runs", "compare", "build", "dist", "data", "*.egg-info")
+CACHES = ("__pycache__", ".*_cache", ".hypothesis", "*.pyc")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -28,15 +27,9 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 @pytest.fixture(scope="module")
 def source_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what is packaged: a build must leave nothing in the source tree."""
-    folder = tmp_path_factory.mktemp("source")
-    for part in PARTS:
-        if (ROOT / part).is_dir():
-            shutil.copytree(
-                ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__")
-            )
-        else:
-            shutil.copy(ROOT / part, folder / part)
+    """A copy of the source tree: a build must leave nothing in it."""
+    folder = tmp_path_factory.mktemp("source") / "tree"
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*MADE, *CACHES))
     return folder
 
 
@@ -46,8 +39,6 @@ def sdist(source_copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
     backend = PYPROJECT["build-system"]["build-backend"]
     code = f"import {backend} as backend; backend.build_sdist({str(folder)!r})"
-    (source_copy / "tests").mkdir(exist_ok=True)
-    shutil.copy(ROOT / "tests/test_correctness.py", source_copy / "tests")
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=source_copy, capture_output=True, text=True
     )
@@ -76,12 +67,26 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("megatron_fluid-*.whl"))
 
 
-def test_the_sdist_holds_the_package_and_no_tests(sdist: Path) -> None:
+def test_the_sdist_holds_the_whole_source_tree(sdist: Path, source_copy: Path) -> None:
+    """So that its tests, examples and docs can be used, and a wheel built from it is the same."""
     with tarfile.open(sdist) as archive:
-        paths = [Path(name).parts[1:] for name in archive.getnames()]
-    top = {parts[0] for parts in paths if parts}
-    made = {"PKG-INFO", "setup.cfg", "megatron_fluid.egg-info"}
-    assert top == {*PARTS, *made}
+        held = {"/".join(Path(m.name).parts[1:]) for m in archive.getmembers() if m.isfile()}
+    tree = {str(path.relative_to(source_copy)) for path in source_copy.rglob("*") if path.is_file()}
+    tree = {path for path in tree if ".egg-info/" not in path}
+    outside = {".gitignore", ".github/workflows/ci.yml"}
+    assert tree - held <= outside
+    made = {path for path in held - tree if "egg-info/" not in path}
+    assert made == {"PKG-INFO", "setup.cfg"}
+
+
+def test_a_package_index_gets_links_and_pictures_that_lead_somewhere(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        (info,) = [name for name in archive.getnames() if name.count("/") == 1 and "PKG-" in name]
+        text = archive.extractfile(info).read().decode()  # type: ignore[union-attr]
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 20 and all(link.startswith("https://") for link in links)
+    assert "/raw/main/docs/speedup.svg" in text
+    assert "Project-URL: Source, https://" in text
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path, source_copy: Path) -> None:
@@ -101,20 +106,19 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path, source_copy:
     assert top == {"megatron_fluid", "megatron_fluid.pth"}, "patches/ goes inside"
 
 
-def test_an_installed_wheel_works_away_from_the_source(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-deps",
-        "--quiet",
-        "--target",
-        str(site),
-        str(wheel),
-    ]
-    subprocess.run(command, check=True)
+@pytest.mark.parametrize("kind", ["sdist", "wheel"])
+def test_it_is_installed_in_a_clean_environment(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Only its dependencies are this environment's: they are gigabytes."""
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    python = environment / "bin" / "python"
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps"]
+    command += ["--no-build-isolation", "--quiet", "--ignore-installed"]
+    subprocess.run([*command, str(request.getfixturevalue(kind))], check=True)
     code = (
         "import megatron_fluid, megatron_fluid.patches as p, megatron_fluid.patches.engine.engine "
         "as e\n"
@@ -124,17 +128,16 @@ def test_an_installed_wheel_works_away_from_the_source(wheel: Path, tmp_path: Pa
         "print(megatron_fluid.__file__, p.__file__, e.__file__, sep='\\n')\n"
         "raise SystemExit(main(['patches']))"
     )
+    without = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
+        [str(python), "-c", code], cwd=tmp_path, env=without, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     files = done.stdout.splitlines()[:3]
     assert all(Path(file).is_relative_to(site) for file in files)
-    assert (site / "bin" / "megatron-fluid").exists()
+    program = [str(environment / "bin" / "megatron-fluid"), "--version"]
+    said = subprocess.run(program, env=without, capture_output=True, text=True).stdout
+    assert said.split() == [megatron_fluid.__version__]
 
 
 def test_a_wheel_imports_itself_at_start_only_if_a_variable_asks(
@@ -199,6 +202,8 @@ def test_metadata() -> None:
         "wrapt",
     }
     assert re.fullmatch(r"\d+\.\d+\.\d+", megatron_fluid.__version__)
+    released = re.findall(r"^## \[(\d[\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert released[0] == megatron_fluid.__version__
     assert "Apache License" in (ROOT / "LICENSE").read_text()
 
 
@@ -287,6 +292,11 @@ def test_make_can_use_an_environment_of_ones_own() -> None:
     assert done.returncode == 0, done.stderr
     assert "environment.sh" not in done.stdout
     assert "python3 -m pytest" in done.stdout
+
+
+def test_benchmarks_start_from_the_root_too() -> None:
+    done = subprocess.run([str(ROOT / "launch.sh")], cwd="/", capture_output=True, text=True)
+    assert done.returncode == 2 and "test_ag_kernel" in done.stdout
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
