@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.low_latency import AllToAll
-from megatron_fluid.low_latency.layout import Layout
+from megatron_fluid.low_latency.layout import Layout, round_up
 from megatron_fluid.low_latency.reference import dispatch_reference
 from tests.support.simulated_workspace import SimulatedWorkspace
 
@@ -17,11 +17,13 @@ __all__ = [
     "bf16",
     "check_close",
     "check_received",
+    "pack",
     "receive",
     "receive_back",
     "send",
     "send_back",
     "tensor_of",
+    "unpack",
 ]
 
 BF16_ROUNDINGS = 8e-3  # of two roundings to bf16
@@ -79,22 +81,39 @@ def receive_back(
     return out
 
 
+def pack(padded: Tensor, counts: Tensor, rows: int, alignment: int) -> tuple[Tensor, list[int]]:
+    """[L, R, n] as [rows, n], each expert at a multiple of `alignment`; and the ends of experts."""
+    out, ends = padded.new_zeros(rows, padded.shape[-1]), [0]
+    for expert, n in enumerate(counts.tolist()):
+        out[ends[-1] : ends[-1] + n] = padded[expert, :n]
+        ends.append(ends[-1] + round_up(n, alignment))
+    return out, ends[1:]
+
+
+def unpack(rows: Tensor, counts: Tensor, ends: list[int], alignment: int) -> list[Tensor]:
+    """The rows of each expert out of [rows, n], as `pack` lays them out."""
+    sizes = counts.tolist()
+    starts = [end - round_up(n, alignment) for end, n in zip(ends, sizes, strict=True)]
+    return [rows[start : start + n] for start, n in zip(starts, sizes, strict=True)]
+
+
 def check_received(
-    received: tuple[Tensor, Tensor, Tensor | None],
+    received: tuple[Tensor, Tensor | list[Tensor], Tensor | list[Tensor] | None],
     rank: int,
     ids: list[Tensor],
     x: list[Tensor],
     scale: list[Tensor] | None = None,
 ) -> None:
-    """Hold what `receive` returned, in the layout [L, R, ...], to the reference bit by bit."""
+    """Hold what `receive` returned, in the layout [L, R, ...] or by expert, to the reference bit by
+    bit."""
     counts, out, out_scale = received
     expected = dispatch_reference(ids, rank, len(counts))
     assert torch.equal(counts, expected.counts)
     for expert, n in enumerate(counts.tolist()):
         rows = expected.gather(expert, x).view(torch.uint8)
-        assert torch.equal(out[expert, :n].view(torch.uint8), rows)
+        assert torch.equal(out[expert][:n].view(torch.uint8), rows)
         if out_scale is not None and scale is not None:
-            assert torch.equal(out_scale[expert, :n], expected.gather(expert, scale))
+            assert torch.equal(out_scale[expert][:n], expected.gather(expert, scale))
 
 
 def check_close(found: Tensor, wanted: Tensor, tolerance: float = BF16_ROUNDINGS) -> None:

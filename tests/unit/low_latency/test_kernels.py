@@ -3,24 +3,28 @@ Triton's interpreter."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout
-from megatron_fluid.low_latency.reference import combine_reference, dispatch_reference
+from megatron_fluid.low_latency.reference import combine_reference
 from megatron_fluid.low_latency.transport import CombineRequest
 from tests.support.all_to_all_calls import (
     bf16,
     build,
     check_close,
     check_received,
+    pack,
     receive,
     receive_back,
     send,
     send_back,
     tensor_of,
+    unpack,
 )
 from tests.support.far_experts import far_experts
 from tests.support.machine import NEEDS_INTERPRETER
@@ -43,15 +47,6 @@ CASES = {
     "three ranks, odd scales": (3, 1, 6, 6, 4, 272, torch.float8_e4m3fn, 5, 0.1),
     "top-16": (2, 2, 16, 16, 2, 16, torch.bfloat16, 1, 0.5),
 }
-
-
-def _packed(padded: Tensor, counts: Tensor, rows: int, alignment: int) -> tuple[Tensor, list[int]]:
-    """[L, R, n] as [rows, n], each expert at a multiple of `alignment`; and the ends of experts."""
-    out, ends = padded.new_zeros(rows, padded.shape[-1]), [0]
-    for expert, n in enumerate(counts.tolist()):
-        out[ends[-1] : ends[-1] + n] = padded[expert, :n]
-        ends.append(ends[-1] + -(-n // alignment) * alignment)
-    return out, ends[1:]
 
 
 @NEEDS_INTERPRETER
@@ -79,24 +74,19 @@ def test_dispatch_and_combine_match_the_reference(name: str, packed: bool) -> No
         padded = [torch.randn(local, layout.max_rows, hidden, generator=g) for _ in ranks]
         y = [p.to(torch.bfloat16) for p in padded]
         for rank, ata in enumerate(ranks):
-            if not packed:
-                check_received(receive(ata, dtype), rank, ids, x, scale)
-                send_back(ata, y[rank])
-                continue
             offsets, out = torch.zeros(local, dtype=torch.int32), torch.zeros(rows, hidden)
             more = {"out_expert_offsets": offsets, "alignment": alignment}
-            counts, out, out_scale = receive(ata, dtype, out.to(dtype), **more)
-            expected = dispatch_reference(ids, rank, local)
-            ends = _packed(y[rank], counts, rows, alignment)[1]
-            assert torch.equal(counts, expected.counts) and offsets.tolist() == ends
-            for expert, n in enumerate(counts.tolist()):
-                first = ends[expert] - -(-n // alignment) * alignment
-                got = out[first : first + n].view(torch.uint8)
-                assert torch.equal(got, expected.gather(expert, x).view(torch.uint8))
-                if out_scale is not None:
-                    got = out_scale[first : first + n]
-                    assert torch.equal(got, expected.gather(expert, scale))
-            send_back(ata, _packed(y[rank], counts, rows, alignment)[0])
+            received: Any
+            if not packed:
+                received, sent = receive(ata, dtype), y[rank]
+            else:
+                counts, *tensors = receive(ata, dtype, out.to(dtype), **more)
+                sent, ends = pack(y[rank], counts, rows, alignment)
+                assert offsets.tolist() == ends
+                tensors = [t if t is None else unpack(t, counts, ends, alignment) for t in tensors]
+                received = counts, *tensors
+            check_received(received, rank, ids, x, scale)
+            send_back(ata, sent)
         wanted = combine_reference(ids, weights, y, local)
         for rank, ata in enumerate(ranks):
             s = rank // dp
@@ -233,15 +223,6 @@ def test_experts_may_lie_gigabytes_apart() -> None:
     result = torch.zeros_like(x)
     ata.combine(result, ids, None, far)
     assert torch.equal(result, x)
-
-
-def test_the_memory_of_a_layout_is_what_is_taken() -> None:
-    from megatron_fluid.low_latency.peer_memory import PeerMemory
-
-    layout, space = Layout(8, 8, 2, 2, 1, 64, 128, 4), SimulatedWorkspace(2).rank(0)
-    PeerMemory(layout, space)
-    flags = space._buffers["__flags__", torch.int32].local.nbytes
-    assert layout.symmetric_bytes() == space.allocated_bytes() - flags
 
 
 @NEEDS_INTERPRETER
