@@ -114,9 +114,11 @@ class AllToAll:
         return f"AllToAll({sizes}, rank={self.rank}, transport={self.transport}, {self.device})"
 
     def transport_report(self) -> str:
-        """One line: the transport, why, and the memory it takes."""
-        total = self.layout.symmetric_bytes() + self.layout.scratch_bytes()
-        memory = f", {total / 2**20:.1f} MiB" if self.transport == "nvlink" else ""
+        """One line: the transport, why, and the symmetric memory it takes."""
+        workspace = getattr(self._transport, "workspace", None)
+        memory = ""
+        if workspace is not None:
+            memory = f", {workspace.allocated_bytes() / 2**20:.1f} MiB"
         sizes = getattr(self._transport, "sizes", None)
         if sizes is not None:
             memory = f", {sizes.domains} domains of {sizes.domain_size} ranks"

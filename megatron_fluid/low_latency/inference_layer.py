@@ -131,6 +131,7 @@ class InferenceMoELayer(nn.Module):
         self.batch_invariant = batch_invariant
         # Name and variant for kernels/activation; None for a callable.
         self._kernel = (activation, _PLAIN) if isinstance(activation, str) else None
+        self._routing: Tensor | None = None
         if batch_invariant:
             self._routing = torch.zeros(rows, scales // 4, dtype=torch.float32, device=device)
             self._row_numbers = torch.arange(rows, dtype=torch.int32, device=device)
@@ -189,62 +190,33 @@ class InferenceMoELayer(nn.Module):
             raise ConfigError.of("type of tokens", tokens.dtype, self.weight1.dtype)
         ids, probs = self._route(tokens) if routing is None else routing
         ids, probs = ids.contiguous(), probs.float().contiguous()
-        if self.batch_invariant:
-            return self._invariant(tokens, ids, probs, bound_m)
+        invariant, shared = self.batch_invariant, None
+        scales = torch.cat([ids.to(torch.int64).float(), probs], 1) if invariant else None
         receive = self.all_to_all.dispatch_with_hook(
-            self._counts, self._rows, None, tokens, None, ids, bound_m, weights=probs,
-            out_expert_offsets=self._offsets,
+            self._counts, self._rows, self._routing, tokens, scales, ids, bound_m,
+            weights=None if invariant else probs, out_expert_offsets=self._offsets,
         )  # fmt: skip
         out = torch.empty_like(tokens)
         if self.shared_expert is not None:
-            out.copy_(self.shared_expert(tokens))
+            shared = self.shared_expert(tokens)
+            if not invariant:  # the combine adds to it
+                out.copy_(shared)
         receive()
-        add = self.shared_expert is not None
-        self.all_to_all.combine(out, ids, None, self._experts(), bound_m, accumulate=add)
-        return out
-
-    def _invariant(
-        self, tokens: Tensor, ids: Tensor, probs: Tensor, bound_m: Tensor | None
-    ) -> Tensor:
-        """The forward with batch_invariant, in the steps of the training layer: activations are
-        multiplied with their probabilities, and rows are added one by one."""
-        routing = torch.cat([ids.to(torch.int64).float(), probs], 1)
-        receive = self.all_to_all.dispatch_with_hook(
-            self._counts, self._rows, self._routing, tokens, routing, ids, bound_m,
-            out_expert_offsets=self._offsets,
-        )  # fmt: skip
-        shared = None if self.shared_expert is None else self.shared_expert(tokens)
-        receive()
-        weight1, weight2 = (
-            fixed_tiles(_local(weight).transpose(1, 2)) for weight in (self.weight1, self.weight2)
-        )
-        h = grouped_matmul(self._rows, weight1, self._offsets)
-        activated = self._activate_exactly(h, self._row_probs())
-        y, out = grouped_matmul(activated, weight2, self._offsets), torch.empty_like(tokens)
-        self.all_to_all.combine(out, ids, torch.ones_like(probs), y, bound_m)
+        if not invariant:
+            add = shared is not None
+            self.all_to_all.combine(out, ids, None, self._experts(), bound_m, accumulate=add)
+            return out
+        # Rows are added one by one: activations were multiplied with their probabilities.
+        self.all_to_all.combine(out, ids, torch.ones_like(probs), self._experts(), bound_m)
         return out if shared is None else out + shared
 
     def _row_probs(self) -> Tensor:
         """The probability of each packed row: that of its token's choice of the row's expert."""
-        assert self.all_to_all.rank is not None
+        assert self.all_to_all.rank is not None and self._routing is not None
         local = torch.searchsorted(self._offsets, self._row_numbers, right=True)
         expert = local + self.all_to_all.rank * len(self._offsets)
         ids, probs = self._routing.chunk(2, dim=1)
         return torch.where(ids == expert[:, None], probs, 0.0).sum(1)
-
-    def _activate_exactly(self, h: Tensor, probs: Tensor) -> Tensor:
-        """What the training layer makes of fc1's output [rows, F1], bit for bit. [rows, F]"""
-        if h.is_cuda and self._kernel is not None:
-            from megatron_fluid.kernels.activation import kernel as activation
-
-            name, variant = self._kernel
-            if name in activation.ACTIVATIONS:
-                count = self._offsets[-1:]
-                return activation.fused_activation_forward(name, h, probs, count, variant)
-        function = self.activation
-        if isinstance(function, str):
-            function = _ACTIVATIONS[function]
-        return (row_by_row(function, h.float()) * probs[:, None]).to(h.dtype)
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         if self.router is None:
@@ -253,28 +225,32 @@ class InferenceMoELayer(nn.Module):
         return routing if isinstance(routing, tuple) else (routing.ids, routing.probs)
 
     def _experts(self) -> Tensor:
-        """Expert outputs in the packed layout. Rows past the last expert's are undefined."""
-        weight1, weight2 = _local(self.weight1), _local(self.weight2)
-        h = grouped_matmul(self._rows, weight1.transpose(1, 2), self._offsets)
-        return grouped_matmul(self._activate(h), weight2.transpose(1, 2), self._offsets)
+        """Expert outputs in the packed layout. Rows past the last expert's are undefined. With
+        batch_invariant the steps and the bits are the training layer's."""
+        local = [_local(weight).transpose(1, 2) for weight in (self.weight1, self.weight2)]
+        fixed = self.batch_invariant
+        weight1, weight2 = (fixed_tiles(weight) if fixed else weight for weight in local)
+        probs = self._row_probs() if fixed else None
+        h = grouped_matmul(self._rows, weight1, self._offsets)
+        return grouped_matmul(self._activate(h, probs), weight2, self._offsets)
 
-    def _activate(self, h: Tensor) -> Tensor:
-        if not isinstance(self.activation, str):
-            return self.activation(h)
-        if h.device.type != "cuda":
-            return _ACTIVATIONS[self.activation](h)
-        from megatron_fluid.kernels.activation import kernel as activation
+    def _activate(self, h: Tensor, probs: Tensor | None) -> Tensor:
+        """fc1's output [rows, F1] -> [rows, F], multiplied with the rows' probabilities if any."""
+        if h.is_cuda and self._kernel is not None:
+            from megatron_fluid.kernels.activation import kernel as activation
 
-        # The packed output is as long as all that can arrive; only the rows that did are computed.
-        code, gated = activation.ACTIVATIONS[self.activation]
-        width = h.shape[1] // (2 if gated else 1)
-        out = torch.empty(h.shape[0], width, dtype=h.dtype, device=h.device)
-        programs = (min(h.shape[0], 1024), -(-width // 1024))
-        activation.activation_kernel[programs](
-            h, self._ones, out, self._offsets[-1:], None, None,
-            F=width, CODE=code, GATED=gated, BLOCK=1024, num_warps=4,
-        )  # fmt: skip
-        return out
+            name, variant = self._kernel
+            if name in activation.ACTIVATIONS:
+                # The packed output is as long as all that can arrive; only the rows that did are
+                # computed.
+                count, weights = self._offsets[-1:], self._ones if probs is None else probs
+                return activation.fused_activation_forward(name, h, weights, count, variant)
+        function = self.activation
+        if isinstance(function, str):
+            function = _ACTIVATIONS[function]
+        if probs is None:
+            return function(h)
+        return (row_by_row(function, h.float()) * probs[:, None]).to(h.dtype)
 
     def destroy(self) -> None:
         """Free the exchange's memory. Collective where it is shared."""

@@ -139,17 +139,6 @@ class Layout:
         """Elements of both buffers of routing weights, fp32."""
         return 2 * self.world_size * self.max_num_tokens * self.experts_per_token
 
-    def symmetric_bytes(self) -> int:
-        """Symmetric memory of one rank without the flags: dispatch, combine and weight buffers, two
-        of each."""
-        elements = self.combine_elements + self.single_row_elements
-        words = 2 * self.parity_words + self.weight_elements
-        return 4 * words + elements * self.combine_dtype.itemsize
-
-    def scratch_bytes(self) -> int:
-        """Ordinary device memory of one rank."""
-        return 4 * self.max_rows * self.experts_per_token
-
 
 @dataclass(frozen=True)
 class AllToAllConfig:
