@@ -21,7 +21,7 @@ from tools.readme import PAGES, README, RESULT_PAGES, generated
 ROOT = README.parent
 USED = (
     "README.md", "docs/install.md", "docs/configuration.md", "docs/decoding.md",
-    "docs/several_nodes.md", "docs/debugging.md",
+    "docs/several_nodes.md", "docs/debugging.md", "docs/torch_training.md",
 )  # fmt: skip
 
 
@@ -78,6 +78,11 @@ ELSEWHERE = {
         "torch.distributed.run",
     ),
 }
+ON_TORCH = (
+    "torchrun --nproc_per_node 4 train.py --ep 2",
+    "torchrun --nproc_per_node 2 train.py --ep 1",
+)
+ELSEWHERE |= dict.fromkeys(ON_TORCH, ("tests/distributed/test_readme.py", "in ON_TORCH"))
 TWO_NODES = (
     "torchrun --nnodes 2 --nproc_per_node 8 --node_rank 0 --master_addr HOST --master_port 29500"
 )
@@ -204,6 +209,38 @@ def test_the_snippet_for_decoding_runs(tmp_path: Path) -> None:
         as_here("torchrun --nproc_per_node 2 my_moe.py"), folder=tmp_path, PYTHONPATH=str(ROOT)
     )
     assert "rank 1: torch.Size([16, 256])" in lines and "all-to-all over " in lines
+
+
+def test_the_page_on_training_is_run_and_loads_on_other_ranks(tmp_path: Path) -> None:
+    [program] = (block for kind, block in blocks("docs/torch_training.md") if kind == "python")
+    (tmp_path / "train.py").write_text(program)
+    said = ""
+    for command in ON_TORCH:
+        ranks, rest = command.removeprefix("torchrun --nproc_per_node ").split(" ", 1)
+        ranks = str(min(int(ranks), GPUS or int(ranks)))
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launch += ["--nproc_per_node", ranks, *rest.split()]
+        said += run(launch, folder=tmp_path, PYTHONPATH=str(ROOT))
+    saved, loaded = re.findall(r"step 10: (?:saved by|loaded on) \d ranks, ep \d, loss (\S+)", said)
+    assert 0 < float(saved) < 3.0, "log(32) is 3.47"
+    assert float(loaded) == pytest.approx(float(saved), abs=2e-6)
+
+
+def test_each_cell_of_the_page_on_composition_names_a_test() -> None:
+    page = (ROOT / "docs" / "composition.md").read_text()
+    tests = dict(re.findall(r"^(\d+)\. `(\S+)`$", page, flags=re.MULTILINE))
+    rows = [line.split("|")[2:-1] for line in page.splitlines() if line.startswith("| ")][1:]
+    cells = [cell.strip() for row in rows for cell in row]
+    cited = [
+        re.fullmatch(r"(?:yes|refused) \((\d+)\)", cell)
+        for cell in cells
+        if cell not in ("", "n/a")
+    ]
+    assert len(rows) > 15 and {match[1] for match in cited if match} == set(tests), cells
+    assert all(cited), "a cell is yes, refused, n/a or empty"
+    for test in tests.values():
+        file, name = test.split("::")
+        assert f"\ndef {name}(" in (ROOT / file).read_text(), test
 
 
 @NEEDS_MEGATRON

@@ -33,6 +33,7 @@ from megatron_fluid.moe.sharding import is_sharded, local_part
 from tests.support.launch import run_ranks
 
 F64 = torch.float64
+KINDS = MoELayer, MoEBaseline
 # By parameter and not by optimizer: one rank has one optimizer, several have two.
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 SIZES: dict[str, Any] = {
@@ -46,7 +47,7 @@ SIZES: dict[str, Any] = {
 
 
 class Model(nn.Module):
-    """A plain projection, an attention and MoE layer, and an MoE layer."""
+    """A plain projection, an attention and MoE layer, and both kinds of MoE layers."""
 
     def __init__(self, ep_group: Any, device: str = "cpu", dtype: torch.dtype = F64) -> None:
         super().__init__()
@@ -56,9 +57,10 @@ class Model(nn.Module):
         sizes = {**SIZES, "num_attention_heads": 2}
         self.block = TransformerLayer(sizes, ep_group=ep_group, **made)
         self.moe = MoELayer(SIZES, ep_group, layer_id=1, **made)
+        self.baseline = MoEBaseline(SIZES, ep_group, layer_id=2, **made)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.moe(self.block(self.first(x)))
+        return self.baseline(self.moe(self.block(self.first(x))))
 
 
 def tokens(rank: int) -> Tensor:
@@ -171,7 +173,7 @@ def fsdp_body(rank: int, world: int, half: bool, wide: bool) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16 if half else None, torch.float32)
     options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": wide}
     experts = {p for p in model.parameters() if is_sharded(p)}
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    layers = [module for module in model.modules() if isinstance(module, KINDS)]
     fully_shard(model, mesh=every, ignored_params=experts, **options)
     for layer in layers:
         others = set(layer.parameters()) - experts
@@ -181,6 +183,7 @@ def fsdp_body(rank: int, world: int, half: bool, wide: bool) -> None:
         model.first.reset_parameters()
         model.block.init_weights()
         model.moe.init_weights()
+        model.baseline.init_weights()
     reference = Model(alone(rank, world), dtype=torch.float32)
     state = {name: whole(value) for name, value in model.state_dict().items()}
     for name, value in reference.state_dict().items():
@@ -219,7 +222,7 @@ def test_fully_shard_over_data_and_expert_parallel_ranks(half: bool, wide: bool)
 def ddp_body(rank: int, world: int) -> None:
     model = Model(dist.group.WORLD)
     before = {name: local_part(p).clone() for name, p in model.named_parameters()}
-    for each in (model, model.block, model.moe):
+    for each in (model, model.block, model.moe, model.baseline):
         with pytest.raises(ConfigError, match="DistributedDataParallel.*weight1.*FSDP2"):
             DistributedDataParallel(each)
     names = [name for name, p in model.named_parameters() if is_sharded(p)]
@@ -240,7 +243,7 @@ def test_data_parallel_refuses_experts_by_name_or_leaves_them_alone() -> None:
 
 
 def replaced_body(rank: int, world: int) -> None:
-    for kind in (MoELayer, MoEBaseline):
+    for kind in KINDS:
         layer = kind(SIZES, dist.group.WORLD, dtype=F64)
         expected = layer(tokens(rank))
         full = {name: whole(value) for name, value in layer.state_dict().items()}
