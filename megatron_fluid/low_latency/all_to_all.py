@@ -236,7 +236,8 @@ class AllToAll:
         in fp32.
 
         Each rank sums its rows of a token and rounds once to combine_dtype before it sends, except
-        to a source of at most 16 tokens that gives its weights here: it receives rows unsummed.
+        to a source of at most 16 tokens that gives its weights here, and with batch_invariant to
+        all: they receive rows unsummed.
 
         Args:
             out_tokens: bf16, fp16 or fp32 [m, H], m at most that of the dispatch; rows from bound_m
