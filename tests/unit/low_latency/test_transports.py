@@ -73,9 +73,9 @@ def test_auto_falls_back_everywhere_where_one_domain_cannot_map_memory() -> None
 class _Apart(Workspace):
     """Memory of one process, whose close is that of memory shared with others."""
 
-    def __init__(self, rank: int, world_size: int, words: Agreement | None = None) -> None:
+    def __init__(self, rank: int, world_size: int, channel: Agreement | None = None) -> None:
         super().__init__(rank, world_size, torch.device("cpu"), 1.0)
-        self._words = words
+        self._channel = channel
         self._open_arenas()
 
     def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
