@@ -1,4 +1,4 @@
-"""From a wait that a kernel gave up to an error on the host, before its result is used.
+"""Raises on the host what a kernel's wait for a peer left as a record when it timed out.
 
 A kernel cannot raise. It leaves a record in `ErrorWords`, which lie in pinned host memory, marks
 its result, and goes on. The host reads the records at these points:
@@ -12,13 +12,13 @@ its result, and goes on. The host reads the records at these points:
   costs a few microseconds. Without such a read the host loses its lead over the device once a step;
 - when the process exits.
 
-The error is PeerTimeoutError. A thread looks every half second, too. It prints the error, and ends
-the process with EXIT_CODE if the main thread has not raised it within GRACE_S: a process that waits
-inside NCCL for a rank that is lost cannot raise.
+The error is PeerTimeoutError. The watcher (watcher.py) looks every half second, too. It prints the
+error, and ends the process with EXIT_CODE if the main thread has not raised it within GRACE_S: a
+process that waits inside NCCL for a rank that is lost cannot raise.
 
 A call that raises on one rank leaves the others waiting for it. `tells_peers` reports it to them.
 They end with the report in `Agreement.gather`, by the monitor of waits (comm/waits.py), and by the
-thread here: every second it asks for reports, and ends the process if there is one and this rank's
+watcher: every second it asks for reports, and ends the process if there is one and this rank's
 device is stuck. A wait of gloo cannot be interrupted; it ends when the process of the reporting
 rank does, and its error names the report.
 
@@ -35,7 +35,6 @@ import logging
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +43,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_fluid.comm.agreement import Agreement, live_agreements
-from megatron_fluid.comm.waits import EXIT_CODE, allow_queries_during_capture, end_process, say
+from megatron_fluid.comm.watcher import (
+    EXIT_CODE,
+    WATCHER,
+    allow_queries_during_capture,
+    end_process,
+    say,
+)
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 
 __all__ = [
@@ -139,8 +144,7 @@ def watch(errors: ErrorWords, owner: object) -> None:
             _started = True
             register_optimizer_step_pre_hook(_before_step)
             atexit.register(_at_exit)
-            name = "megatron_fluid failed waits"
-            threading.Thread(target=_look_for_ever, name=name, daemon=True).start()
+            WATCHER.add(_look_again)
     weakref.finalize(owner, _forget_if_sound, errors)
 
 
@@ -242,10 +246,9 @@ def _before_step(optimizer: Any, arguments: Any, keywords: Any) -> None:
         raise_if_failed(synchronize=True)
 
 
-def _look_for_ever() -> None:
-    while True:
-        time.sleep(_INTERVAL_S)
-        look(time.monotonic())
+def _look_again(now: float) -> float:
+    look(now)
+    return _INTERVAL_S
 
 
 def look(

@@ -2,7 +2,7 @@
 
 Waits of this package name their peer. A collective of gloo or NCCL does not: if a rank is killed,
 the others get "Connection reset"; if it is frozen, they wait for the timeout of the process group.
-So a daemon thread of each rank writes a beat to the job's store: a count, where the main thread
+So each rank's watcher (watcher.py) writes a beat to the job's store: a count, where the main thread
 stands, and for how long it has stood there. It reads that off the main thread's stack, so a step
 pays nothing. Two looks a few beats apart tell a rank that has stopped from one that is slow.
 
@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.agreement import STORE_S, Agreement, agreement
 from megatron_fluid.comm.timeouts import wait_timeout_s
-from megatron_fluid.comm.waits import end_process, say
+from megatron_fluid.comm.watcher import WATCHER, end_process, say
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError, PeerTimeoutError, first_line, ranks_text
 
@@ -277,22 +277,14 @@ def _launcher_holds_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _run(stop: threading.Event, made: list[PeerWatch]) -> None:
-    """Wait for torch.distributed, then beat until `stop`."""
-    while not dist.is_initialized():
-        if stop.wait(_POLL_S):
-            return
+def _watch_of_job() -> PeerWatch | None:
+    """The watch of this rank; None in a job of one rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if size == 1 or dist.get_backend() == "fake":
-        return
-    config = current_config()
+        return None
     channel = agreement(dist.group.WORLD)  # type: ignore[arg-type]
     holds = rank == 0 and not _launcher_holds_store()
-    watch = PeerWatch(channel, wait_timeout_s(None), config.end_on_timeout, holds)
-    made.append(watch)
-    while not stop.is_set():
-        watch.step(time.monotonic())
-        stop.wait(watch.interval_s)
+    return PeerWatch(channel, wait_timeout_s(None), current_config().end_on_timeout, holds)
 
 
 @contextlib.contextmanager
@@ -303,11 +295,18 @@ def watched_peers() -> Iterator[None]:
     Raises:
         PeerTimeoutError: in the place of an error that a missing or failed rank has caused.
     """
-    stop: threading.Event = threading.Event()
-    made: list[PeerWatch] = []
-    name = "megatron_fluid peer watch"
-    thread = threading.Thread(target=_run, args=(stop, made), name=name, daemon=True)
-    thread.start()
+    watch: PeerWatch | None = None
+
+    def look(now: float) -> float:
+        nonlocal watch
+        if not dist.is_initialized():
+            return _POLL_S
+        if watch is None and (watch := _watch_of_job()) is None:
+            return _LONGEST_INTERVAL_S
+        watch.step(now)
+        return watch.interval_s
+
+    WATCHER.add(look)
     how = "done"
     try:
         yield
@@ -316,14 +315,13 @@ def watched_peers() -> Iterator[None]:
         raise
     except BaseException as error:
         how = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        named = made[0].explain(error) if made else None
+        named = None if watch is None else watch.explain(error)
         if named is not None or isinstance(error, PeerTimeoutError):
             how = f"lost: {named or error}"
         if named is not None:
             raise named from error
         raise
     finally:
-        stop.set()
-        if made:
-            thread.join(STORE_S)
-            made[0].end(how)
+        WATCHER.remove(look, STORE_S)
+        if watch is not None:
+            watch.end(how)

@@ -1,10 +1,10 @@
 """The registry of waits: every wait of this package for a peer is bounded and named.
 
-On a CPU a wait has a timeout and raises. On a GPU the host enqueues a collective and goes on, so a
-thread watches the CUDA events around it. The same thread watches the host itself while it is inside
-a library that may wait for a peer (NCCL connects, symmetric memory is mapped). Past the deadline it
-names rank, peer, operation and round, prints the stacks of all Python threads, and ends the
-process: work that waits inside NCCL cannot be cancelled.
+On a CPU a wait has a timeout and raises. On a GPU the host enqueues a collective and goes on, so
+the watcher (watcher.py) looks at the CUDA events around it. It watches the host itself, too, while
+that is inside a library that may wait for a peer (NCCL connects, symmetric memory is mapped). Past
+the deadline it names rank, peer, operation and round, prints the stacks of all Python threads, and
+ends the process: work that waits inside NCCL cannot be cancelled.
 
 A rank whose wait has failed reports it to the ranks of all its groups
 (megatron_fluid.comm.agreement). They follow such reports from rank to rank and name the root cause.
@@ -13,9 +13,6 @@ A rank whose wait has failed reports it to the ranks of all its groups
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import os
-import sys
 import threading
 import time
 from collections import deque
@@ -30,27 +27,22 @@ import torch.distributed as dist
 from megatron_fluid.comm.agreement import Agreement, agreement, live_agreements
 from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.timeouts import group_timeout_s
+from megatron_fluid.comm.watcher import WATCHER, Watcher, end_process, say
 from megatron_fluid.config import current_config
-from megatron_fluid.cuda import driver_api
 from megatron_fluid.errors import PeerTimeoutError, first_line, ranks_text
 
 __all__ = [
-    "EXIT_CODE",
     "GroupWaits",
     "WaitMonitor",
     "WaitName",
     "Watchable",
-    "allow_queries_during_capture",
-    "end_process",
     "explain",
     "get_monitor",
     "group_waits",
     "record_event",
     "required",
-    "say",
 ]
 
-EXIT_CODE = 75  # exit status of a process that the monitor ended
 _GRACE_S = 2.0  # for the reports of other ranks, whose waits end at about the same time
 # The first use of a connection may take this many times the timeout: NCCL connects, loads kernels.
 _SLOW_START = 2.0
@@ -63,21 +55,6 @@ class WaitName(NamedTuple):
     operation: str
     round_index: int | None = None
     peer: int | None = None
-
-
-def say(error: Exception) -> None:
-    """Print `error` to stderr at once."""
-    print(f"megatron_fluid: {error}", file=sys.stderr, flush=True)
-
-
-def end_process(error: Exception) -> None:
-    """Print `error` and the stacks of all threads, and end the process with EXIT_CODE."""
-    say(error)
-    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-    sys.stderr.flush()
-    sys.stdout.flush()
-    # Neither destructors nor NCCL's own shutdown may run: both wait for the stream that never ends.
-    os._exit(EXIT_CODE)
 
 
 # ---- the monitor
@@ -116,22 +93,23 @@ type _Lane = deque[_Watch]
 
 
 class WaitMonitor:
-    """A daemon thread that watches waits and acts when one outlives its timeout.
+    """Watches waits and acts when one outlives its timeout.
 
     Args:
         on_timeout: receives the error; by default it is printed and the process ends with
             EXIT_CODE.
         interval_s: seconds between two looks.
+        watcher: calls it from the first wait on.
     """
 
     def __init__(
-        self, on_timeout: Callable[[PeerTimeoutError], None] = end_process, interval_s: float = 0.25
-    ) -> None:
+        self, on_timeout: Callable[[PeerTimeoutError], None] = end_process,
+        interval_s: float = 0.25, watcher: Watcher = WATCHER,
+    ) -> None:  # fmt: skip
         self._on_timeout, self._interval_s = on_timeout, interval_s
         self._lanes: dict[object, _Lane] = {}
         self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._watcher: Watcher | None = watcher
 
     def watch(
         self, lane: object, started: Watchable, finished: Watchable, timeout_s: float,
@@ -149,29 +127,18 @@ class WaitMonitor:
         with self._lock:
             watch = _Watch(started, finished, timeout_s, error, failed_already)
             self._lanes.setdefault(lane, deque()).append(watch)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="megatron_fluid wait monitor", daemon=True
-                )
-                self._thread.start()
-        self._wake.set()
+            watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.add(self.look)
 
     def pending(self) -> int:
         """Return the number of waits not yet seen to be finished."""
         with self._lock:
             return sum(map(len, self._lanes.values()))
 
-    def _run(self) -> None:
-        allow_queries_during_capture()
-        while True:
-            self._wake.wait()
-            self._wake.clear()
-            while self.pending():
-                self.look(time.monotonic())
-                time.sleep(self._interval_s)
-
-    def look(self, now: float) -> None:
-        """Look at all lanes once at time `now` (seconds, monotonic)."""
+    def look(self, now: float) -> float:
+        """Look at all lanes once at time `now` (seconds, monotonic). Return after how many seconds
+        to look again."""
         with self._lock:
             lanes = list(self._lanes.values())
         # Outside the lock: enqueuing a wait must not wait for a store that does not answer.
@@ -179,6 +146,7 @@ class WaitMonitor:
             watch = _overdue(lane, now)
             if watch is not None:
                 self._on_timeout(watch.error())
+        return self._interval_s
 
 
 def _overdue(lane: _Lane, now: float) -> _Watch | None:
@@ -199,19 +167,11 @@ def _overdue(lane: _Lane, now: float) -> _Watch | None:
     return lane.popleft() if late else None
 
 
-def allow_queries_during_capture() -> None:
-    """Let this thread query events while another captures a CUDA graph."""
-    if torch.version.cuda is None:
-        return
-    with contextlib.suppress(ImportError, RuntimeError):  # a machine without a driver
-        driver_api.allow_calls_during_capture()
-
-
 _MONITOR = WaitMonitor()
 
 
 def get_monitor() -> WaitMonitor:
-    """Return the process-wide monitor; its thread starts with the first wait."""
+    """Return the process-wide monitor."""
     return _MONITOR
 
 

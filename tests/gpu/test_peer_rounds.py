@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fluid.comm.waits import EXIT_CODE
+from megatron_fluid.comm.watcher import EXIT_CODE
 from tests.support.launch import run_ranks_outcomes
 from tests.support.lost_peer import lose_a_peer
 from tests.support.machine import GPUS

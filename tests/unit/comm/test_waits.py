@@ -13,6 +13,7 @@ import torch
 from megatron_fluid.comm import waits
 from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.comm.waits import GroupWaits, WaitMonitor, explain
+from megatron_fluid.comm.watcher import Watcher
 from megatron_fluid.errors import PeerTimeoutError
 from tests.support.agreements import agreements, on_all
 
@@ -32,10 +33,8 @@ def lost(round_index: int) -> PeerTimeoutError:
 @pytest.fixture
 def monitor(monkeypatch: pytest.MonkeyPatch) -> WaitMonitor:
     """A monitor without its thread: the test decides when it looks."""
-    monitor = WaitMonitor(on_timeout=lambda error: errors.append(error))
     errors.clear()
-    monitor._thread = object()  # type: ignore[assignment]
-    return monitor
+    return WaitMonitor(errors.append, watcher=mock.Mock())
 
 
 errors: list[PeerTimeoutError] = []
@@ -91,7 +90,7 @@ def test_another_ranks_failure_ends_the_wait_early(monitor: WaitMonitor) -> None
 
 def test_the_thread_looks_by_itself() -> None:
     seen: list[PeerTimeoutError] = []
-    monitor = WaitMonitor(on_timeout=seen.append, interval_s=0.01)
+    monitor = WaitMonitor(on_timeout=seen.append, interval_s=0.01, watcher=Watcher())
     monitor.watch("a", Event(True), Event(), 0.05, lambda: lost(2))
     deadline = time.monotonic() + 20
     while not seen and time.monotonic() < deadline:
