@@ -57,7 +57,10 @@ def is_choice(reason: str) -> bool:
 
 
 def first_of_ranks(reasons: Sequence[str | None]) -> str | None:
-    """The first rank's reason, with the rank; None where no rank has one."""
+    """The reason of all ranks; where only some have one, or they differ, the first with its rank;
+    None where no rank has one."""
+    if len(set(reasons)) == 1:
+        return reasons[0]
     named = (f"rank {rank} of the group: {reason}" for rank, reason in enumerate(reasons) if reason)
     return next(named, None)
 

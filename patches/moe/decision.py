@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -41,15 +41,7 @@ from megatron_fluid.topology import real_group
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-__all__ = ["MoEDecisions", "MoEPath"]
-
-
-class MoEPath(Protocol):
-    """What serves a layer from call to call."""
-
-    def start(self, descends: Sequence[bool]) -> None:
-        """Do what the first call needs of all ranks. descends: whether a rank keeps its experts in
-        descending order. [W]"""
+__all__ = ["MoEDecisions"]
 
 
 @dataclass(frozen=True)
@@ -67,9 +59,10 @@ class _Found:
     descends: bool
 
 
-class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
+class MoEDecisions(OverlapDecisions[Any]):
     """The negotiation of MoE layers, over their expert-parallel group: who runs the exchange, and
-    who the experts.
+    who the experts. Paths have `start(descends)`, which does what the first call needs of all
+    ranks; descends: whether a rank keeps its experts in descending order. [W]
 
     Args:
         whole: makes what serves a fused layer, of the layer, the settings and the backend.
@@ -88,9 +81,9 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
 
     def __init__(
         self,
-        whole: Callable[[MoELayer, FluidConfig, str], Path],
-        phases: Callable[[MoELayer, FluidConfig, str, bool], Path],
-        experts: Callable[[MoELayer, FluidConfig], Path],
+        whole: Callable[[MoELayer, FluidConfig, str], Any],
+        phases: Callable[[MoELayer, FluidConfig, str, bool], Any],
+        experts: Callable[[MoELayer, FluidConfig], Any],
         serve_phases: Callable[[MoELayer], None],
     ) -> None:
         super().__init__()
@@ -105,7 +98,7 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
     def group(self, layer: MoELayer) -> dist.ProcessGroup:
         return real_group(layer.ep_group)
 
-    def announce(self, layer: MoELayer, late: bool = False) -> Decision[Path]:
+    def announce(self, layer: MoELayer, late: bool = False) -> Decision[Any]:
         decision = super().announce(layer, late)
         if decision.reason is None and not decision.settled:
             self._serve_phases(layer)
@@ -170,13 +163,13 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
         backend = None if found.backend is None else found.backend.split()[0]
         return part_reasons(layer.config, found.config, layer, backend, found.reason)
 
-    def rest(self, decision: Decision[Path], layer: MoELayer) -> Path | None:
+    def rest(self, decision: Decision[Any], layer: MoELayer) -> Any:
         decision.details = self.parts_of(layer)
         if decision.details.experts is not None:
             return None
         return self._experts(layer, decision.config)
 
-    def separate_experts(self, layer: MoELayer, path: Path | None) -> SeparateExperts | None:
+    def separate_experts(self, layer: MoELayer, path: Any) -> SeparateExperts | None:
         """This package's experts for this call of a layer that runs phase by phase; None for
         Megatron's.
 
@@ -207,16 +200,16 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
 
     def decide(
         self, config: FluidConfig, layer: MoELayer, found: Sequence[Finding]
-    ) -> Path | Reason:
+    ) -> Any | Reason:
         ranks: list[_Found] = [finding.details for finding in found]
         group = self.group(layer)
 
         def parts_over(backend: str) -> PartReasons:
             parts = [rank.parts[backend] for rank in ranks]
             return PartReasons(
-                exchange=_one_reason([part.exchange for part in parts]),
-                experts=_one_reason([part.experts for part in parts]),
-                fusion=_one_reason([part.fusion for part in parts]),
+                exchange=first_of_ranks([part.exchange for part in parts]),
+                experts=first_of_ranks([part.experts for part in parts]),
+                fusion=first_of_ranks([part.fusion for part in parts]),
             )
 
         choice = choose_transport(
@@ -256,10 +249,3 @@ class MoEDecisions[Path: MoEPath](OverlapDecisions[Path]):
 
     def allowed(self, config: FluidConfig, layer: MoELayer, reason: str) -> str | None:
         return f"auto or megatron, because {reason}" if names_exchange(config) else None
-
-
-def _one_reason(reasons: Sequence[str | None]) -> str | None:
-    """The reason of all ranks, or the first of them with its rank; None where no rank has one."""
-    if len(set(reasons)) == 1:
-        return reasons[0]
-    return first_of_ranks(reasons)

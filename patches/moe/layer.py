@@ -307,9 +307,7 @@ def _exchanged(layer: MoELayer, config: FluidConfig, backend: str, experts: bool
     return ExchangedLayer(layer, config, backend, separate)
 
 
-DECISIONS: MoEDecisions[OverlappedLayer | ExchangedLayer | SeparateExperts] = MoEDecisions(
-    OverlappedLayer, _exchanged, SeparateExperts, _serve_phases
-)
+DECISIONS = MoEDecisions(OverlappedLayer, _exchanged, SeparateExperts, _serve_phases)
 
 
 def path_of(layer: MoELayer) -> OverlappedLayer | ExchangedLayer | SeparateExperts | None:
