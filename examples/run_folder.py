@@ -69,13 +69,19 @@ class RunFolder:
             resume: ``--resume``: train on from the last checkpoint in ``save``, if there is one.
 
         Raises:
-            ValueError: the folder cannot be written, or it holds a run that this one would set
-                back.
+            ValueError: the folder cannot be written, it holds a run that this one would set back,
+                or there is nothing to load.
         """
         path = Path(run)
         found = saved_iteration(save)
         load = given.get("load")
         same = load is not None and save is not None and _same(load, save)
+        # The same folder for both is how a job that is started again and again says it.
+        alone = not (same and any(word.split("=")[0] == "--save" for word in sys.argv))
+        if load is not None and alone and saved_iteration(load) is None:
+            raise ValueError(
+                f"--load: found no checkpoint in {load}; leave it out to train from scratch"
+            )
         if resume and load is not None and not same:
             raise ValueError(
                 f"--resume: found --load {load} as well; --resume loads from the run's own "
@@ -142,7 +148,10 @@ class RunFolder:
         }
         known["held_out"] |= {str(done.iteration): done.loss for done in result.evaluations}
         _write(path, known)
-        return _picture(known, self.path / "losses.png")
+        title = f"{self.path}: {len(known['train'])} iterations"
+        if result.step_s is not None:
+            title += f", {1e3 * result.step_s:.0f} ms each"
+        return _picture(known, self.path / "losses.png", title)
 
 
 def _same(one: str, other: str) -> bool:
@@ -193,7 +202,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _picture(losses: Mapping[str, Mapping[str, float]], path: Path) -> Path | None:
+def _picture(losses: Mapping[str, Mapping[str, float]], path: Path, title: str) -> Path | None:
     """Training and held-out loss by iteration."""
     if not losses["train"]:
         return None
@@ -208,6 +217,7 @@ def _picture(losses: Mapping[str, Mapping[str, float]], path: Path) -> Path | No
         points = sorted((int(iteration), loss) for iteration, loss in losses[name].items())
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4, linewidth=1.2)
+    axes.set_title(title, fontsize=10)
     axes.set_xlabel("iteration")
     axes.set_ylabel("loss (nats a token)")
     axes.grid(alpha=0.3)

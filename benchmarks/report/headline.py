@@ -97,9 +97,12 @@ def headline(folder: Path = RESULTS) -> str:
     dates = sorted(document["date"][:10] for _, document in lines)
     measured = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     table = markdown([*head, "megatron_fluid", "times faster"], [line for line, _ in lines])
-    return (
-        f"{table}\n\nMeasured {measured}, bf16: [commits, commands and every row](docs/results.md)."
-    )
+    trained = [document for _, document in lines if document["suite"] == "pretrain"]
+    rows = [row for document in trained for row in document["rows"]]
+    forced = any(row["config"].get("routing", "forced") == "forced" for row in rows)
+    routing = "force" if forced else "an auxiliary loss"
+    source = "[commits, commands and every row](docs/results.md)"
+    return f"{table}\n\nMeasured {measured}, in bf16, experts balanced by {routing}: {source}."
 
 
 def between_hosts(folder: Path = RESULTS) -> str:
