@@ -247,12 +247,12 @@ SUITES = {
             "torch": "torch's grouped GEMM",
             "cublas": "cuBLAS, expert by expert",
             "deepgemm": "DeepGEMM",
+            "deepgemm_fp8": "DeepGEMM",
         },
         ours={
             "fluid_even": "megatron_fluid, rows spread evenly",
             "torch_even": "torch's grouped GEMM, rows spread evenly",
             "fluid_fp8": "megatron_fluid in fp8",
-            "deepgemm_fp8": "DeepGEMM in fp8",
             "fluid_two_kernels": "megatron_fluid, swiglu in a kernel of its own",
             "fluid_unkept": "megatron_fluid, without fc1's own result",
         },

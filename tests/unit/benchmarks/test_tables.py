@@ -116,6 +116,18 @@ def test_a_file_of_todays_code_is_shown_before_one_of_more_gpus(tmp_path: Path) 
     assert "**moe_layer, 2 H200.**" in summary(tmp_path)
 
 
+def test_fp8_is_compared_with_fp8(tmp_path: Path) -> None:
+    bf16 = {"megatron_te_alltoall": 4.0, "fluid": 2.0}
+    fp8 = {"megatron_te_fp8": 3.0, "fluid_fp8": 1.5, "fluid_megatron_fp8": 1.0}
+    on_gpus(tmp_path / "moe_layer.json", "moe_layer", of("olmoe", "train", bf16 | fp8), 4)
+    text = summary(tmp_path)
+    assert "| olmoe | train | 4.00 ms, alltoall dispatcher | 2.00 ms | 2.00 |" in text
+    fp8_row = (
+        "| olmoe | train, fp8 | 3.00 ms, alltoall dispatcher, fp8 blockwise | 1.00 ms | 3.00 |"
+    )
+    assert fp8_row in text
+
+
 def test_the_headline_compares_bf16_with_bf16_and_the_best_with_the_best(tmp_path: Path) -> None:
     megatron = {"megatron": 9.0, "megatron_graph": 8.0, "megatron_best_fp8": 4.0}
     ours = {"fluid": 6.0, "fluid_whole_graph": 5.0, "fluid_whole_graph_fp8": 1.0}
@@ -123,6 +135,21 @@ def test_the_headline_compares_bf16_with_bf16_and_the_best_with_the_best(tmp_pat
     row = "| olmoe, training iteration, end to end, 4 H200 | 8.00 ms | 5.00 ms | **1.60** |"
     assert headline(tmp_path).count("**1.60**") == 1 and row in headline(tmp_path)
     assert "nothing was measured" in between_hosts(tmp_path)
+
+
+def test_beside_the_clock_stands_how_long_the_gpu_was_busy(tmp_path: Path) -> None:
+    rows = [
+        Row("olmoe", "train", variant, ms, ms, ms, 3, {"kernels": {"busy_ms": busy, "kinds": {}}})
+        for variant, ms, busy in (
+            ("megatron_best", 400.0, 180.0),
+            ("fluid", 200.0, 150.0),
+            ("fluid_whole_graph", 100.0, 90.0),
+        )
+    ]
+    on_gpus(tmp_path / "pretrain-1gpu.json", "pretrain", rows, 1)
+    head, _, row = summary(tmp_path).splitlines()[2:]
+    assert head.endswith("| times faster | times less time in which a kernel runs |")
+    assert row.endswith("| 200.00 ms | 2.00 | 100.00 ms | 4.00 | 2.00 |")
 
 
 def test_a_release_takes_figures_of_todays_code_at_one_commit_alone(
