@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, all_to_all
-from tests.support.all_to_all_calls import receive, receive_back, send, send_back
+from megatron_fluid.low_latency.layout import Layout
+from tests.support.all_to_all_calls import build, receive, receive_back, send, send_back
 from tests.support.launch import run_ranks
+from tests.support.machine import NEEDS_INTERPRETER
 
 ONES = torch.ones(4, 1)
 
@@ -160,3 +162,64 @@ def _another(rank: int, world: int, what: str) -> str:
 def test_ranks_that_would_misread_each_other_are_told_apart(what: str, found: str) -> None:
     for said in run_ranks(_another, 2, what):
         assert f"{what}: found {found}" in said
+
+
+# Tokens of 20 and more are many: without batch_invariant their rows come back as sums.
+_SIZES = {"max_num_tokens": 20, "num_experts": 4, "experts_per_token": 3, "hidden_dim": 16}
+_BYTES = {"hidden_dim_bytes": 32, "hidden_dim_scale_bytes": 0, "batch_invariant": True}
+
+
+def _tokens_of(group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a data-parallel group: tokens, ids with masks and an expert that is named twice,
+    weights."""
+    generator = torch.Generator().manual_seed(group)
+    x = torch.randn(20, 16, generator=generator).bfloat16()
+    ids = torch.rand(20, 4, generator=generator).argsort(1)[:, :3].int()
+    ids[3, 1] = ids[5] = -1
+    ids[7, 2] = ids[7, 0]
+    return x, ids, torch.rand(20, 3, generator=generator)
+
+
+def _in_order(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sums, of experts that multiply tokens with their number plus one."""
+    total = torch.zeros(20, 16)
+    for k in range(3):
+        rows = (x * (ids[:, k, None] + 1)).to(torch.bfloat16)
+        total += torch.where(ids[:, k, None] >= 0, rows.float() * weights[:, k, None], 0.0)
+    return total
+
+
+def _experts(ata: AllToAll, rank: int) -> torch.Tensor:
+    rows, local = receive(ata)[1], ata.layout.local_experts
+    return rows * torch.arange(rank * local + 1, (rank + 1) * local + 1)[:, None, None].bfloat16()
+
+
+def _unsummed(rank: int, world: int, dp_size: int) -> None:
+    sizes = _SIZES | _BYTES | {"rank": rank, "world_size": world, "dp_size": dp_size}
+    ata = AllToAll.intranode(**sizes, transport="gloo", timeout_s=30.0)
+    x, ids, weights = _tokens_of(rank // dp_size)
+    with pytest.raises(ConfigError, match="weights: dispatch got some, but with batch_invariant"):
+        send(ata, x, ids, weights)
+    send(ata, x, ids)
+    send_back(ata, _experts(ata, rank), weights)
+    out = receive_back(ata, torch.zeros(20, 16), ids, weights)
+    assert torch.equal(out, _in_order(x, ids, weights))
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_with_batch_invariant_rows_are_summed_in_the_order_of_k(dp_size: int) -> None:
+    run_ranks(_unsummed, 2 * dp_size, dp_size)
+
+
+@NEEDS_INTERPRETER
+def test_over_peer_memory_they_are_too() -> None:
+    _, ranks = build(Layout(world_size=2, dp_size=1, **_SIZES, **_BYTES))  # type: ignore[arg-type]
+    given = [_tokens_of(rank) for rank in range(2)]
+    for ata, (x, ids, _) in zip(ranks, given, strict=True):
+        send(ata, x, ids)
+    rows = [_experts(ata, rank) for rank, ata in enumerate(ranks)]
+    for ata, y, (*_, weights) in zip(ranks, rows, given, strict=True):
+        send_back(ata, y, weights)
+    for ata, (x, ids, weights) in zip(ranks, given, strict=True):
+        out = receive_back(ata, torch.zeros(20, 16), ids, weights)
+        assert torch.equal(out, _in_order(x, ids, weights))
