@@ -23,7 +23,7 @@ from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels.fp8_casts.reference import cast_rows, restore_rows
-from megatron_fluid.moe.nvlink import buffers as steps
+from megatron_fluid.moe.nvlink import transport
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import CANDIDATES, Schedule
 from megatron_fluid.moe.nvlink.shared import SizedBuffers
@@ -117,14 +117,14 @@ def test_rows_that_are_sent_are_awaited_and_overwrite_nothing_that_is_still_to_b
     turns = itertools.count()
 
     def late(patch: pytest.MonkeyPatch, name: str) -> None:
-        step = getattr(steps, name)
+        step = getattr(transport, name)
 
         def delayed(*arguments: Any) -> Any:
             if next(turns) % (space.world_size + 1) == space.rank:
                 torch.cuda._sleep(4_000_000)
             return step(*arguments)
 
-        patch.setattr(steps, name, delayed)
+        patch.setattr(transport, name, delayed)
 
     for kind in ("balanced", "uneven"):
         calls = [
