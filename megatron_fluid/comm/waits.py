@@ -32,12 +32,12 @@ from megatron_fluid.config import current_config
 from megatron_fluid.errors import PeerTimeoutError, first_line, ranks_text
 
 __all__ = [
+    "MONITOR",
     "GroupWaits",
     "WaitMonitor",
     "WaitName",
     "Watchable",
     "explain",
-    "get_monitor",
     "group_waits",
     "record_event",
     "required",
@@ -131,11 +131,6 @@ class WaitMonitor:
         if watcher is not None:
             watcher.add(self.look)
 
-    def pending(self) -> int:
-        """Return the number of waits not yet seen to be finished."""
-        with self._lock:
-            return sum(map(len, self._lanes.values()))
-
     def look(self, now: float) -> float:
         """Look at all lanes once at time `now` (seconds, monotonic). Return after how many seconds
         to look again."""
@@ -167,12 +162,8 @@ def _overdue(lane: _Lane, now: float) -> _Watch | None:
     return lane.popleft() if late else None
 
 
-_MONITOR = WaitMonitor()
-
-
-def get_monitor() -> WaitMonitor:
-    """Return the process-wide monitor."""
-    return _MONITOR
+MONITOR = WaitMonitor()
+"""Of all groups of this process."""
 
 
 def record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -355,7 +346,7 @@ class GroupWaits:
         def error() -> PeerTimeoutError:
             return self.failure(name, timeout_s, reason)
 
-        get_monitor().watch(lane, started, finished, timeout_s, error, self.failed_already)
+        MONITOR.watch(lane, started, finished, timeout_s, error, self.failed_already)
 
     def failed_already(self) -> bool:
         """Return whether a rank of the group has reported a failed wait."""
