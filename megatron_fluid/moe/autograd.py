@@ -111,7 +111,7 @@ def prepare(call: ExpertCall) -> tuple[Tensor, PlainExperts]:
         act = resolve_activation(act)
     fcs = expert_projections(w1, w2, call.num_experts, x, act, call.name, layout)
     if call.batch_invariant:
-        x = x if x.data_ptr() % 16 == 0 else x.clone()  # else kernels with fixed tiles refuse it
+        x = x if x.data_ptr() % 16 == 0 else x.clone()  # kernels for Hopper take no others
         act = replace(act, by_rows=True)
         for fc in fcs:
             fc.fixed_tiles = True
