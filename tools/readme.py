@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.report import iterations
 from benchmarks.report.descriptions import SUITES
-from benchmarks.report.headline import between_hosts, headline
+from benchmarks.report.headline import between_hosts, headline, wire_shares
 from benchmarks.report.tables import suite_page, summary
 from benchmarks.report.wire_plan import wire_plan
 from benchmarks.tune import megatron_best
@@ -36,6 +36,7 @@ PARTS = {
     "results": summary,
     "versions": versions.table,
     "wire_plan": wire_plan,
+    "wire_shares": wire_shares,
     "megatron_tests": megatron_tests,
     "megatron_best": megatron_best.table,
 }

@@ -19,7 +19,7 @@ from benchmarks.report.tables import (
 )
 from megatron_fluid.cli.models import MODELS
 
-__all__ = ["between_hosts", "headline"]
+__all__ = ["between_hosts", "headline", "wire_shares"]
 
 # Suite, its cases that are shown (None: all), what a row measures, and on how many GPUs: None for
 # the most.
@@ -106,7 +106,7 @@ def headline(folder: Path = RESULTS) -> str:
 
 
 def between_hosts(folder: Path = RESULTS) -> str:
-    """What fewer bytes and what overlap gain over a wire that takes as long as the computation."""
+    """What is gained over a wire that takes as long as the computation."""
     document = next((d for _, d in documents(folder) if d["suite"] == "slow_wire"), None)
     if document is None:
         return "Between hosts nothing was measured at this version: `make bench-hosts` does it."
@@ -126,4 +126,22 @@ def between_hosts(folder: Path = RESULTS) -> str:
         f"{hidden['main-2x1-wire-1', 'train']:.0%} and {hidden['moe-2x1-wire-1', 'train']:.0%} of "
         "what the wire costs are gone. Two hosts played by one machine, on CPU cores "
         f"(`make bench-hosts`, {document['date'][:10]}, [several nodes](docs/several_nodes.md))."
+    )
+
+
+def wire_shares(folder: Path = RESULTS) -> str:
+    """Of an MoE layer's gain between two hosts, what a cheaper exchange brings and what overlap."""
+    lines = []
+    for _, document in documents(folder):
+        for (case, mode), times in by_case(document["rows"]).items():
+            ours, plain = times.get("fluid"), times.get("fluid_no_overlap")
+            others = [ms for variant, ms in times.items() if variant.startswith("megatron")]
+            if document["suite"] != "slow_wire" or not case.startswith("moe-2x1-wire-"):
+                continue
+            if mode == "train" and ours and plain and others:
+                shown = min(others), min(others) - plain, plain - ours, ours
+                lines.append([case.rpartition("-")[2], *(f"{ms:.0f} ms" for ms in shown)])
+    head = ["wire / computation", "Megatron, its faster dispatcher", "less by a cheaper exchange"]
+    return (
+        markdown([*head, "less by overlap", "megatron_fluid"], lines) if lines else "Not measured."
     )

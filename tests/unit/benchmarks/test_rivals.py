@@ -1,0 +1,48 @@
+"""Layers of other libraries get the weights of the layer that they are compared with, each in its
+own layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.cases.moe import MoECase
+from benchmarks.cases.moe_rivals import LigerCuteMoE, SonicMoE, TorchGroupedMoE, missing
+
+CASE, CPU = MoECase(hidden=16, ffn=8, experts=4, top_k=2), torch.device("cpu")
+
+
+def test_rivals_take_the_weights_of_another_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    w1, w2 = torch.randn(4, 16, 16).bfloat16(), torch.randn(4, 16, 8).bfloat16()
+    gate, up = w1.chunk(2, dim=1)
+    sonic = SonicMoE(CASE, CPU)
+    sonic.take(w1, w2)
+    assert torch.equal(sonic.weight1[:, 0::2], gate) and torch.equal(sonic.weight1[:, 1::2], up)
+    cute = LigerCuteMoE(CASE, CPU)
+    cute.take(w1[2:], w2[2:])
+    assert torch.equal(cute.weight1, gate[2:]) and torch.equal(cute.up, up[2:])
+    assert cute.weight1.is_contiguous() and torch.equal(cute.weight2, w2[2:])
+    assert {name for name, _ in cute.named_parameters()} == {
+        *("router.weight", "weight1", "up", "weight2")
+    }
+
+
+def test_torchs_grouped_gemm_computes_what_its_words_say() -> None:
+    layer = TorchGroupedMoE(CASE, CPU)
+    layer.take(torch.randn(4, 16, 16) * 0.3, torch.randn(4, 16, 8) * 0.3)
+    x = torch.randn(6, 16).bfloat16()
+    ids, probs = torch.rand(6, 4).topk(2).indices, torch.rand(6, 2)
+    right = torch.zeros(6, 16)
+    w1, w2, tokens = layer.weight1.float(), layer.weight2.float(), x.float()
+    for t in range(6):
+        for expert, prob in zip(ids[t].tolist(), probs[t].tolist(), strict=True):
+            gate, up = (w1[expert] @ tokens[t]).chunk(2)
+            right[t] += prob * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
+    torch.testing.assert_close(layer.experts(x, ids, probs).float(), right, rtol=0.05, atol=0.05)
+
+
+def test_a_library_that_is_missing_is_named() -> None:
+    assert missing("sonic") == "sonicmoe is not importable (docs/rivals.md)"
+    assert missing("torch_grouped") is None is missing("megatron_te_alltoall")
