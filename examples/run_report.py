@@ -47,7 +47,7 @@ def run_report(
         ("data", _data(args, text)),
     ]
     if result.train_losses:
-        rows += [("speed", _speed(args, result)), ("training loss", _training(result))]
+        rows += [("speed", _speed(args, result)), ("training loss", _training(args, result))]
     evaluations = list(result.evaluations)
     test = evaluations.pop() if tested and evaluations else None
     if evaluations:
@@ -161,11 +161,13 @@ def _speed(args: argparse.Namespace, result: RunResult) -> str:
     )
 
 
-def _training(result: RunResult) -> str:
+def _training(args: argparse.Namespace, result: RunResult) -> str:
     first, last = min(result.train_losses), max(result.train_losses)
+    interval = args.log_interval
+    means = f"; the lines above are means of {interval}" if interval > 1 else ""
     return (
         f"{result.train_losses[first]:.4f} -> {result.train_losses[last]:.4f} nats a token "
-        f"(iterations {first + 1} and {last + 1})"
+        f"(iterations {first + 1} and {last + 1}{means})"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
@@ -66,11 +67,11 @@ def draw_picture(timelines: Sequence[Timeline], path: Path, heading: str) -> Pat
     from matplotlib.patches import Patch
 
     heights = [len(t.lanes) + 2 for t in timelines]
-    figure = Figure(figsize=(11, 1.1 + sum(0.34 * h + 0.75 for h in heights)), layout="constrained")
+    figure = Figure(figsize=(8.5, 1.2 + sum(0.34 * h + 0.9 for h in heights)), layout="constrained")
     panels = figure.subplots(
         len(timelines), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights}
     )[:, 0]
-    shown = ("trace", "step", "communication", "hidden share", "sent by this rank", "rate", "MFU")
+    shown = ("trace", "step", "communication", "hidden share", "MFU")
     hatches = {"communication": "", "exposed": "xxxx"}
     for axis, timeline in zip(panels, timelines, strict=True):
         rows: list[tuple[str, list[tuple[float, float, str]]]] = [
@@ -90,9 +91,9 @@ def draw_picture(timelines: Sequence[Timeline], path: Path, heading: str) -> Pat
                     edgecolor="white" if kind == "exposed" else colour,
                     linewidth=0.0 if kind == "exposed" else 0.2,
                 )
-        axis.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+        axis.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=10)
         axis.set_ylim(len(rows) - 0.4, -0.6)
-        axis.tick_params(axis="x", labelsize=8)
+        axis.tick_params(axis="x", labelsize=10)
         axis.grid(axis="x", color="#dddddd", linewidth=0.5)
         axis.set_axisbelow(True)
         facts = "   ".join(
@@ -100,13 +101,11 @@ def draw_picture(timelines: Sequence[Timeline], path: Path, heading: str) -> Pat
             for label, value in timeline.figures
             if label.split()[-1] == "steps" or label in shown
         )
-        axis.set_title(
-            f"{timeline.title} ({timeline.device})", loc="left", fontsize=10, weight="bold"
-        )
-        axis.set_title(facts, loc="right", fontsize=8)
+        title = f"{timeline.title} ({timeline.device})\n{facts}"
+        axis.set_title(title, loc="left", fontsize=10)
     panels[-1].set_xlim(0, max(t.length for t in timelines) / 1e3 * 1.005)
-    panels[-1].set_xlabel("milliseconds from the beginning of the step", fontsize=9)
-    words = {"idle": "host gap (nothing runs)", "exposed": "exposed communication"}
+    panels[-1].set_xlabel("milliseconds from the beginning of the step", fontsize=10)
+    words = {"idle": "host gap", "exposed": "exposed communication"}
     words |= {"compute": "computation", "other": "other (copies, memset)"}
     kinds = {kind for t in timelines for lane in t.lanes for *_, kind, _ in lane.events}
     patches = [
@@ -114,7 +113,7 @@ def draw_picture(timelines: Sequence[Timeline], path: Path, heading: str) -> Pat
         for k, c in COLOURS.items()
         if k != "other" or "other" in kinds
     ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8)
-    figure.suptitle(heading, fontsize=11)
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=9)
+    figure.suptitle(textwrap.fill(heading, 80), fontsize=11)
     figure.savefig(path, dpi=110)
     return path

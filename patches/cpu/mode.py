@@ -41,7 +41,9 @@ def cpu_mode_active() -> bool:
     keep_freed_memory()
     # Torch would warn that it sees no CUDA runtime.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    if multiprocessing.parent_process() is None:  # not in helpers, such as those that write files
+    # Not in helpers, such as those that write files. While one that is spawned imports the main
+    # module, it does not know yet that it has a parent.
+    if multiprocessing.current_process().name == "MainProcess":
         _say(
             "CPU mode, as --fluid-cpu or MEGATRON_FLUID_CPU asks: no GPU is found, Megatron "
             "computes on CPU cores over gloo"

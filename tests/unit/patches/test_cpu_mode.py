@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -332,3 +333,24 @@ def test_cpu_mode_keeps_the_memory_that_a_step_frees_for_the_next() -> None:
     assert faults("on", MEGATRON_FLUID_CPU="1") < 1000 < 8000 < faults()
     users = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
     assert faults("on", MEGATRON_FLUID_CPU="1", **users) > 8000
+
+
+@pytest.mark.process
+def test_a_process_that_is_spawned_does_not_say_it_again(tmp_path: Path) -> None:
+    program = tmp_path / "main.py"
+    program.write_text(
+        "import multiprocessing\n"
+        "from megatron_fluid.patches.cpu.mode import cpu_mode_active\n"
+        "cpu_mode_active()\n"
+        "if __name__ == '__main__':\n"
+        "    helper = multiprocessing.get_context('spawn').Process(target=print, args=['done'])\n"
+        "    helper.start()\n"
+        "    helper.join()\n"
+    )
+    environment = {**os.environ, "MEGATRON_FLUID_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    done = subprocess.run(
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "done\n", done.stderr
+    assert done.stderr.count("CPU mode") == 1
