@@ -27,7 +27,13 @@ import torch.distributed as dist
 from megatron_fluid.comm.agreement import Agreement, agreement, live_agreements
 from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.timeouts import group_timeout_s
-from megatron_fluid.comm.watcher import WATCHER, Watcher, end_process, say
+from megatron_fluid.comm.watcher import (
+    WATCHER,
+    Watcher,
+    allow_queries_during_capture,
+    end_process,
+    say,
+)
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import PeerTimeoutError, first_line, ranks_text
 
@@ -110,6 +116,7 @@ class WaitMonitor:
         self._lanes: dict[object, _Lane] = {}
         self._lock = threading.Lock()
         self._watcher: Watcher | None = watcher
+        self._queries_allowed = False  # to the watcher's thread
 
     def watch(
         self, lane: object, started: Watchable, finished: Watchable, timeout_s: float,
@@ -129,11 +136,18 @@ class WaitMonitor:
             self._lanes.setdefault(lane, deque()).append(watch)
             watcher, self._watcher = self._watcher, None
         if watcher is not None:
-            watcher.add(self.look)
+            watcher.add(self._look_again)
 
-    def look(self, now: float) -> float:
-        """Look at all lanes once at time `now` (seconds, monotonic). Return after how many seconds
-        to look again."""
+    def _look_again(self, now: float) -> float:
+        if not self._queries_allowed:
+            # Not before there is a wait: the driver refuses it where CUDA is not initialised.
+            allow_queries_during_capture()
+            self._queries_allowed = True
+        self.look(now)
+        return self._interval_s
+
+    def look(self, now: float) -> None:
+        """Look at all lanes once at time `now` (seconds, monotonic)."""
         with self._lock:
             lanes = list(self._lanes.values())
         # Outside the lock: enqueuing a wait must not wait for a store that does not answer.
@@ -141,7 +155,6 @@ class WaitMonitor:
             watch = _overdue(lane, now)
             if watch is not None:
                 self._on_timeout(watch.error())
-        return self._interval_s
 
 
 def _overdue(lane: _Lane, now: float) -> _Watch | None:

@@ -80,7 +80,6 @@ class Watcher:
             self._busy.release()
 
     def _run(self) -> None:
-        allow_queries_during_capture()
         while True:
             with self._changed:
                 first = min(self._due.values(), default=threading.TIMEOUT_MAX)

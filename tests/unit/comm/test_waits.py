@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -88,14 +89,26 @@ def test_another_ranks_failure_ends_the_wait_early(monitor: WaitMonitor) -> None
     assert [error.round_index for error in errors] == [4]
 
 
-def test_the_thread_looks_by_itself() -> None:
+def test_the_watcher_looks_by_itself_and_may_query_during_a_capture_from_the_first_wait_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The driver lets a thread query only where CUDA is initialised, and the watcher may have
+    started before that."""
     seen: list[PeerTimeoutError] = []
-    monitor = WaitMonitor(on_timeout=seen.append, interval_s=0.01, watcher=Watcher())
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(
+        waits, "allow_queries_during_capture", lambda: threads.append(threading.current_thread())
+    )
+    looked, watcher = threading.Event(), Watcher()
+    watcher.add(lambda now: looked.set() or 60.0)  # type: ignore[func-returns-value]
+    assert looked.wait(20) and not threads
+    monitor = WaitMonitor(on_timeout=seen.append, interval_s=0.01, watcher=watcher)
     monitor.watch("a", Event(True), Event(), 0.05, lambda: lost(2))
     deadline = time.monotonic() + 20
     while not seen and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [error.round_index for error in seen] == [2]
+    assert threads == [watcher._thread]
 
 
 def explained(channels: Agreement, error: PeerTimeoutError) -> str:
