@@ -202,18 +202,20 @@ def check_after_backward() -> None:
 def tells_peers[**P, R](call: Callable[P, R]) -> Callable[P, R]:
     """Wrap a collective call: an exception of it is reported to the ranks of all live groups. The
     next such call of this process takes the report back. torch.compile breaks its graph there, and
-    transforms of torch.func are refused: their tensors have no memory that could be sent."""
+    transforms of torch.func and torch.export are refused: their tensors have no memory that could
+    be sent."""
 
     @functools.wraps(call)
     def told(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return outside_the_graph(*args, **kwargs)
         if _reported:
             _take_back()
         try:
-            if torch._C._are_functorch_transforms_active():
-                allowed = "none: use backward() or torch.autograd.grad"
-                raise ConfigError.of(f"{call.__qualname__}: transform", "torch.func", allowed)
+            if torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting():
+                found = "torch.func or torch.export"
+                allowed = "none: call it as written, and use backward() or torch.autograd.grad"
+                raise ConfigError.of(f"{call.__qualname__}: transform", found, allowed)
             return call(*args, **kwargs)
         except Exception as error:
             if not isinstance(error, PeerTimeoutError):  # its wait has reported it

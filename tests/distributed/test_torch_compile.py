@@ -148,8 +148,11 @@ def refused_body(rank: int, world: int, name: str) -> None:
         lambda: vmap(layer)(torch.stack([x, x])),
         lambda: jvp(layer, (x,), (x,)),
         lambda: hessian(lambda t: layer(t).sum())(x),
+        lambda: torch.export.export(layer, (x,)),
     ):
-        with pytest.raises(ConfigError, match="transform: found 'torch.func', allowed: none"):
+        with pytest.raises(
+            ConfigError, match="transform: found 'torch.func or torch.export', allowed"
+        ):
             transformed()
     x.requires_grad_()
     y = layer(x)
