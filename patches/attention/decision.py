@@ -108,6 +108,9 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
     Attributes:
         arguments: names of the arguments of Megatron's forward after attention_mask.
         limits: the settings of a TransformerConfig under which projections stay Megatron's.
+        path: the class of the overlapped forward.
+        overlap_texts: the start-up report's words for a module that is overlapped, over NVLink and
+            otherwise.
     """
 
     setting = "cp_backend"
@@ -117,17 +120,11 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
         "sequence_len_offset",
     )  # fmt: skip
     limits: tuple[Limit[Any], ...]
+    path: Callable[[Any, FluidConfig, str], Path]
+    overlap_texts: tuple[str, str]
 
     def module_reason(self, layer: Any) -> str | None:
         """Why a module's submodules and groups keep Megatron's projections; or None."""
-        raise NotImplementedError
-
-    def overlap_text(self, backend: str) -> str:
-        """The start-up report's words for an overlapped module."""
-        raise NotImplementedError
-
-    def make(self, layer: Any, config: FluidConfig, backend: str) -> Path:
-        """The path of a layer; arguments as of OverlappedModule."""
         raise NotImplementedError
 
     def slower_reason(self, config: FluidConfig, layer: Any) -> str | None:
@@ -173,7 +170,7 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
     def describe(self, layer: Any) -> str:
         decision = self.get(layer)
         assert decision is not None
-        return decision.reason or self.overlap_text(str(decision.backend))
+        return decision.reason or self.overlap_texts[decision.backend != "nvlink"]
 
     def announce(self, layer: Any, late: bool = False) -> Decision[Path]:
         decision = super().announce(layer, late)
@@ -182,7 +179,7 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
         return decision
 
     def decide(self, config: FluidConfig, layer: Any, found: Sequence[Finding]) -> Path:
-        return self.make(layer, config, self.backend_of(config, layer))
+        return self.path(layer, config, self.backend_of(config, layer))
 
     def forward(self, original: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
         """Wrap Megatron's forward of these modules."""

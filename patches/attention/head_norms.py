@@ -20,6 +20,8 @@ from torch import Tensor
 
 __all__ = ["HeadNorms", "norm_reason", "of_transformer_engine"]
 
+_PARAMETERS = ("weight", "bias")
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadNorms:
@@ -35,8 +37,7 @@ class HeadNorms:
     @property
     def on_arrival(self) -> bool:
         """Whether they are RMSNorms that the exchange computes."""
-        both = self.query is not None and self.key is not None
-        if not both or not (_is_rms(self.query) and _is_rms(self.key)):
+        if not _kind(self.query) == _kind(self.key) == "rms":
             return False
         return bool(self.query.eps is not None and self.query.eps == self.key.eps)
 
@@ -55,7 +56,8 @@ class HeadNorms:
         """What the kernel's graph reads: the parameters of norms in it."""
         if not self.in_graph:
             return ()
-        return tuple(t for norm in (self.query, self.key) for t in _parameters(norm))
+        found = (getattr(n, name, None) for n in (self.query, self.key) for name in _PARAMETERS)
+        return tuple(t for t in found if t is not None)
 
     def apply(self, q: Tensor, k: Tensor, tensors: Iterator[Tensor]) -> tuple[Tensor, Tensor]:
         """Normalise queries and keys [..., D] in the graph, with ``tensors`` for the parameters."""
@@ -65,7 +67,7 @@ class HeadNorms:
 def norm_reason(q_norm: Any, k_norm: Any) -> str | None:
     """Why the norms of queries and keys cannot be computed here, or None."""
     for name, norm in (("q_layernorm", q_norm), ("k_layernorm", k_norm)):
-        if norm is not None and not (_is_rms(norm) or _is_layer_norm(norm)):
+        if norm is not None and _kind(norm) is None:
             kind = type(norm).__name__
             return f"{name} is a {kind}; queries and keys are normalised by RMSNorm or LayerNorm"
     return None
@@ -76,32 +78,17 @@ def of_transformer_engine(*names: str) -> tuple[type, ...]:
     from megatron.core.extensions import transformer_engine as extension
 
     te = sys.modules.get("transformer_engine.pytorch")
-    return (
-        tuple(getattr(te, name) for name in names) if te is not None and extension.HAVE_TE else ()
-    )
+    return tuple(getattr(te, name) for name in names if te is not None and extension.HAVE_TE)
 
 
-def _l2_norm() -> type:
+def _kind(norm: Any) -> str | None:
+    """ "rms" or "layer" of a norm that is computed here, else None."""
     from megatron.core.transformer.torch_norm import L2Norm
 
-    found: type = L2Norm
-    return found
-
-
-def _rms_types() -> tuple[type, ...]:
-    return (torch.nn.RMSNorm, _l2_norm(), *of_transformer_engine("RMSNorm"))
-
-
-def _layer_norm_types() -> tuple[type, ...]:
-    return (torch.nn.LayerNorm, *of_transformer_engine("LayerNorm"))
-
-
-def _is_rms(norm: Any) -> bool:
-    return type(norm) in _rms_types()
-
-
-def _is_layer_norm(norm: Any) -> bool:
-    return type(norm) in _layer_norm_types()
+    if type(norm) in (torch.nn.RMSNorm, L2Norm, *of_transformer_engine("RMSNorm")):
+        return "rms"
+    layer_norms = (torch.nn.LayerNorm, *of_transformer_engine("LayerNorm"))
+    return "layer" if type(norm) in layer_norms else None
 
 
 def _rms_weight(norm: Any, like: Tensor, dim: int) -> Tensor:
@@ -111,11 +98,6 @@ def _rms_weight(norm: Any, like: Tensor, dim: int) -> Tensor:
     if weight is None:
         return like.new_ones(dim)
     return weight.float() + 1 if getattr(norm, "zero_centered_gamma", False) else weight
-
-
-def _parameters(norm: Any) -> list[Tensor]:
-    found = (getattr(norm, name, None) for name in ("weight", "bias"))
-    return [t for t in found if t is not None]
 
 
 def _normalised(norm: Any, heads: Tensor, tensors: Iterator[Tensor]) -> Tensor:
@@ -128,6 +110,6 @@ def _normalised(norm: Any, heads: Tensor, tensors: Iterator[Tensor]) -> Tensor:
         wide = torch.float64 if heads.dtype == torch.float64 else torch.float32
         rows, weight = heads.to(wide), weight.to(wide) + 1
         bias = None if bias is None else bias.to(wide)
-    if _is_rms(norm):
+    if _kind(norm) == "rms":
         return F.rms_norm(rows, shape, weight, norm.eps).to(heads.dtype)
     return F.layer_norm(rows, shape, weight, bias, norm.eps).to(heads.dtype)

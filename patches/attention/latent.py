@@ -185,22 +185,19 @@ class _LatentDecisions(AttentionDecisions[OverlappedLatentAttention]):
     feature, patch = "overlapped latent attention", "latent-attention"
     compared = ("params_dtype", "hidden_size", "q_lora_rank", "kv_lora_rank", "v_head_dim")
     arguments = (*AttentionDecisions.arguments[:-1], "position_ids", "sequence_len_offset")
-    limits = (*OVERLAP_LIMITS, *LATENT_LIMITS)
+    limits, path = (*OVERLAP_LIMITS, *LATENT_LIMITS), OverlappedLatentAttention
+    overlap_texts = (
+        "compressed rows are gathered over NVLink, beside the projections up",
+        "compressed rows are gathered by collectives, beside the projections up",
+    )
 
     def is_layer(self, module: Any) -> bool:
         from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
         return isinstance(module, MLASelfAttention)
 
-    def overlap_text(self, backend: str) -> str:
-        how = "over NVLink" if backend == "nvlink" else "by collectives"
-        return f"compressed rows are gathered {how}, beside the projections up"
-
     def module_reason(self, layer: Any) -> str | None:
         return latent_module_reason(layer)
-
-    def make(self, layer: Any, config: FluidConfig, backend: str) -> OverlappedLatentAttention:
-        return OverlappedLatentAttention(layer, config, backend)
 
     def slower_reason(self, config: FluidConfig, layer: Any) -> str | None:
         model = layer.config

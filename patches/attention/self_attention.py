@@ -36,7 +36,11 @@ __all__ = ["DECISIONS", "attention_forward", "forward", "init", "leave", "overla
 
 class _SelfAttentionDecisions(decision.AttentionDecisions[OverlappedAttention]):
     feature, patch = "overlapped attention", "self-attention"
-    limits = OVERLAP_LIMITS
+    limits, path = OVERLAP_LIMITS, OverlappedAttention
+    overlap_texts = (
+        "heads move over NVLink, beside the projections",
+        "heads move in peer rounds, beside the projections",
+    )
 
     def is_layer(self, module: Any) -> bool:
         from megatron.core.transformer.attention import SelfAttention
@@ -51,15 +55,8 @@ class _SelfAttentionDecisions(decision.AttentionDecisions[OverlappedAttention]):
 
         return real_group(parallel_state.get_tensor_and_context_parallel_group())
 
-    def overlap_text(self, backend: str) -> str:
-        how = "over NVLink" if backend == "nvlink" else "in peer rounds"
-        return f"heads move {how}, beside the projections"
-
     def module_reason(self, layer: Any) -> str | None:
         return _groups_reason(layer) or module_reason(layer)
-
-    def make(self, layer: Any, config: FluidConfig, backend: str) -> OverlappedAttention:
-        return OverlappedAttention(layer, config, backend)
 
     def slower_reason(self, config: FluidConfig, layer: Any) -> str | None:
         hides = config.tp_overlap != "off" and bool(layer.config.sequence_parallel)
