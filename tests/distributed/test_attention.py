@@ -332,3 +332,22 @@ def test_depth_with_and_without_deferred_weight_gradients(scheduler: bool) -> No
 @pytest.mark.parametrize("scheduler", [False, True], ids=["own", "deferred"])
 def test_accumulation_over_microbatches(scheduler: bool) -> None:
     check(4, Case(layers=2, scheduler=scheduler, microbatches=3, kv_heads=1))
+
+
+def _inputs_alone(rank: int, world: int) -> None:
+    torch.manual_seed(rank)
+    layer = SelfAttention(16, 4, group=dist.group.WORLD, rotary=Rotary(4), dtype=torch.float64)
+    x = torch.randn(4, 2, 16, dtype=torch.float64).requires_grad_()
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+    layer.scheduler.enable()
+    y = layer(x).square().sum()
+    (dx,) = torch.autograd.grad(y, x, retain_graph=True)
+    assert torch.equal(dx, expected) and all(
+        parameter.grad is None for parameter in layer.parameters()
+    )
+    y.backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+def test_the_gradient_of_the_input_alone_leaves_deferred_weights_as_they_are() -> None:
+    run_ranks(_inputs_alone, 2)

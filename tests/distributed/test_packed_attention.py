@@ -6,6 +6,7 @@ shorter than there are ranks. Transformer Engine's core attention is a stand-in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,26 +39,27 @@ CASES = [
 ]
 
 
-def _padded(ranks: int) -> list[int]:
+def padded_rows(ranks: int, lengths: Sequence[int] = LENGTHS) -> list[int]:
     """Rows of each sequence in the pack: the next multiple of twice the ranks."""
-    return [-(-length // (2 * ranks)) * 2 * ranks for length in LENGTHS]
+    return [-(-length // (2 * ranks)) * 2 * ranks for length in lengths]
 
 
-def _pack(ranks: int) -> Any:
+def pack(ranks: int, lengths: Sequence[int] = LENGTHS, device: str = "cpu") -> Any:
+    """Megatron's PackedSeqParams of padded sequences."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    def bounds(lengths: Any) -> Tensor:
-        return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
+    def bounds(rows: Sequence[int]) -> Tensor:
+        return torch.tensor([0, *rows], device=device).cumsum(0).int()
 
-    real, padded = bounds(LENGTHS), bounds(_padded(ranks))
-    most = max(_padded(ranks))
+    real, padded = bounds(lengths), bounds(padded_rows(ranks, lengths))
+    most = max(padded_rows(ranks, lengths))
     return PackedSeqParams("thd", real, real, padded, padded, most, most)
 
 
-def _rows(rank: int, ranks: int) -> Tensor:
+def rows_of(rank: int, ranks: int, lengths: Sequence[int] = LENGTHS) -> Tensor:
     """A rank's rows of the pack: of each sequence two chunks."""
     found, begin = [], 0
-    for rows in _padded(ranks):
+    for rows in padded_rows(ranks, lengths):
         chunks = torch.arange(begin, begin + rows).chunk(2 * ranks)
         found += [chunks[rank], chunks[2 * ranks - 1 - rank]]
         begin += rows
@@ -69,15 +71,15 @@ def _compare(rank: int, ranks: int, backend: str) -> list[str]:
     from megatron_fluid.patches.attention.core import REPORT
 
     alone = start(ranks)
-    total, rows = sum(_padded(ranks)), _rows(rank, ranks)
+    total, rows = sum(padded_rows(ranks)), rows_of(rank, ranks)
     for case in CASES:
         whole = build(case, 1, "auto", alone)
-        packed = _pack(ranks)
+        packed = pack(ranks)
         angles = angles_of(case, packed.max_seqlen_q)
         expected = step(whole, case, torch.arange(total), angles, total, packed=packed)
         ours = build(case, ranks, backend)
         count = count_calls()
-        found = step(ours, case, rows, angles, total, packed=_pack(ranks))
+        found = step(ours, case, rows, angles, total, packed=pack(ranks))
         assert count() == (1 if backend == "rounds" else 0), case
         assert found.keys() == expected.keys() and len(found) > 4
         for name, theirs in expected.items():
@@ -89,7 +91,7 @@ def _compare(rank: int, ranks: int, backend: str) -> list[str]:
             error = error_of(mine, theirs, case.dtype)
             assert error < 2e-6, f"{case} {name}: off by {error:.2e}"
         assert not REPORT.said, "nothing keeps Transformer Engine's exchange"
-    hybrid = _pack(ranks)
+    hybrid = pack(ranks)
     hybrid.local_cp_size = 1
     heads = ours.core_attention.exchanges.heads
     q, k = (torch.randn(rows.numel(), n, 8) for n in (heads.num_heads, heads.num_kv_heads))

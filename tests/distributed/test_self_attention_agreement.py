@@ -38,6 +38,21 @@ def _replace_module(attention: Any) -> None:
     attention.linear_proj = copy.copy(attention.linear_proj)
 
 
+class _Around(torch.nn.Module):
+    """Runs a core attention, and could do more."""
+
+    def __init__(self, core: Any) -> None:
+        super().__init__()
+        self.inner = core
+
+    def forward(self, *args: Any, **rest: Any) -> Any:
+        return self.inner(*args, **rest)
+
+
+def _wrap_core(attention: Any) -> None:
+    attention.core_attention = _Around(attention.core_attention)
+
+
 def _replace_class(attention: Any) -> None:
     linear = attention.linear_qkv
     linear.__class__ = type("Quantised", (type(linear),), {})
@@ -57,7 +72,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "linear_proj.forward was replaced on the instance": _replace_forward,
     "linear_proj was replaced": _replace_module,
 }
-# And after the first forward.
+# Only before the first forward, and only after it.
+EARLIER = CHANGES | {"its _Around keeps its own exchange": _wrap_core}
 LATER = CHANGES | {"linear_qkv became a Quantised": _replace_class}
 
 
@@ -91,7 +107,7 @@ def _changed_before(rank: int, ranks: int) -> list[str]:
 
     start(ranks)
     said = []
-    for found, change in CHANGES.items():
+    for found, change in EARLIER.items():
         for who in (range(ranks), [1]):
             both = _Changed(rank, ranks)
             if rank in who:
@@ -160,44 +176,9 @@ def test_without_the_forwards_patch_nothing_is_said_to_be_overlapped_but_a_specs
         assert of_spec == "rounds"
 
 
-class _Around(torch.nn.Module):
-    """Runs a core attention, and could do more."""
-
-    def __init__(self, core: Any) -> None:
-        super().__init__()
-        self.inner = core
-
-    def forward(self, *args: Any, **rest: Any) -> Any:
-        return self.inner(*args, **rest)
-
-
-def _another_core(rank: int, ranks: int, who: list[int]) -> list[str]:
-    from megatron_fluid.patches.attention import self_attention
-
-    start(ranks)
-    both = _Changed(rank, ranks)
-    if rank in who:
-        both.ours.core_attention = _Around(both.ours.core_attention)
-    both.compare(False)
-    both.compare(False)
-    assert self_attention.overlapped(both.ours) is None
-    return sorted(self_attention.DECISIONS.report.said)
-
-
-@pytest.mark.parametrize("who", [[0, 1], [1]])
-def test_another_core_attention_by_the_first_forward_keeps_megatrons_projections_on_all(
-    who: list[int],
-) -> None:
-    why = "its _Around keeps its own exchange"
-    assert run_ranks(_another_core, 2, who) == [
-        [why if 0 in who else f"rank 1 of the group: {why}"],
-        [why],
-    ]
-
-
 def test_what_one_rank_finds_in_the_first_forward_keeps_megatrons_projections_on_all() -> None:
     first, second = run_ranks(_changed_before, 2)
-    told = [found for found in CHANGES if found != "linear_proj was replaced"]
+    told = [found for found in EARLIER if found != "linear_proj was replaced"]
     assert second == [found for found in told for _ in range(2)]
     assert first == [text for found in told for text in (found, f"rank 1 of the group: {found}")]
 

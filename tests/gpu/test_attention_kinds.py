@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.cases.attention import cp_backend, start_megatron
 from megatron_fluid.attention.layouts import SequenceLayout
+from tests.distributed.test_packed_attention import pack, padded_rows, rows_of
 from tests.support.launch import run_ranks
 from tests.support.machine import GPUS, RANKS, SHARED
 
@@ -248,7 +249,6 @@ def _packs(rank: int, world: int, left: bool) -> None:
     """Packed sequences, each padded to a multiple of twice the ranks, against the whole pack."""
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megatron_fluid import patches
@@ -265,43 +265,32 @@ def _packs(rank: int, world: int, left: bool) -> None:
     ours.load_state_dict(whole.state_dict())
     if left:
         self_attention.leave(ours)
-    padded = [-(-length // (2 * world)) * 2 * world for length in LENGTHS]
-
-    def pack() -> PackedSeqParams:
-        bounds = [
-            torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-            for lengths in (LENGTHS, padded)
-        ]
-        most = max(padded)
-        return PackedSeqParams("thd", bounds[0], bounds[0], bounds[1], bounds[1], most, most)
-
-    rows, begin, real = [], 0, []
-    for length, total in zip(LENGTHS, padded, strict=True):
-        chunks = torch.arange(begin, begin + total, device="cuda").chunk(2 * world)
-        rows += [chunks[rank], chunks[2 * world - 1 - rank]]
-        real.append(torch.arange(begin, begin + length, device="cuda"))
-        begin += total
-    mine = torch.cat(rows)
+    mine, padded = rows_of(rank, world, LENGTHS).cuda(), padded_rows(world, LENGTHS)
+    begins = torch.tensor([0, *padded]).cumsum(0).tolist()
+    real = [torch.arange(b, b + n) for b, n in zip(begins, LENGTHS, strict=False)]
     # What padding gives is nobody's.
-    used = torch.zeros(begin, 1, 1, device="cuda", dtype=torch.bfloat16)
-    used[torch.cat(real)] = 1
+    total = sum(padded)
+    used = torch.zeros(total, 1, 1, device="cuda", dtype=torch.bfloat16)
+    used[torch.cat(real).cuda()] = 1
     angles = RotaryEmbedding(DIM, 1.0).get_emb(max(padded)).cuda()
     generator = torch.Generator("cuda").manual_seed(5)
     x, upstream = (
-        torch.randn(begin, 1, HIDDEN, device="cuda", generator=generator).bfloat16()
+        torch.randn(total, 1, HIDDEN, device="cuda", generator=generator).bfloat16()
         for _ in range(2)
     )
     upstream = upstream * used
 
     def step(module: Any, part: torch.Tensor) -> dict[str, torch.Tensor]:
         given = x[part].clone().requires_grad_()
-        y, _ = module(given, None, rotary_pos_emb=angles, packed_seq_params=pack())
+        y, _ = module(
+            given, None, rotary_pos_emb=angles, packed_seq_params=pack(world, LENGTHS, "cuda")
+        )
         y.backward(upstream[part])
         assert given.grad is not None
         gradients = {name: p.grad for name, p in module.named_parameters()}
         return {"y": y.detach() * used[part], "dx": given.grad, **gradients}  # type: ignore[dict-item]
 
-    expected, found = step(whole, torch.arange(begin, device="cuda")), step(ours, mine)
+    expected, found = step(whole, torch.arange(total, device="cuda")), step(ours, mine)
     for name, theirs in expected.items():
         ours_f = found[name].float()
         if name in ("y", "dx"):

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_fluid.low_latency import AllToAll, peer_memory
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.peer_memory import PeerMemory, Tuning, choose_tuning
+from tests.support.all_to_all_calls import receive, receive_back, send, send_back
 from tests.support.kernel_cases import KernelCase
 from tests.support.simulated_workspace import SimulatedWorkspace
 
@@ -85,42 +86,22 @@ def recorded(*modules: Any) -> Iterator[type[Recorder]]:
 def calls(ata: AllToAll, dtype: torch.dtype, *, early: bool, bound: bool, packed: bool) -> None:
     """One dispatch and one combine by halves, on tensors of the layout's full size."""
     layout = ata.layout
-    m, k, local, rows = (
-        layout.max_num_tokens,
-        layout.experts_per_token,
-        layout.local_experts,
-        layout.max_rows,
-    )
+    m, k = layout.max_num_tokens, layout.experts_per_token
     bound_m = torch.zeros(1, dtype=torch.int32) if bound else None
-    x = torch.zeros(m, layout.hidden_dim, dtype=dtype)
+    x, weights = torch.zeros(m, layout.hidden_dim, dtype=dtype), torch.zeros(m, k)
     x_scale = torch.zeros(m, layout.scale_words) if layout.scale_words else None
     ids = torch.zeros(m, k, dtype=torch.int64 if packed else torch.uint32)
-    weights = torch.zeros(m, k)
-    lead = (ata.packed_rows(128),) if packed else (local, rows)
-    out_x = torch.empty(*lead, layout.hidden_dim, dtype=dtype)
-    out_scale = torch.empty(*lead, layout.scale_words) if layout.scale_words else None
-    counts = torch.zeros(local, dtype=torch.int32)
-    offsets = torch.zeros(local, dtype=torch.int32) if packed else None
-    ata.dispatch(
-        None,
-        None,
-        None,
-        x,
-        x_scale,
-        ids,
-        bound_m,
-        do_recv=False,
-        weights=weights if early else None,
-    )
-    ata.dispatch(
-        counts, out_x, out_scale, None, None, None, do_send=False, out_expert_offsets=offsets,
-        alignment=128 if packed else 1,
-    )  # fmt: skip
-    y = torch.empty(*lead, layout.hidden_dim, dtype=torch.bfloat16)
-    out = torch.empty(m, layout.hidden_dim, dtype=torch.bfloat16)
+    send(ata, x, ids, weights if early else None, scale=x_scale, bound_m=bound_m)
+    more: dict[str, Any] = {}
+    if packed:
+        offsets = torch.zeros(layout.local_experts, dtype=torch.int32)
+        rows = torch.empty(ata.packed_rows(128), layout.hidden_dim, dtype=dtype)
+        more = {"out": rows, "out_expert_offsets": offsets, "alignment": 128}
+    _, out_x, _ = receive(ata, dtype, **more)
     late = None if early else weights
-    ata.combine(None, None, late, y, do_recv=False)
-    ata.combine(out, ids, late, None, bound_m, do_send=False, accumulate=packed)
+    send_back(ata, torch.empty(out_x.shape, dtype=torch.bfloat16), late)
+    out = torch.empty(m, layout.hidden_dim, dtype=torch.bfloat16)
+    receive_back(ata, out, ids, late, bound_m=bound_m, accumulate=packed)
 
 
 def layout_of(shape: str, tokens: int, dtype: torch.dtype) -> Layout:

@@ -68,15 +68,6 @@ def test_a_retained_graph_can_be_used_twice_and_another_says_so() -> None:
         y.sum().backward()
 
 
-def test_the_state_of_a_call_is_let_go_in_backward() -> None:
-    layer, x = _layer(head_groups=2), _input()
-    y = layer(x)
-    node = y.grad_fn
-    assert node is not None and node.state is not None
-    y.sum().backward()
-    assert node.state is None
-
-
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_checkpoint_without_reentry_recomputes_once_however_many_head_groups(
     monkeypatch: pytest.MonkeyPatch, groups: int
@@ -268,6 +259,8 @@ def test_wrong_inputs_are_named() -> None:
         SelfAttention(10, 4)
     with pytest.raises(ConfigError, match="overlap=False"):
         SelfAttention(16, 4, head_groups=2, overlap=False)
+    with pytest.raises(ConfigError, match=r"exchange: found 'symmetric'.*overlap=False"):
+        _layer(exchange="symmetric", overlap=False)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -279,13 +272,6 @@ def test_nothing_has_gradients_of_nothing(shape: tuple[int, ...], overlap: bool)
     y.sum().backward()
     assert x.grad is not None and x.grad.shape == shape == y.shape
     assert all(param.grad is None or not param.grad.any() for param in layer.parameters())
-
-
-def test_ways_that_were_asked_for_and_cannot_be_taken_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="exchange: found 'symmetric', allowed: auto or rounds with overlap=False"
-    ):
-        _layer(exchange="symmetric", overlap=False)
 
 
 def test_head_groups_can_be_given_after_construction() -> None:

@@ -37,13 +37,6 @@ def test_tables_that_a_capture_read_are_never_evicted(monkeypatch: pytest.Monkey
     assert made == [3, 5] and list(kept.values()) == [before]
 
 
-def test_a_capture_is_asked_for_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not tables.capturing()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert tables.capturing()
-
-
 def test_a_capture_keeps_the_tables_of_an_exchange_that_was_used_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
