@@ -7,7 +7,6 @@ Legend: attention.exchange.protocol.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,49 +14,18 @@ from torch import Tensor
 
 from megatron_fluid.attention.exchange.protocol import (
     HeadExchange,
-    Pending,
-    Prepare,
     Projection,
+    RowsInFlight,
     add_columns,
     matmul,
     wide_dtype,
 )
-from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
+from megatron_fluid.attention.exchange.rounds import HeadsByPeer
+from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.tables import position_order
 from megatron_fluid.comm.waits import group_waits
 
 __all__ = ["CollectiveExchange"]
-
-
-@dataclass
-class _Heads:
-    """Received heads [S, B, C]; ``take`` hands them out once."""
-
-    part: HeadPart
-    buffer: Tensor | None
-
-    def pending(self) -> list[Pending]:
-        return []
-
-    def take(self, group: int, prepare: Prepare | None = None) -> tuple[Tensor | None, Tensor]:
-        buffer, self.buffer = self.buffer, None
-        assert buffer is not None, "a head group is taken once"
-        if prepare is None:
-            return None, buffer
-        target = buffer if prepare.norm is None else torch.empty_like(buffer)
-        prepare.apply(buffer, target, self.part)
-        return None if target is buffer else buffer, target
-
-
-@dataclass
-class _Rows:
-    """Received rows: of each rank's heads [s, B, C of that rank]."""
-
-    buffer: Tensor
-    received: Sequence[Tensor]
-
-    def pending(self) -> list[Pending]:
-        return []
 
 
 class CollectiveExchange(HeadExchange):
@@ -97,7 +65,9 @@ class CollectiveExchange(HeadExchange):
         )
         return received
 
-    def project(self, operation: str, x: Tensor, projection: Projection, chunks: int = 1) -> _Heads:
+    def project(
+        self, operation: str, x: Tensor, projection: Projection, chunks: int = 1
+    ) -> HeadsByPeer:
         whole = x.new_empty((*x.shape[:2], sum(self._widths(projection.of_output))))
         matmul(x, self._for_every_rank(projection), whole)
         return self._send(whole, projection.of_output)
@@ -112,17 +82,16 @@ class CollectiveExchange(HeadExchange):
             bias = torch.cat([part.weight(bias) for part in self._parts])
         return Projection(repeated, bias)
 
-    def send_heads(self, operation: str, whole: Tensor, of_output: bool) -> _Heads:
+    def send_heads(self, operation: str, whole: Tensor, of_output: bool) -> HeadsByPeer:
         if not (of_output or self.heads.disjoint):
             columns = [cut for part in self._parts for cut in part.columns(of_output)]
             whole = torch.cat([whole[..., cut] for cut in columns], -1)
         return self._send(whole, of_output)
 
-    def _send(self, whole: Tensor, of_output: bool) -> _Heads:
+    def _send(self, whole: Tensor, of_output: bool) -> HeadsByPeer:
         """Send [s, B, columns of all ranks, rank after rank]."""
-        part = self._parts[self.rank]
         if self.heads.single:
-            return _Heads(part, whole)
+            return HeadsByPeer(self, [(whole, {})])
         widths, batch = self._widths(of_output), whole.shape[1]
         mine, rows = widths[self.rank], self._rows
         if len(set(widths)) == 1:
@@ -133,16 +102,16 @@ class CollectiveExchange(HeadExchange):
         received = self._all_to_all(send, [n * batch * mine for n in rows], sizes)
         shards = received.view(self.sequence.length, batch, mine)
         if self.sequence.kind == "contiguous":
-            return _Heads(part, shards)
+            return HeadsByPeer(self, [(shards, {})])
         buffer = torch.empty_like(shards)
         buffer[position_order(self.sequence, shards.device)] = shards
-        return _Heads(part, buffer)
+        return HeadsByPeer(self, [(buffer, {})])
 
     def send_rows(
         self, operation: str, group: int, buffer: Tensor, of_output: bool, chunks: int = 1
-    ) -> _Rows:
+    ) -> RowsInFlight:
         if self.heads.single:
-            return _Rows(buffer, [buffer])
+            return RowsInFlight(buffer, [buffer])
         rows, batch, shards = self._rows[self.rank], buffer.shape[1], buffer
         if self.sequence.kind != "contiguous":
             shards = buffer[position_order(self.sequence, buffer.device)]
@@ -151,13 +120,13 @@ class CollectiveExchange(HeadExchange):
         sizes = [n * batch * widths[self.rank] for n in self._rows]
         pieces = self._all_to_all(shards.reshape(-1), receive, sizes).split(receive)
         views = [p.view(rows, batch, width) for p, width in zip(pieces, widths, strict=True)]
-        return _Rows(buffer, views)
+        return RowsInFlight(buffer, views)
 
     def collect(
-        self, returning: Sequence[_Rows], of_output: bool
+        self, returning: Sequence[RowsInFlight], of_output: bool
     ) -> Iterator[tuple[slice, Tensor]]:
         [back] = returning
-        pieces, rows = back.received, slice(0, self._rows[self.rank])
+        pieces, rows = back.arrivals, slice(0, self._rows[self.rank])
         if len(pieces) == 1:
             yield rows, pieces[0]
         elif of_output or self.heads.disjoint:

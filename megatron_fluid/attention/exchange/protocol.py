@@ -106,12 +106,22 @@ class HeadsInFlight(Protocol):
         ...
 
 
-class RowsInFlight(Protocol):
-    """One head group's rows on their way to the ranks that hold them."""
+@dataclass
+class RowsInFlight:
+    """One head group's rows on their way to the ranks that hold them.
 
-    buffer: Tensor  # [S, B, C]: what is sent
+    Attributes:
+        buffer: what is sent. [S, B, C]
+        arrivals: what the transport receives them by.
+        waits: what is in flight, for work that may overlap with it.
+    """
 
-    def pending(self) -> Sequence[Pending]: ...
+    buffer: Tensor
+    arrivals: Any
+    waits: Sequence[Pending] = ()
+
+    def pending(self) -> Sequence[Pending]:
+        return self.waits
 
 
 class HeadExchange(ABC):

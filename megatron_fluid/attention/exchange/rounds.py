@@ -16,6 +16,7 @@ from megatron_fluid.attention.exchange.protocol import (
     HeadExchange,
     Prepare,
     Projection,
+    RowsInFlight,
     add_columns,
     matmul,
     wide_dtype,
@@ -23,7 +24,7 @@ from megatron_fluid.attention.exchange.protocol import (
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound
 
-__all__ = ["RoundsExchange", "groups_between_hosts"]
+__all__ = ["HeadsByPeer", "RoundsExchange", "groups_between_hosts"]
 
 # A message below this costs more by its latency and launch, and by smaller kernels, than it hides.
 _LEAST_MESSAGE_BYTES = {"cuda": 4 * 2**20, "cpu": 2**17}
@@ -50,10 +51,10 @@ def groups_between_hosts(
 
 
 @dataclass
-class _Heads:
+class HeadsByPeer:
     """Heads in flight: per head group, the buffer that peers write into and what is to arrive."""
 
-    exchange: RoundsExchange
+    exchange: HeadExchange
     groups: list[tuple[Tensor, Arrivals]]
 
     def pending(self) -> list[PendingRound]:
@@ -66,31 +67,20 @@ class _Heads:
                 arrival.wait()
             return None, buffer
         target = buffer if prepare.norm is None else torch.empty_like(buffer)
-        self._prepare(prepare, group, buffer, target, self.exchange.rank)
+        part = self.exchange.heads.part(self.exchange.rank, group)
+
+        def sent_by(rank: int) -> None:
+            for _, rows in self.exchange.sequence.pieces(rank):
+                prepare.apply(buffer, target, part, rows)
+
+        if arrivals:
+            sent_by(self.exchange.rank)
+        else:  # all rows are there
+            prepare.apply(buffer, target, part)
         for (_, peer), arrival in arrivals.items():
             arrival.wait()
-            self._prepare(prepare, group, buffer, target, peer)
+            sent_by(peer)
         return None if target is buffer else buffer, target
-
-    def _prepare(
-        self, prepare: Prepare, group: int, buffer: Tensor, target: Tensor, source: int
-    ) -> None:
-        """Prepare the rows that ``source`` sent."""
-        part = self.exchange.heads.part(self.exchange.rank, group)
-        for _, rows in self.exchange.sequence.pieces(source):
-            prepare.apply(buffer, target, part, rows)
-
-
-@dataclass
-class _Rows:
-    """Rows in flight: the buffer they are sent from, and each peer's receive buffer."""
-
-    buffer: Tensor
-    chunks: int
-    arrivals: dict[tuple[int, int], tuple[PendingRound, Tensor]]
-
-    def pending(self) -> list[PendingRound]:
-        return [arrival for arrival, _ in self.arrivals.values()]
 
 
 class RoundsExchange(HeadExchange):
@@ -131,7 +121,9 @@ class RoundsExchange(HeadExchange):
         ]
         return own, [whole[positions] for _, positions in self.sequence.pieces(peer, theirs)]
 
-    def project(self, operation: str, x: Tensor, projection: Projection, chunks: int = 1) -> _Heads:
+    def project(
+        self, operation: str, x: Tensor, projection: Projection, chunks: int = 1
+    ) -> HeadsByPeer:
         ranks = (self.rank, *(peer for _, peer in self.peers))
 
         def send(group: int) -> tuple[Tensor, Arrivals]:
@@ -142,9 +134,9 @@ class RoundsExchange(HeadExchange):
 
             return self._send(f"{operation} {group}", group, x, fill, projection.of_output, chunks)
 
-        return _Heads(self, [send(group) for group in range(self.heads.groups)])
+        return HeadsByPeer(self, [send(group) for group in range(self.heads.groups)])
 
-    def send_heads(self, operation: str, whole: Tensor, of_output: bool) -> _Heads:
+    def send_heads(self, operation: str, whole: Tensor, of_output: bool) -> HeadsByPeer:
         def send(group: int) -> tuple[Tensor, Arrivals]:
             def fill(rank: int, rows: slice, out: Tensor) -> None:
                 columns = self.heads.part(rank, group).columns(of_output)
@@ -152,7 +144,7 @@ class RoundsExchange(HeadExchange):
 
             return self._send(f"{operation} {group}", group, whole, fill, of_output, 1)
 
-        return _Heads(self, [send(group) for group in range(self.heads.groups)])
+        return HeadsByPeer(self, [send(group) for group in range(self.heads.groups)])
 
     def _send(
         self, operation: str, group: int, x: Tensor, fill: Fill, of_output: bool, chunks: int
@@ -177,21 +169,22 @@ class RoundsExchange(HeadExchange):
 
     def send_rows(
         self, operation: str, group: int, buffer: Tensor, of_output: bool, chunks: int = 1
-    ) -> _Rows:
-        result = _Rows(buffer, chunks, {})
+    ) -> RowsInFlight:
+        received: list[list[tuple[int, PendingRound, Tensor]]] = [[] for _ in range(chunks)]
         for chunk in range(chunks):
             rows = self.sequence.chunk(self.rank, chunk, chunks)
             for index, peer in self.peers:
                 assert self.rounds is not None
                 width = self.heads.part(peer, group).columns_width(of_output)
-                received = buffer.new_empty((rows.stop - rows.start, buffer.shape[1], width))
-                receive, send = self._pieces(received, buffer, peer, chunk, chunks)
+                into = buffer.new_empty((rows.stop - rows.start, buffer.shape[1], width))
+                receive, send = self._pieces(into, buffer, peer, chunk, chunks)
                 arrival = self.rounds.start(f"{operation} {group}", index, send, receive)
-                result.arrivals[chunk, peer] = arrival, received
-        return result
+                received[chunk].append((peer, arrival, into))
+        waits = [arrival for chunk_ in received for _, arrival, _ in chunk_]
+        return RowsInFlight(buffer, received, waits)
 
     def collect(
-        self, returning: Sequence[_Rows], of_output: bool
+        self, returning: Sequence[RowsInFlight], of_output: bool
     ) -> Iterator[tuple[slice, Tensor]]:
         heads, sequence, first = self.heads, self.sequence, returning[0].buffer
         rows = sequence.local_length(self.rank)
@@ -201,15 +194,16 @@ class RoundsExchange(HeadExchange):
         if shared:  # summed wide, and rounded once
             wide = total.new_zeros(total.shape, dtype=wide_dtype(total.dtype))
         for group, back in enumerate(returning):
+            back.waits = ()  # what has arrived is let go chunk by chunk
             own = heads.part(self.rank, group)
             for local, positions in sequence.pieces(self.rank):
                 add_columns(wide[local], own, back.buffer[positions], of_output, shared)
-        chunks = returning[0].chunks
+        chunks = len(returning[0].arrivals)
         for chunk in range(chunks):
             now = sequence.chunk(self.rank, chunk, chunks)
             for group, back in enumerate(returning):
-                for _, peer in self.peers:
-                    arrival, received = back.arrivals.pop((chunk, peer))
+                arrived, back.arrivals[chunk] = back.arrivals[chunk], []
+                for peer, arrival, received in arrived:
                     arrival.wait()
                     add_columns(wide[now], heads.part(peer, group), received, of_output, shared)
             if shared:

@@ -25,7 +25,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fluid.attention.exchange.buffers import Copies, HeadBuffers, Transfer
-from megatron_fluid.attention.exchange.protocol import HeadExchange, Prepare, Projection, matmul
+from megatron_fluid.attention.exchange.protocol import (
+    HeadExchange,
+    Prepare,
+    Projection,
+    RowsInFlight,
+    matmul,
+)
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.packed import (
     Triple,
@@ -131,17 +137,6 @@ class _Heads:
             pieces[1:] = [torch.from_dlpack(piece) for piece in pieces[1:]]
         shapes = [(length, self.batch, count * dim) for count in slots]
         return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-
-
-@dataclass
-class _Rows:
-    """One head group's rows in flight, with the buffer they are sent from."""
-
-    sent: Transfer
-    buffer: Tensor
-
-    def pending(self) -> list[Copies]:
-        return self.sent.pending()
 
 
 class SymmetricExchange(HeadExchange):
@@ -308,10 +303,10 @@ class SymmetricExchange(HeadExchange):
     # ---- HP2SP
     def send_rows(
         self, operation: str, group: int, buffer: Tensor, of_output: bool, chunks: int = 1
-    ) -> _Rows:
+    ) -> RowsInFlight:
         return self._send_rows(buffer, group, OUTPUT if of_output else FUSED)
 
-    def _send_rows(self, buffer: Tensor, group: int, kind: str) -> _Rows:
+    def _send_rows(self, buffer: Tensor, group: int, kind: str) -> RowsInFlight:
         tables, batch, dim = self.tables(kind), buffer.shape[1], self.heads.unit
         name, most, world = f"rows {group}", tables.group_slots[group], self.buffers.world
         # Gradients of q, k and v use the same receive buffer and are wider. It is claimed at their
@@ -333,7 +328,7 @@ class SymmetricExchange(HeadExchange):
                 DP=power_of_two(dim),
                 ROWS=_ROWS,
             )
-        return _Rows(sent, buffer)
+        return RowsInFlight(buffer, sent, sent.pending())
 
     def _copy_rows(self, sent: Transfer, buffer: Tensor, slots: int, most: int) -> None:
         buffers, (length, batch, width) = self.buffers, buffer.shape
@@ -363,7 +358,7 @@ class SymmetricExchange(HeadExchange):
         return found
 
     def collect(
-        self, returning: Sequence[_Rows], of_output: bool
+        self, returning: Sequence[RowsInFlight], of_output: bool
     ) -> Iterator[tuple[slice, Tensor]]:
         kind, first = OUTPUT if of_output else FUSED, returning[0].buffer
         rows = self.sequence.local_length(self.rank)
@@ -372,18 +367,24 @@ class SymmetricExchange(HeadExchange):
         self._collect(returning, kind, total)
         yield slice(0, rows), total
 
-    def _collect(self, returning: Sequence[_Rows], kind: str, total: Tensor) -> None:
+    def _collect(self, returning: Sequence[RowsInFlight], kind: str, total: Tensor) -> None:
         """Put the heads of all ranks where the tables of ``kind`` say in ``total``, which holds [s,
         B, all heads, D]."""
         tables, dim = self.tables(kind), self.heads.unit
         rows = self.sequence.local_length(self.rank)
         for group, back in enumerate(returning):
             batch, table = back.buffer.shape[1], tables.rows[group]
-            back.sent.wait()
+            back.arrivals.wait()
             blocks = ceil_div(rows * batch, _ROWS)
             if blocks:
                 heads = table.shape[0]
-                tensors = (back.sent.received, back.buffer, total, table, tables.slots_of[group])
+                tensors = (
+                    back.arrivals.received,
+                    back.buffer,
+                    total,
+                    table,
+                    tables.slots_of[group],
+                )
                 arrive_rows(
                     blocks * heads,
                     (*tensors, tables.spans, self.rank, rows * batch, batch, heads),
@@ -394,7 +395,7 @@ class SymmetricExchange(HeadExchange):
                     ROWS=_ROWS,
                     WIDE=_wide(total.dtype),
                 )
-            back.sent.mark_read()
+            back.arrivals.mark_read()
 
     # ---- q, k and v apart: their own tables, and no copy into a fused tensor
     def send_qkv(self, q: Tensor, k: Tensor, v: Tensor) -> list[Triple]:
@@ -411,7 +412,7 @@ class SymmetricExchange(HeadExchange):
         heads[3:] = [torch.from_dlpack(t) for t in heads[3:]]
         return list(zip(heads[::3], heads[1::3], heads[2::3], strict=True))
 
-    def send_qkv_gradients(self, group: int, dq: Tensor, dk: Tensor, dv: Tensor) -> _Rows:
+    def send_qkv_gradients(self, group: int, dq: Tensor, dk: Tensor, dv: Tensor) -> RowsInFlight:
         part = self.heads.part(self.rank, group)
         packed = dq.new_empty((dq.shape[0], dq.shape[1], part.width))
         if part.value_dim != part.head_dim:
@@ -421,7 +422,7 @@ class SymmetricExchange(HeadExchange):
             pack_in_one_pass((dq, dk, dv), part, None, packed, apart=True)
         return self._send_rows(packed, group, SPLIT)
 
-    def collect_qkv_gradients(self, returning: Sequence[_Rows]) -> Triple:
+    def collect_qkv_gradients(self, returning: Sequence[RowsInFlight]) -> Triple:
         buffer, heads = returning[0].buffer, self.heads
         rows, batch = self.sequence.local_length(self.rank), buffer.shape[1]
         pair = (heads.num_kv_heads, heads.head_dim), (heads.num_kv_heads, heads.dv)
