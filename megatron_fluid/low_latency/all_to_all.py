@@ -191,7 +191,7 @@ class AllToAll:
         ) if do_send else None  # fmt: skip
         received = DispatchRequest(
             out_expert_num_tokens, out_expert_x, out_expert_x_scale, out_expert_offsets,
-            receive=True, packed=packed, alignment=alignment,
+            packed=packed, alignment=alignment,
         ) if do_recv else None  # fmt: skip
         if key not in self._checked:
             if sent is not None:
@@ -255,24 +255,21 @@ class AllToAll:
             form(expert_y), form(bound_m), self._sent_tokens, self._packed_rows,
             exchange,
         )  # fmt: skip
+        sent = CombineRequest(
+            weights=weights, expert_y=expert_y, bound_m=bound_m, send=True, exchange=exchange
+        ) if do_send else None  # fmt: skip
+        received = CombineRequest(
+            out_tokens, indices, weights, bound_m=bound_m, accumulate=accumulate, exchange=exchange
+        ) if do_recv else None  # fmt: skip
         if key not in self._checked:
-            request = CombineRequest(
-                out_tokens, indices, weights, expert_y, bound_m, do_send, do_recv, accumulate,
-                exchange,
-            )  # fmt: skip
-            self._checks.combine(request, self._sent_tokens, self._packed_rows)
+            for half in (sent, received):
+                if half is not None:
+                    self._checks.combine(half, self._sent_tokens, self._packed_rows)
             self._checked.add(key)
-        if do_send:
-            request = CombineRequest(
-                weights=weights, expert_y=expert_y, bound_m=bound_m, send=True, exchange=exchange
-            )
-            self._transport.combine(request)
-        if do_recv:
-            request = CombineRequest(
-                out_tokens, indices, weights, bound_m=bound_m, receive=True, accumulate=accumulate,
-                exchange=exchange,
-            )  # fmt: skip
-            self._transport.combine(request)
+        if sent is not None:
+            self._transport.combine(sent)
+        if received is not None:
+            self._transport.combine(received)
         self._sent["combine"] = not do_recv
 
     # ---- state

@@ -87,10 +87,10 @@ class Checks:
             raise ConfigError(f"out_expert_offsets and alignment {belong}")
 
     def combine(self, q: CombineRequest, sent_tokens: int, packed_rows: int | None) -> None:
-        """Check a combine whose halves may both be wanted, after a dispatch of `sent_tokens` that
-        was received in the packed layout of `packed_rows`, or not packed (None)."""
+        """Check a half of a combine, after a dispatch of `sent_tokens` that was received in the
+        packed layout of `packed_rows`, or not packed (None)."""
         layout, out = self.layout, q.out
-        if q.receive:
+        if not q.send:
             out = self._present("out_tokens", out)
             shape = (out.shape[0] if out.dim() == 2 else -1, layout.hidden_dim)
             if shape[0] > layout.max_num_tokens:
@@ -103,7 +103,7 @@ class Checks:
             self._rows("out_tokens", out, 16)
             shape = (out.shape[0], layout.experts_per_token)
             self._dense("indices", q.indices, shape, _INDEX_TYPES)
-        if q.send:
+        else:
             y = self._present("expert_y", q.expert_y)
             packed = packed_rows is not None
             lead = y.shape[:1] if packed else (layout.local_experts, layout.max_rows)

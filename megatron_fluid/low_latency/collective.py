@@ -64,14 +64,14 @@ class Collective:
     def dispatch(self, request: DispatchRequest) -> None:
         if request.send:
             self._dispatch_send(request)
-        if request.receive:
+        else:
             self._finish()
             self._dispatch_receive(request)
 
     def combine(self, request: CombineRequest) -> None:
         if request.send:
             self._combine_send(request)
-        if request.receive:
+        else:
             self._finish()
             self._combine_receive(request)
 

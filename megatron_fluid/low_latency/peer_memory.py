@@ -207,7 +207,7 @@ class PeerMemory:
         x, out_x, out_scale = q.x, q.out_x, q.out_scale
         programs = tuning.dispatch_senders if q.send else self.layout.local_experts * tuning.split
         key = (
-            "dispatch", q.send, q.receive, q.packed, q.x_scale is None, out_scale is None,
+            "dispatch", q.send, q.packed, q.x_scale is None, out_scale is None,
             q.weights is None, q.bound_m is None, None if q.indices is None else q.indices.dtype,
         )  # fmt: skip
         launch = self._launches.get(key)
@@ -222,7 +222,7 @@ class PeerMemory:
             x_stride = x.stride(0) * x.element_size() // 16
             if q.x_scale is not None:
                 x_scale_stride = q.x_scale.stride(0)
-        if q.receive:
+        else:
             assert out_x is not None
             unit = 16 // out_x.element_size()
             row_stride = out_x.stride(-2) // unit
@@ -253,7 +253,7 @@ class PeerMemory:
         if not q.send:
             programs = max(1, tokens * -(-layout.hidden_dim // tuning.combine_receive_block))
         key = (
-            "combine", q.send, q.receive, q.exchange, q.accumulate, q.bound_m is None,
+            "combine", q.send, q.exchange, q.accumulate, q.bound_m is None,
             None if q.out is None else q.out.dtype, None if q.indices is None else q.indices.dtype,
             None if q.weights is None else True,
         )  # fmt: skip

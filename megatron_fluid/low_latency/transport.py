@@ -16,8 +16,8 @@ __all__ = ["CombineRequest", "DispatchRequest", "Transport"]
 
 @dataclass(slots=True)
 class DispatchRequest:
-    """One half of a dispatch. `send` reads x, x_scale, indices, weights and bound_m. `receive`
-    writes the out_* tensors.
+    """One half of a dispatch. With `send` it reads x, x_scale, indices, weights and bound_m, else
+    it receives and writes the out_* tensors.
 
     Attributes:
         packed: out_x is [rows, H], one expert after another, each at a multiple of `alignment`
@@ -35,15 +35,14 @@ class DispatchRequest:
     weights: Tensor | None = None
     bound_m: Tensor | None = None
     send: bool = False
-    receive: bool = False
     packed: bool = False
     alignment: int = 1
 
 
 @dataclass(slots=True)
 class CombineRequest:
-    """One half of a combine. `send` reads expert_y. `receive` reads indices and bound_m, and writes
-    out.
+    """One half of a combine. With `send` it reads expert_y, else it receives: it reads indices and
+    bound_m, and writes out.
 
     Attributes:
         accumulate: add to `out` instead of overwriting it.
@@ -57,7 +56,6 @@ class CombineRequest:
     expert_y: Tensor | None = None
     bound_m: Tensor | None = None
     send: bool = False
-    receive: bool = False
     accumulate: bool = False
     exchange: bool = False
 
@@ -71,10 +69,10 @@ class Transport(Protocol):
         """Its name in `AllToAll.transport`: nvlink, nvshmem, nccl, gloo, or two joined by +."""
 
     def dispatch(self, request: DispatchRequest) -> None:
-        """Enqueue the halves that the request asks for."""
+        """Enqueue this half."""
 
     def combine(self, request: CombineRequest) -> None:
-        """Enqueue the halves that the request asks for."""
+        """Enqueue this half."""
 
     def check_errors(self) -> None:
         """Raise PeerTimeoutError if a wait of this rank has timed out: data that arrives later

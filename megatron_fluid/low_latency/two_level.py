@@ -120,7 +120,7 @@ class TwoLevel:
     def dispatch(self, request: DispatchRequest) -> None:
         if request.send:
             self.send_along_rail(request)
-        if request.receive:
+        else:
             self.forward_in_domain()
             self.receive_in_domain(request)
 
@@ -166,7 +166,7 @@ class TwoLevel:
     def forward_in_domain(self) -> None:
         """Receive from the rail, and send on to the ranks of this domain."""
         sizes, layout, k = self.sizes, self.sizes.layout, self.sizes.layout.experts_per_token
-        received = DispatchRequest(out_counts=self._count, out_x=self._received, receive=True)
+        received = DispatchRequest(out_counts=self._count, out_x=self._received)
         self._run(self.rail.dispatch, received)
         row = self._received[0]
         words = row[:, sizes.ids_at : sizes.ids_at + 8 * k].view(torch.int32)
@@ -194,7 +194,7 @@ class TwoLevel:
             self.sum_in_domain(request, send=True)
             self.sum_in_domain(request, send=False)
             self.send_back()
-        if request.receive:
+        else:
             self.receive_back(request)
 
     def exchange_weights(self, q: CombineRequest) -> None:
@@ -204,7 +204,7 @@ class TwoLevel:
         self._weight_row[:m, :k] = q.weights
         request = DispatchRequest(x=self._weight_row[:m], indices=self._rail_ids[:m], send=True)
         self._run(self.weights_rail.dispatch, request)
-        request = DispatchRequest(self._weights_count, self._received_weights, receive=True)
+        request = DispatchRequest(self._weights_count, self._received_weights)
         self._run(self.weights_rail.dispatch, request)
         self._weights.copy_(self._received_weights[0, :, :k])
 
@@ -216,7 +216,7 @@ class TwoLevel:
         if send:
             request.expert_y, request.send = q.expert_y, True
         else:
-            request.out, request.indices, request.receive = self._partial, self._ids, True
+            request.out, request.indices = self._partial, self._ids
         self._run(self.domain.combine, request)
 
     def send_back(self) -> None:
@@ -227,9 +227,7 @@ class TwoLevel:
         """Sum over the domains."""
         assert q.out is not None
         rail_ids = self._rail_ids[: q.out.shape[0]]
-        request = CombineRequest(
-            q.out, rail_ids, bound_m=q.bound_m, receive=True, accumulate=q.accumulate
-        )
+        request = CombineRequest(q.out, rail_ids, bound_m=q.bound_m, accumulate=q.accumulate)
         self._run(self.rail.combine, request)
 
     # ---- state

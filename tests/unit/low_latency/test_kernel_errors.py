@@ -41,7 +41,7 @@ def test_of_several_late_peers_the_first_is_named_with_what_it_has_sent() -> Non
     for peer, generation in enumerate((5, 4, 1)):
         flags[peer * senders : (peer + 1) * senders] = generation
     counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 6, 16, dtype=torch.bfloat16)
-    transport.dispatch(DispatchRequest(counts, out, receive=True))
+    transport.dispatch(DispatchRequest(counts, out))
     late = r"no answer from peer 1 .*expected generation 5, seen 4"
     with pytest.raises(PeerTimeoutError, match=late):
         transport.check_errors()

@@ -100,7 +100,7 @@ def test_simulated_ranks_match_the_reference(
             counts = torch.full((local,), -7, dtype=torch.int32)
             out = torch.zeros(local, layout.max_rows, hidden, dtype=torch.bfloat16)
             outs.append((counts, out))
-            requests.append(DispatchRequest(counts, out, receive=True))
+            requests.append(DispatchRequest(counts, out))
             two.send_along_rail(DispatchRequest(x=x[r], indices=ids[r], weights=weights[r]))
         fake_nvshmem.deliver()
         for two in ranks:
