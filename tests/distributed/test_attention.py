@@ -10,6 +10,7 @@ in order, sums shares, and compares with the reference, which runs here in float
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from megatron_fluid.attention.layer import SelfAttention, sum_gradients
 from megatron_fluid.attention.layouts import SequenceLayout
 from megatron_fluid.attention.packed import Rotary
-from megatron_fluid.backward.weight_grads import get_backward_scheduler
+from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from tests.support.attention_reference import reference_attention
 from tests.support.launch import run_ranks
 
@@ -104,64 +105,64 @@ def _data(case: Case, microbatch: int) -> tuple[Tensor, Tensor]:
     return x.to(case.dtype), g.to(case.dtype)
 
 
-def _body(rank: int, world: int, case: Case) -> dict[str, Any]:
-    group = dist.group.WORLD if world > 1 else None
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-    layers = _layers(case, group, device)
-    scheduler = get_backward_scheduler()
-    scheduler.enabled = case.scheduler
+def run_steps(
+    case: Case,
+    rank: int,
+    world: int,
+    attend: Callable[[int, Tensor], Tensor],
+    scheduler: WeightGradScheduler,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """Outputs and input gradients of every microbatch, of this rank's rows, and which these are.
+    ``attend``: the layer of an index, without its residual. ``dtype``: computed in, if not the
+    case's."""
     rows = SequenceLayout(case.length, world, case.layout).positions(rank)
     ys, dxs = [], []
     for microbatch in range(case.microbatches):
-        x, g = _data(case, microbatch)
-        h = local = x[rows].to(device).requires_grad_()
-        for layer in layers:
-            h = h + layer(h, case.length)
-        h.backward(g[rows].to(device))
+        x, g = (t[rows].to(device, dtype) for t in _data(case, microbatch))
+        h = x.requires_grad_()
+        for index in range(case.layers):
+            h = h + attend(index, h)
+        h.backward(g)
         scheduler.finish_batch()
-        assert local.grad is not None
+        assert x.grad is not None
         ys.append(h.detach().cpu())
-        dxs.append(local.grad.cpu())
+        dxs.append(x.grad.cpu())
+    return {"y": ys, "dx": dxs, "rows": rows}
+
+
+def _body(rank: int, world: int, case: Case) -> dict[str, Any]:
+    group = dist.group.WORLD if world > 1 else None
+    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    layers = _layers(case, group, torch.device(device))
+    scheduler = get_backward_scheduler()
+    scheduler.enabled = case.scheduler
+
+    def attend(index: int, h: Tensor) -> Tensor:
+        y: Tensor = layers[index](h, case.length)
+        return y
+
+    found = run_steps(case, rank, world, attend, scheduler, device)
     parameters = [p for layer in layers for p in layer.parameters()]
     sum_gradients(parameters, group)
-    return {
-        "y": ys,
-        "dx": dxs,
-        "grads": [p.grad.cpu() for p in parameters if p.grad is not None],
-        "rows": rows,
-    }
+    return found | {"grads": [p.grad.cpu() for p in parameters if p.grad is not None]}
 
 
 def _reference(case: Case) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
     layers = _layers(dataclasses.replace(case, groups=1, kernel="auto"), None, torch.device("cpu"))
     layers = [layer.double() for layer in layers]
-    ys, dxs = [], []
-    for microbatch in range(case.microbatches):
-        x, g = _data(case, microbatch)
-        h = x = x.double().requires_grad_()
-        for layer in layers:
-            h = h + reference_attention(
-                h,
-                layer.weights(),
-                case.heads,
-                case.kv_heads,
-                causal=case.causal,
-                window=case.window,
-                rotary=case.rotary,
-                norm_eps=layer.config.norm_eps,
-            )
-        h.backward(g.double())
-        assert x.grad is not None
-        ys.append(h.detach())
-        dxs.append(x.grad)
+    masks: dict[str, Any] = {"causal": case.causal, "window": case.window, "rotary": case.rotary}
+
+    def attend(index: int, h: Tensor) -> Tensor:
+        weights, eps = layers[index].weights(), layers[index].config.norm_eps
+        return reference_attention(h, weights, case.heads, case.kv_heads, norm_eps=eps, **masks)
+
+    found = run_steps(case, 0, 1, attend, WeightGradScheduler(), dtype=torch.float64)
     named = [
         (f"layer {i} {n}", p) for i, layer in enumerate(layers) for n, p in layer.named_parameters()
     ]
-    return ys, dxs, {name: p.grad for name, p in named if p.grad is not None}
+    return found["y"], found["dx"], {name: p.grad for name, p in named if p.grad is not None}
 
 
 # Of `_error`; for float32 and float64 for each layer.

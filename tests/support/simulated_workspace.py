@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.comm.workspace import Buffer, Workspace
 from megatron_fluid.cuda.streams import synchronize
 
-__all__ = ["SimulatedWorkspace"]
+__all__ = ["LoneWorkspace", "SimulatedWorkspace"]
 
 
 class SimulatedWorkspace:
@@ -66,3 +67,19 @@ class _SimulatedRank(Workspace):
         addresses = [p.data_ptr() for p in peers]
         pointers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         return Buffer(peers[self.rank], peers, pointers, None)
+
+
+class LoneWorkspace(Workspace):
+    """One rank's memory on a CPU, which stands for that of every rank."""
+
+    def __init__(
+        self, rank: int, world_size: int, channel: Agreement | None = None, flag_words: int = 0
+    ) -> None:
+        super().__init__(rank, world_size, torch.device("cpu"), 1.0, flag_words=flag_words)
+        self._channel = channel
+        self._open_arenas()
+
+    def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+        local = torch.zeros(numel, dtype=dtype)
+        addresses = torch.full((self.world_size,), local.data_ptr())
+        return Buffer(local, [local] * self.world_size, addresses, None)

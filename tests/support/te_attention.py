@@ -126,17 +126,10 @@ class _Core(nn.Module):
             assert all(t.is_contiguous() for t in (query, key, value))
             offsets = [t.storage_offset() for t in (query, key, value)]
             assert offsets in ([0, 0, 0], [0, query.numel(), query.numel() + key.numel()])
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         causal = attn_mask_type.name == "causal"
-        if self.window is None and self.softmax_offset is None and not packed:
-            from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-            dropout = self.dropout if self.training else 0.0
-            with get_cuda_rng_tracker().fork():
-                y = F.scaled_dot_product_attention(
-                    q, k, v, is_causal=causal, enable_gqa=True, dropout_p=dropout, scale=self.scale
-                )
-            return y.permute(2, 0, 1, 3).flatten(2)
         k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
         scale = query.size(3) ** -0.5 if self.scale is None else self.scale
         scores = (q @ k.transpose(2, 3)).float() * scale
@@ -154,7 +147,9 @@ class _Core(nn.Module):
         if self.softmax_offset is not None:
             sink = self.softmax_offset.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sink], 3)
-        y = scores.softmax(3)[..., : query.size(0)].to(v.dtype) @ v
+        with get_cuda_rng_tracker().fork():
+            probabilities = F.dropout(scores.softmax(3), self.dropout, self.training)
+        y = probabilities[..., : query.size(0)].to(v.dtype) @ v
         if packed:
             return (y * (of >= 0)[:, None]).squeeze(0).transpose(0, 1).flatten(1)
         return y.permute(2, 0, 1, 3).flatten(2)

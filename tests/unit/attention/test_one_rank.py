@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
-from megatron_fluid.attention import layer as layer_module
-from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreKernel
 from megatron_fluid.attention.exchange.collective import CollectiveExchange
 from megatron_fluid.attention.exchange.rounds import RoundsExchange
 from megatron_fluid.attention.layer import SelfAttention
@@ -81,29 +77,6 @@ def test_weight_gradients_are_queued_where_the_scheduler_asks_for_them() -> None
     assert type(layer(x).grad_fn).__name__ == "_OverlappedAttentionBackward"
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
-
-
-def test_heads_are_let_go_in_backward_and_not_kept_under_a_checkpoint(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[StorageWeakRef] = []
-
-    def run(q: Tensor, *rest: Any) -> Tensor:
-        seen.append(StorageWeakRef(q.untyped_storage()))
-        return CORE_KERNELS["sdpa"].run(q, *rest)
-
-    monkeypatch.setattr(
-        layer_module, "choose_kernel", lambda *_: CoreKernel("seen", lambda _: None, run)
-    )
-    layer, x = _layer(rotary=Rotary(4), qk_norm=True), _input()
-    y = layer(x)
-    assert not seen[0].expired()
-    y.sum().backward()
-    assert seen[0].expired()
-    y = checkpoint(layer, x, use_reentrant=False)
-    assert len(seen) == 2 and seen[1].expired()
-    y.sum().backward()
-    assert len(seen) == 3 and seen[2].expired()
 
 
 def test_a_call_is_made_anew_only_where_something_changed() -> None:

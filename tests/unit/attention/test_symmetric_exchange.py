@@ -23,7 +23,7 @@ from megatron_fluid.attention.overlap import AttentionCall, AttentionWeights, ov
 from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import ConfigError
-from tests.distributed.test_attention import Case, _compare, _data, _layers
+from tests.distributed.test_attention import Case, _compare, _data, _layers, run_steps
 from tests.support.machine import NEEDS_INTERPRETER
 from tests.support.thread_ranks import ThreadBuffers, run_threads
 
@@ -49,23 +49,17 @@ def _rank(case: Case, buffers: ThreadBuffers, apart: bool) -> dict[str, Any]:
     core = CoreCase(case.head_dim, case.dtype, "cpu", case.causal, case.window)
     rotary, device = case.rotary, torch.device("cpu")
     table = None if rotary is None else rotary.table(case.length, device, case.dtype)
-    rows = sequence.positions(rank)
-    ys, dxs = [], []
-    for microbatch in range(case.microbatches):
-        x, g = _data(case, microbatch)
-        h = local = x[rows].requires_grad_()
-        for index, layer in enumerate(layers):
-            exchange = SymmetricExchange(buffers, heads, sequence, apart)
-            kernel = CoreKernel("apart", lambda _: None, _lying_apart) if apart else SDPA
-            call = AttentionCall(exchange, kernel, core, table, name=f"attention {index}")
-            call = dataclasses.replace(call, norm_eps=layer.config.norm_eps, dx_chunks=case.chunks)
-            h = h + overlapped_attention(h, layer.weights(), call, scheduler)
-        h.backward(g[rows])
-        assert local.grad is not None
-        ys.append(h.detach())
-        dxs.append(local.grad)
+    kernel = CoreKernel("apart", lambda _: None, _lying_apart) if apart else SDPA
+
+    def attend(index: int, h: Tensor) -> Tensor:
+        exchange, layer = SymmetricExchange(buffers, heads, sequence, apart), layers[index]
+        call = AttentionCall(exchange, kernel, core, table, name=f"attention {index}")
+        call = dataclasses.replace(call, norm_eps=layer.config.norm_eps, dx_chunks=case.chunks)
+        return overlapped_attention(h, layer.weights(), call, scheduler)
+
+    found = run_steps(case, rank, world, attend, scheduler)
     grads = [p.grad for layer in layers for p in layer.parameters()]
-    return {"y": ys, "dx": dxs, "grads": grads, "rows": rows, "extra": buffers.extra_barriers}
+    return found | {"grads": grads, "extra": buffers.extra_barriers}
 
 
 def check(world: int, transport: str, case: Case, apart: bool = False) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fluid.comm.workspace import Buffer, Workspace
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout
@@ -34,7 +33,7 @@ from tests.support.all_to_all_calls import (
 from tests.support.fake_nvshmem import SIGNAL_SET, FakeNvshmem, fake_nvshmem
 from tests.support.far_experts import far_experts
 from tests.support.machine import NEEDS_INTERPRETER
-from tests.support.simulated_workspace import SimulatedWorkspace
+from tests.support.simulated_workspace import LoneWorkspace, SimulatedWorkspace
 
 __all__ = ["fake_nvshmem"]
 
@@ -178,7 +177,11 @@ def test_many_ranks_have_room_for_their_signals(
 
     chosen = peer_memory.choose_tuning
     monkeypatch.setattr(peer_memory, "choose_tuning", lambda layout, _: chosen(layout, 132))
-    monkeypatch.setattr(nvshmem, "NvshmemWorkspace", _Alone)
+    monkeypatch.setattr(
+        nvshmem,
+        "NvshmemWorkspace",
+        lambda group, timeout_s, flag_words: LoneWorkspace(0, 128, flag_words=flag_words),
+    )
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: range(128))
     layout = Layout(128, 128, 1, 128, 1, 16, 32, 0)
     transport, _ = open_transport("nvshmem", layout, None, 5.0)  # type: ignore[arg-type]
@@ -187,16 +190,3 @@ def test_many_ranks_have_room_for_their_signals(
     for region in regions:
         last = int(region.addresses[127]) + 4 * (region.flags.numel() - 1)
         assert last == region.flags[-1:].data_ptr()
-
-
-class _Alone(Workspace):
-    """Rank 0 of 128, which holds everybody's memory."""
-
-    def __init__(self, group: object, timeout_s: float, flag_words: int = 0) -> None:
-        super().__init__(0, 128, torch.device("cpu"), timeout_s, False, flag_words)
-        self._open_arenas()
-
-    def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
-        local = torch.zeros(numel, dtype=dtype)
-        pointers = torch.full((128,), local.data_ptr(), dtype=torch.int64)
-        return Buffer(local, [local] * 128, pointers, None)

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from megatron_fluid.comm import workspace as workspace_module
 from megatron_fluid.comm.agreement import Agreement, agreement
-from megatron_fluid.comm.workspace import Buffer, Workspace
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency import open_transport
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.open_transport import collective_backend
 from tests.support.launch import run_ranks
 from tests.support.machine import NEEDS_INTERPRETER
+from tests.support.simulated_workspace import LoneWorkspace
 
 
 @pytest.mark.parametrize(
@@ -68,25 +68,11 @@ def test_auto_falls_back_everywhere_where_one_domain_cannot_map_memory() -> None
     )
 
 
-class _Apart(Workspace):
-    """Memory of one process, whose close is that of memory shared with others."""
-
-    def __init__(self, rank: int, world_size: int, channel: Agreement | None = None) -> None:
-        super().__init__(rank, world_size, torch.device("cpu"), 1.0)
-        self._channel = channel
-        self._open_arenas()
-
-    def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
-        local = torch.zeros(numel, dtype=dtype)
-        addresses = torch.full((self.world_size,), local.data_ptr())
-        return Buffer(local, [local] * self.world_size, addresses, None)
-
-
 @NEEDS_INTERPRETER
 def test_lost_weights_are_named_as_weights() -> None:
     from megatron_fluid.low_latency.peer_memory import PeerMemory
 
-    layout, space = Layout(4, 6, 2, 3, 1, 16, 32, 0), _Apart(0, 3)
+    layout, space = Layout(4, 6, 2, 3, 1, 16, 32, 0), LoneWorkspace(0, 3)
     transport = PeerMemory(layout, space)
     space.errors.words[1, 0] = 1 << 62 | transport._weight_flags.operation << 32
     with pytest.raises(PeerTimeoutError, match="peer 1 in low_latency.weights"):
@@ -97,7 +83,7 @@ def _close(rank: int, world: int, case: str) -> tuple[bool, bool]:
     """(whether the memory was given back, whether this rank waited for others)."""
     group = dist.group.WORLD
     assert group is not None
-    space = _Apart(rank, world, agreement(group))
+    space = LoneWorkspace(rank, world, agreement(group))
 
     def device_finishes(device: torch.device) -> None:
         if case == "rank 0 gives up" and rank == 0:
