@@ -68,14 +68,14 @@ SUITES = {
             "megatron_graph": "with partial CUDA graphs",
             "megatron_graph_unchecked": "with partial CUDA graphs, without the checks for NaN and "
             "without overlapped reductions and gathers",
-            "megatron_graph_apex": "with Apex's fused weight gradients and the flags of "
-            "megatron_graph_unchecked",
+            "megatron_graph_apex": "with partial CUDA graphs and Apex's fused weight gradients, "
+            "without the checks for NaN and without overlapped reductions and gathers",
             "megatron_best_fp8": "fp8 blockwise, the fastest of its flags that a search found",
         },
         ours={
             "fluid_graph": "megatron_fluid with partial CUDA graphs",
             "fluid_whole_graph": "megatron_fluid, forward and backward of an iteration as one CUDA "
-            "graph, with the flags of megatron_graph_unchecked",
+            "graph, without the checks for NaN and without overlapped reductions and gathers",
             "fluid_fp8": "megatron_fluid, fp8 blockwise",
             "fluid_graph_fp8": "megatron_fluid, fp8 blockwise, with partial CUDA graphs",
             "fluid_whole_graph_fp8": "megatron_fluid as one CUDA graph, fp8 blockwise",

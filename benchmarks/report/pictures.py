@@ -98,9 +98,9 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
     words = {**(suite.others or {}), **suite.ours, **plain}
     cases = list(dict.fromkeys(row["case"] for row in document["rows"]))
     numbers = [sum(row["case"] == case for row in document["rows"]) for case in cases]
-    heights = [1.0 + 0.5 * number for number in numbers]
-    figure = Figure(figsize=(12, 0.8 + sum(heights)), layout="constrained")
-    ratios_of = {"height_ratios": heights, "width_ratios": [3, 2]}
+    heights = [1.0 + 0.62 * number for number in numbers]
+    figure = Figure(figsize=(9.5, 0.8 + sum(heights)), layout="constrained")
+    ratios_of = {"height_ratios": heights, "width_ratios": [2, 1]}
     panels = figure.subplots(len(cases), 2, squeeze=False, gridspec_kw=ratios_of)
     for (axis, losses), case in zip(panels, cases, strict=True):
         rows = [row for row in document["rows"] if row["case"] == case][::-1]
@@ -111,7 +111,9 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
         high = [rate * (fast - 1) for rate, (_, fast) in zip(rates, ratios, strict=True)]
         colours = [_OURS if row["variant"].startswith("fluid") else _OTHERS for row in rows]
         names = [
-            words.get(row["variant"], row["variant"]).removeprefix("megatron_fluid ")
+            words.get(
+                row["variant"], row["variant"].removeprefix("megatron_").replace("_", " ")
+            ).removeprefix("megatron_fluid ")
             for row in rows
         ]
         axis.barh(
@@ -123,13 +125,14 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
             error_kw={"linewidth": 1, "ecolor": "0.4"},
         )
         for place, (rate, more) in enumerate(zip(rates, high, strict=True)):
-            axis.text(rate + more, place, f" {rate:,.1f}", va="center", fontsize=8)
-        axis.set_yticks(range(len(rows)), [textwrap.fill(name, 44) for name in names])
+            axis.text(rate + more, place, f" {rate:,.1f}", va="center", fontsize=9)
+        axis.set_yticks(range(len(rows)), [textwrap.fill(_short(name), 30) for name in names])
         axis.set_xlim(0, 1.2 * max(map(sum, zip(rates, high, strict=True))))
         axis.spines[["top", "right"]].set_visible(False)
-        axis.set_title(f"{case}, {rows[0]['config']['layers']} layers", fontsize=9)
-        axis.set_xlabel("thousand tokens/s (line: 10th to 90th percentile)", fontsize=8)
-        axis.tick_params(labelsize=8)
+        layers = rows[0]["config"]["layers"]
+        axis.set_title(f"{case}, {layers} layer{'s' if layers > 1 else ''}", fontsize=10)
+        axis.set_xlabel("thousand tokens/s (line: p10 to p90)", fontsize=9)
+        axis.tick_params(labelsize=9)
         _draw_steps(losses, rows)
     figure.suptitle(
         f"Training iterations through Megatron's loop, {_device(document)}", fontsize=10
@@ -139,7 +142,7 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
         labels=["Megatron", "with megatron_fluid"],
         loc="outside lower center",
         ncols=2,
-        fontsize=8,
+        fontsize=9,
     )
     return _save(figure, picture or Path(results).with_suffix(".png"))
 
@@ -152,10 +155,15 @@ def _draw_steps(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
             {"color": _OURS, "lw": 1.0, "zorder": 3} if ours else {"color": _OTHERS, "lw": 3.5}
         )
         axis.plot(range(1, len(losses) + 1), losses, **style)
-    axis.set_xlabel("step", fontsize=8)
-    axis.set_ylabel("loss, nats a token", fontsize=8)
-    axis.tick_params(labelsize=8)
+    axis.set_xlabel("step", fontsize=9)
+    axis.set_ylabel("loss, nats a token", fontsize=9)
+    axis.tick_params(labelsize=9)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def _short(name: str) -> str:
+    """A variant's words without what all captured variants leave out."""
+    return re.sub(r",? without the checks .*", "", name)
 
 
 def draw_exposed(results: Path | str, picture: Path | None = None) -> Path:
