@@ -30,6 +30,7 @@ from megatron_fluid.tensor_parallel.gemm import Gemm
 __all__ = ["WeightGrad", "all_gather_matmul", "matmul_reduce_scatter"]
 
 WeightGrad = Callable[[Tensor, Tensor], Tensor | None]
+_MANY_STEPS = 64  # from one shape to another; a model with fixed lengths has a few
 _DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -160,7 +161,8 @@ def _compare(
 
     On a CPU every call compares, by an all-gather of three numbers. On a GPU that would hold up the
     host, so ranks compare when a shape follows one that it has not followed yet, and a later call
-    costs a look into a set. See `all_gather_matmul` for what that leaves open.
+    costs a look into a set. After _MANY_STEPS lengths are taken to vary: each shape is compared
+    once. See `all_gather_matmul` for what that leaves open.
     """
     if agreement(group).alone:
         return
@@ -169,12 +171,14 @@ def _compare(
         _refuse_others(what, _in_a_collective(name, group, *mine), group)
         return
     last, alike = group_resource(group, "tensor parallel shapes", lambda: _Compared({}, set()))
-    step = operation, last.get(operation), mine
+    before = last.get(operation) if len(alike) < _MANY_STEPS else None
+    step = operation, before, mine
     if step not in alike:
         try:
             shapes = agreement(group).gather(name, mine)
         except FluidError as error:
-            error.add_note(f"{what} of this rank is {mine}, and was {step[1]} in its last call")
+            was = last.get(operation)
+            error.add_note(f"{what} of this rank is {mine}, and was {was} in its last call")
             raise
         _refuse_others(what, shapes, group)
         alike.add(step)

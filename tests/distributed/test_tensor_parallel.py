@@ -350,6 +350,31 @@ def _one_rank_changes(rank: int, ranks: int) -> str:
     return " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
+def _varying(rank: int, ranks: int) -> int:
+    group = dist.group.WORLD
+    assert group is not None
+    compared: list[str] = []
+    gather = Agreement.gather
+    b = torch.randn(6, 8)
+    with (
+        _as_on_a_gpu(),
+        mock.patch.object(ops, "_MANY_STEPS", 10),
+        mock.patch.object(
+            Agreement, "gather", lambda *given: (compared.append(given[1]), gather(*given))[1]
+        ),
+    ):
+        for seed in range(150):
+            rows = int(torch.randint(1, 6, (), generator=torch.Generator().manual_seed(seed)))
+            all_gather_matmul(torch.ones(rows, 6), b, group)
+    return sum(name.startswith("compare the shapes") for name in compared)
+
+
+def test_lengths_that_vary_are_compared_once_each() -> None:
+    """And not for each of the 25 ways in which one follows another."""
+    for count in run_ranks(_varying, 2):
+        assert 10 < count <= 15
+
+
 def test_a_wait_for_a_rank_that_alone_changes_its_rows_ends_by_name() -> None:
     steady, changed = run_ranks(_one_rank_changes, 2)
     assert "compare the shapes of all_gather_matmul" in changed
