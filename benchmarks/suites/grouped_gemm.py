@@ -44,7 +44,6 @@ from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from megatron_fluid.backward.main_grad import add_product_to_main_grad
 from megatron_fluid.kernels.activation.kernel import fused_activation_forward
-from megatron_fluid.kernels.fp8_casts import reference
 from megatron_fluid.kernels.fp8_casts.launch import cast_rows
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import (
     Fp8Matrices,
@@ -60,6 +59,7 @@ from megatron_fluid.kernels.grouped_gemm.launch import (
     grouped_weight_grad,
     takes_main_grads,
 )
+from tests.support import fp8_reference as reference
 
 __all__ = ["main"]
 

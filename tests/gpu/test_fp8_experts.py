@@ -12,24 +12,21 @@ from torch import Tensor
 from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.kernels.fp8_casts import launch as casts
-from megatron_fluid.kernels.fp8_casts import reference
 from megatron_fluid.kernels.fp8_casts.packed_rows import pack_rows, unpack_rows
-from megatron_fluid.kernels.fp8_casts.reference import (
-    cast_rows,
-    cast_weights,
-    scaled_grouped_product,
-)
-from megatron_fluid.kernels.fp8_casts.reference import turn_rows as reference_turn_rows
 from megatron_fluid.kernels.fp8_casts.turns import turn_rows
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import (
     Fp8Matrices,
     Fp8Rows,
     fp8_grouped_matmul,
     fp8_sent_matmul,
+    scaled_grouped_product,
 )
 from megatron_fluid.kernels.grouped_gemm.launch import Owners
 from megatron_fluid.moe import fp8_experts
 from megatron_fluid.moe.local.transport import LocalTransport
+from tests.support import fp8_reference as reference
+from tests.support.fp8_reference import cast_rows, cast_weights
+from tests.support.fp8_reference import turn_rows as reference_turn_rows
 
 HOPPER = torch.cuda.is_available() and is_hopper(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_fluid.kernels.fp8_casts import reference
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import CompandedRows, Fp8Matrices, Fp8Rows
 from megatron_fluid.kernels.fp8_weight_grads.launch import TurnedRows
 from megatron_fluid.moe import fp8_experts, fp8_weight_grads
+from tests.support import fp8_reference as reference
 
 __all__ = ["emulate"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_fluid.kernels.fp8_casts.reference import block_scale
 from megatron_fluid.kernels.fp8_weight_grads.launch import TurnedRows
+from tests.support.fp8_reference import block_scale
 
 __all__ = ["turn_rows"]
 

@@ -8,7 +8,7 @@ gives the bits of copying and then casting it.
 
     H = 256:  256 bytes of values | 2 scales | 120 bytes of zeros     [T, 192] as bf16
 
-Reference: pack_rows of megatron_fluid.kernels.fp8_casts.reference.
+Reference: pack_rows of tests/support/fp8_reference.py.
 
 Shapes: T tokens, N expert rows, H a width that is a multiple of 128.
 """
@@ -22,14 +22,19 @@ from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launcher
 from megatron_fluid.kernels.fp8_casts.quantize import cast_blocks
-from megatron_fluid.kernels.fp8_casts.reference import packed_width
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.kernels.operands import refuse
 
-__all__ = ["pack_rows", "unpack_rows"]
+__all__ = ["pack_rows", "packed_width", "unpack_rows"]
 
 _ROWS, _BLOCKS = 8, 4  # of a program that casts, as in kernels/fp8_casts
 _SCALE_ROWS, _SCALE_BLOCKS = 64, 16  # of one that turns scales
+
+
+def packed_width(width: int) -> int:
+    """Numbers of bf16 in a packed row of `width` values: a byte for
+    each, and four for each 128 of them, up to a multiple of 128 bytes."""
+    return -(-(width + width // 32) // 128) * 64
 
 
 @triton.jit(do_not_specialize=["T"])

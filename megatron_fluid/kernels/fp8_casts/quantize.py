@@ -16,7 +16,7 @@ magnitude of 1 x 128 values at q = 127. Steps grow with the square root of the v
 outlier leaves small values their digits. A block below 2^-100 becomes zeros; one with an infinity
 or a NaN becomes NaN.
 
-Reference: megatron_fluid.kernels.fp8_casts.reference.
+Reference: tests/support/fp8_reference.py.
 
 Shapes: N rows (those from `rows` on are not touched), P pitch of scales, at least N, F ffn, El
 experts, J x K matrices. Widths are multiples of 128. Scales of rows are [width / 128, P], so that a

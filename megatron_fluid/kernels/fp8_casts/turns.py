@@ -5,7 +5,7 @@ Both scales are powers of two, so that a value keeps its digits unless it become
 where it is less than 2^-13 of the largest one of its 128 places. What becomes of zeros, denormals,
 infinities and NaN: kernels/fp8_casts. A NaN spreads over its feature's 128 places.
 
-Reference: `turn_rows` of megatron_fluid.kernels.fp8_casts.reference. The layout:
+Reference: `turn_rows` of tests/support/fp8_reference.py. The layout:
 kernels/fp8_weight_grads.
 
 Shapes: N expert rows, W their width, El local experts, P places, S pitch of the rows' scales.

@@ -19,7 +19,6 @@ from torch import Tensor
 from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.cuda.tensor_maps import in_boxes, token_boxes
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_casts.reference import scaled_grouped_product
 from megatron_fluid.kernels.grouped_gemm.launch import Owners, host_ends
 from megatron_fluid.kernels.operands import refuse
 from megatron_fluid.kernels.sm90.launch import HopperKernels, Source, hopper_kernels
@@ -35,6 +34,7 @@ __all__ = [
     "fp8_grouped_matmul",
     "fp8_sent_matmul",
     "fp8_unsupported_reason",
+    "scaled_grouped_product",
 ]
 
 _KERNEL = "fp8_grouped"
@@ -213,3 +213,24 @@ def fp8_kernels(source: Source, device: torch.device) -> HopperKernels:
     if (reason := fp8_device_reason(device)) is not None:
         raise ConfigError.of("device of an fp8 product", str(device), reason)
     return hopper_kernels(source, torch.float8_e4m3fn, device.index)
+
+
+def scaled_grouped_product(
+    x: Tensor, scales: Tensor, w: Tensor, w_scales: Tensor, ends: Sequence[int]
+) -> Tensor:
+    """x[rows of e] @ w[e].T with the scales of both: e4m3 [N, K], scales [K / 128, >= N], e4m3 [El,
+    J, K], scales [El, J / 128, K / 128] -> fp32 [N, J], zero in rows of no expert.
+
+    In plain torch: fp32 sums of 128 along the depth, each scaled and added in fp32. A tensor core
+    orders and truncates within the 128 on its own, so that the kernel differs by rounding.
+    """
+    out = x.new_zeros((x.shape[0], w.shape[1]), dtype=torch.float32)
+    start = 0
+    for expert, end in enumerate(ends):
+        for block in range(x.shape[1] // 128):
+            at = slice(128 * block, 128 * block + 128)
+            part = x[start:end, at].float() @ w[expert, :, at].float().t()
+            columns = w_scales[expert, :, block].repeat_interleave(128)
+            out[start:end] += part * (scales[block, start:end, None] * columns)
+        start = end
+    return out

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_fluid.kernels.fp8_casts.packed_rows import pack_rows_kernel, unpack_scales_kernel
+from megatron_fluid.kernels.fp8_casts.packed_rows import (
+    pack_rows_kernel,
+    packed_width,
+    unpack_scales_kernel,
+)
 from megatron_fluid.kernels.fp8_casts.quantize import (
     cast_rows_kernel,
     cast_weights_kernel,
@@ -10,7 +14,6 @@ from megatron_fluid.kernels.fp8_casts.quantize import (
     swiglu_backward_cast_kernel,
     swiglu_cast_kernel,
 )
-from megatron_fluid.kernels.fp8_casts.reference import packed_width
 from megatron_fluid.kernels.fp8_casts.turns import turn_rows_kernel
 from tests.support.kernel_cases import KernelCase
 

@@ -11,7 +11,7 @@ from benchmarks.cases.moe import CASES as SHAPES
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.kernels.fixed_tiles import launch as fixed_tiles
 from megatron_fluid.kernels.fixed_tiles.kernel import fixed_tile_kernel
-from megatron_fluid.kernels.fp8_casts.reference import packed_width
+from megatron_fluid.kernels.fp8_casts.packed_rows import packed_width
 from megatron_fluid.moe.local import kernel_plan
 from tests.support.kernel_cases import KernelCase
 

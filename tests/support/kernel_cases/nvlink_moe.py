@@ -19,7 +19,7 @@ from benchmarks.cases.moe import CASES as SHAPES
 from benchmarks.cases.moe import MoECase
 from megatron_fluid.cuda.triton_launch import Argument
 from megatron_fluid.kernels.activation import kernel as fused_activation
-from megatron_fluid.kernels.fp8_casts.reference import packed_width
+from megatron_fluid.kernels.fp8_casts.packed_rows import packed_width
 from megatron_fluid.moe.activations import Variant
 from megatron_fluid.moe.nvlink import buffers as nvlink_path
 from megatron_fluid.moe.nvlink import sent_rows

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_casts import launch as casts
-from megatron_fluid.kernels.fp8_casts import reference
-from megatron_fluid.kernels.fp8_casts.packed_rows import pack_rows, unpack_rows
+from megatron_fluid.kernels.fp8_casts.packed_rows import pack_rows, packed_width, unpack_rows
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
 from megatron_fluid.moe.local import kernel_plan
 from megatron_fluid.moe.nvlink import buffers as steps
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+from tests.support import fp8_reference as reference
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 pytestmark = pytest.mark.interpreter
@@ -41,7 +41,7 @@ def same_bits(found: Fp8Rows, expected: Fp8Rows) -> None:
 
 @pytest.mark.parametrize(("width", "packed"), [(128, 128), (384, 256), (2048, 1088), (7168, 3712)])
 def test_a_packed_row_has_a_byte_a_value_its_scales_and_zeros(width: int, packed: int) -> None:
-    assert reference.packed_width(width) == packed <= width
+    assert packed_width(width) == packed <= width
     x = tokens(1 if width > 1000 else 5, width)
     found = pack_rows(x)
     assert found.dtype == torch.bfloat16 and found.shape == (len(x), packed)
@@ -115,7 +115,7 @@ def test_packed_tokens_cross_nvlink_in_their_own_width(stream: bool) -> None:
     before = buffer_bits()
     packed = [pack_rows(x) for x in xs]
     found = dispatched(packed)
-    pitch = reference.packed_width(width)
+    pitch = packed_width(width)
     for r, memory in enumerate(buffer_bits()):
         # Exactly the rows that a token of another rank has here, and nothing behind their pitch.
         rows, right = memory[: ranks * capacity * pitch].view(ranks, capacity, pitch), before[r]
@@ -130,7 +130,7 @@ def test_packed_tokens_cross_nvlink_in_their_own_width(stream: bool) -> None:
 
 
 def test_rows_that_a_failed_wait_marked_with_nan_are_nan() -> None:
-    marked = torch.full((2, reference.packed_width(384)), float("nan"), dtype=torch.bfloat16)
+    marked = torch.full((2, packed_width(384)), float("nan"), dtype=torch.bfloat16)
     found = unpack_rows(marked.to(DEVICE), 384)
     assert bool(found.scales.isnan().all()) and bool(casts.restore_rows(found).isnan().all())
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_casts import launch as casts
-from megatron_fluid.kernels.fp8_casts import reference
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import CompandedRows, Fp8Matrices, Fp8Rows
+from tests.support import fp8_reference as reference
 
 pytestmark = pytest.mark.interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_casts import reference
 from megatron_fluid.kernels.fp8_casts.turns import turn_rows
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.kernels.fp8_weight_grads.launch import (
@@ -18,6 +17,7 @@ from megatron_fluid.kernels.fp8_weight_grads.launch import (
     blocks_of,
     turned_weight_grads,
 )
+from tests.support import fp8_reference as reference
 
 pytestmark = pytest.mark.interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

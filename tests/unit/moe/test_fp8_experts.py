@@ -13,10 +13,11 @@ from torch import Tensor
 from megatron_fluid import MoEBaseline, MoEConfig, MoELayer
 from megatron_fluid.comm import group_resources
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_casts import reference
+from megatron_fluid.kernels.fp8_casts.packed_rows import packed_width
 from megatron_fluid.moe import fp8_experts, fp8_weight_grads
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.local import transport
+from tests.support import fp8_reference as reference
 from tests.support.expert_calls import local_moe
 from tests.support.fp8_emulation import emulate
 from tests.support.moe_reference import moe_reference
@@ -281,7 +282,7 @@ def test_what_is_kept_for_backward_takes_a_byte_a_value(group: dist.ProcessGroup
         memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
         total[fp8] = sum(memory.values())
     # What lies between the values of packed rows: a 28th of them with H = 7168, half of them here.
-    between = (T * K - 1) * (2 * reference.packed_width(H) - H)
+    between = (T * K - 1) * (2 * packed_width(H) - H)
     assert total[True] - between < 0.55 * total[False]
 
 

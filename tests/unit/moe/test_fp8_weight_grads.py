@@ -17,11 +17,11 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm import group_resources
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_casts import reference
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.moe import fp8_experts, fp8_weight_grads
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
 from megatron_fluid.moe.local import transport
+from tests.support import fp8_reference as reference
 from tests.support.expert_calls import expert_rows, local_moe
 from tests.support.fp8_emulation import emulate
 
@@ -224,6 +224,7 @@ def test_the_setting_of_a_layer_and_of_the_process(monkeypatch: pytest.MonkeyPat
     def chosen(**settings: Any) -> bool:
         config = MoEConfig.of(shape | {"fp8_recipe": "blockwise"} | settings)
         fields = {"config": config, "num_local_experts": 2, "activation": None, "name": "layer"}
+        fields["batch_invariant"] = False
         none: Any = None
         call = MoELayer._call(SimpleNamespace(**fields), x=none, probs=none, w1=none, w2=none)  # type: ignore[arg-type]
         return call.fp8_weight_grads

@@ -1,8 +1,4 @@
-"""fp8 blockwise casts and the scaled grouped product in plain torch, on any device.
-
-The casts equal those of kernels/fp8_casts bit for bit. The product follows the recipe: fp32
-sums of 128 along the depth, each scaled and added in fp32. A tensor core orders and truncates
-within the 128 on its own, so kernels/fp8_grouped_gemm differs from it by rounding.
+"""The fp8 blockwise casts of kernels/fp8_casts in plain torch, on any device, bit for bit.
 
 Shapes: as in kernels/fp8_casts.
 """
@@ -15,17 +11,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_fluid.kernels.fp8_casts.packed_rows import packed_width
+
 __all__ = [
     "block_scale",
     "cast_rows",
     "cast_weights",
     "compand_rows",
     "pack_rows",
-    "packed_width",
     "restore_companded",
     "restore_rows",
     "restore_weights",
-    "scaled_grouped_product",
     "swiglu_backward",
     "turn_rows",
 ]
@@ -58,12 +54,6 @@ def restore_rows(cast: Tensor, scales: Tensor) -> Tensor:
     rows, width = cast.shape
     blocks = cast.float().view(rows, width // 128, 128)
     return (blocks * scales[:, :rows].t().unsqueeze(2)).view(rows, width)
-
-
-def packed_width(width: int) -> int:
-    """Numbers of bf16 in a packed row (kernels/fp8_casts) of `width` values: a byte for
-    each, and four for each 128 of them, up to a multiple of 128 bytes."""
-    return -(-(width + width // 32) // 128) * 64
 
 
 def pack_rows(x: Tensor) -> Tensor:
@@ -111,23 +101,6 @@ def restore_weights(cast: Tensor, scales: Tensor) -> Tensor:
     """e4m3 [El, J, K], scales [El, J / 128, K / 128] -> fp32 [El, J, K]."""
     wide = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
     return cast.float() * wide
-
-
-def scaled_grouped_product(
-    x: Tensor, scales: Tensor, w: Tensor, w_scales: Tensor, ends: Sequence[int]
-) -> Tensor:
-    """x[rows of e] @ w[e].T with the scales of both: e4m3 [N, K], scales [K / 128, >= N], e4m3 [El,
-    J, K], scales [El, J / 128, K / 128] -> fp32 [N, J], zero in rows of no expert."""
-    out = x.new_zeros((x.shape[0], w.shape[1]), dtype=torch.float32)
-    start = 0
-    for expert, end in enumerate(ends):
-        for block in range(x.shape[1] // 128):
-            at = slice(128 * block, 128 * block + 128)
-            part = x[start:end, at].float() @ w[expert, :, at].float().t()
-            columns = w_scales[expert, :, block].repeat_interleave(128)
-            out[start:end] += part * (scales[block, start:end, None] * columns)
-        start = end
-    return out
 
 
 def swiglu_backward(h: Tensor, da: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
