@@ -44,7 +44,8 @@ Measure = Callable[[Variant], dict[str, Any]]
 def search(
     options: Sequence[str], measure: Measure, warm_up: int, keep: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Return the winner and every trial; `keep` is called with the same after each.
+    """Return the winner and every trial; `keep` is called with the same after each
+    and after each new winner.
 
     Args:
         options: names of OPTIONS, tried in this order; "fp8" is kept whatever it costs.
@@ -90,7 +91,7 @@ def search(
             if ms is not None and ms < _FASTER * best:
                 winner.append(name)
                 found["ms"] = best = ms
-    keep(found)
+                keep(found)
     return found
 
 
