@@ -1,5 +1,5 @@
-"""The layers and operations inside torch.compile, and under transforms that autograd offers: equal
-to what runs as written, or one error by name."""
+"""The layers and operations inside torch.compile, and under what else autograd offers: equal to
+what runs as written, or one error by name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.func import functional_call, grad, hessian, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fluid import (
     AllToAll,
@@ -101,10 +102,12 @@ PARTS: dict[str, tuple[Callable[[Any], nn.Module], int]] = {
 }
 
 
-def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+def gradients(
+    model: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor] | None = None
+) -> list[Tensor]:
     model.zero_grad()
     x.grad = None
-    y = model(x)
+    y = (run or model)(x)
     y.square().sum().backward()
     get_backward_scheduler().finish_batch()
     return [y.detach(), *(t.grad for t in (x, *model.parameters()) if t.grad is not None)]
@@ -176,3 +179,34 @@ def refused_body(rank: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("name", PARTS)
 def test_transforms_and_gradients_of_gradients_are_refused_by_name(name: str) -> None:
     run_ranks(refused_body, 2, name, timeout_s=100)
+
+
+def used_body(rank: int, world: int, name: str) -> None:
+    layer = PARTS[name][0](dist.group.WORLD)
+    x = torch.randn(6, 2, H, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    with torch.inference_mode():
+        evaluated = layer(x)
+    wanted = gradients(layer, x)
+    torch.testing.assert_close(evaluated, wanted[0])
+    for reentrant in (False, True):
+        for deferred in (False, True):
+            get_backward_scheduler().enabled = deferred
+            again = gradients(layer, x, lambda t: checkpoint(layer, t, use_reentrant=reentrant))  # noqa: B023
+            torch.testing.assert_close(again, wanted)
+        get_backward_scheduler().disable()
+    y = layer(x)
+    layer.zero_grad()
+    x.grad = None
+    for number in (1, 2):
+        y.square().sum().backward(retain_graph=True)
+        found = [t.grad for t in (x, *layer.parameters()) if t.grad is not None]
+        torch.testing.assert_close(found, [number * t for t in wanted[1:]])
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = gradients(layer, x, lambda t: layer(t).float())
+    for one, other in zip(narrow, wanted, strict=True):
+        assert one.dtype == other.dtype and (one - other).norm() < 0.1 * other.norm()
+
+
+@pytest.mark.parametrize("name", [name for name in PARTS if name != "AllToAll"])
+def test_checkpoints_kept_graphs_autocast_and_inference_equal_a_plain_step(name: str) -> None:
+    run_ranks(used_body, 2, name, timeout_s=100)
