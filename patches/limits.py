@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_fluid.config import FluidConfig
 
-__all__ = ["Limit", "first_reason", "is_given", "offloads", "remedy"]
+__all__ = ["Limit", "first_reason", "is_set", "offloads", "remedy"]
 
 # The flag that lifts a limit, where it is not the setting's own flag left out.
 _REMEDIES = {
@@ -68,7 +68,7 @@ def first_reason(
     return None
 
 
-def is_given(setting: str) -> Callable[[Any, FluidConfig], bool]:
+def is_set(setting: str) -> Callable[[Any, FluidConfig], bool]:
     """Whether a setting has any value but None."""
     return lambda config, _: getattr(config, setting) is not None
 

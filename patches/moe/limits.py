@@ -23,7 +23,7 @@ import torch
 from megatron_fluid import patches
 from megatron_fluid.config import FluidConfig, names_exchange
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
-from megatron_fluid.patches.limits import Limit, is_given, offloads
+from megatron_fluid.patches.limits import Limit, is_set, offloads
 from megatron_fluid.patches.moe.graphed_router import Held, held_by_graphs
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def _fuses_another_activation(config: TransformerConfig, _: FluidConfig) -> bool
 
 
 def _fuses_without_clamp(config: TransformerConfig, _: FluidConfig) -> bool:
-    given = config.activation_func_clamp_value is not None and config.bias_activation_fusion
-    return bool(given) and activation_name(config) == "swiglu"
+    clamped = config.activation_func_clamp_value is not None and config.bias_activation_fusion
+    return bool(clamped) and activation_name(config) == "swiglu"
 
 
 def _fuses_other_bounds(config: TransformerConfig, _: FluidConfig) -> bool:
@@ -204,7 +204,7 @@ EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "moe_expert_rank_capacity_factor",
         "rows beyond a rank's capacity are dropped by HybridEP",
-        is_given("moe_expert_rank_capacity_factor"),
+        is_set("moe_expert_rank_capacity_factor"),
     ),
 )
 
@@ -233,7 +233,7 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     ),
     Limit("fp4", _PRECISION),
     Limit("enable_autocast", _PRECISION),
-    Limit("quant_recipe", _PRECISION, is_given("quant_recipe")),
+    Limit("quant_recipe", _PRECISION, is_set("quant_recipe")),
     Limit(
         "activation_func",
         "this activation function has no overlapped variant",
@@ -297,7 +297,7 @@ FUSION_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "moe_latent_size",
         "the layer's own projections stand before and after the exchange",
-        is_given("moe_latent_size"),
+        is_set("moe_latent_size"),
     ),
     Limit(
         "offload_modules",
