@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
         0 if the numbers agree, 1 if not, 2 for a wrong command line, or the status of a run that
         failed.
     """
+    import torch
+
     try:
         if not 0 <= args.warm_up <= args.steps - 2:
             allowed = f"0 to {max(args.steps - 2, 0)}, two less than --steps"
@@ -77,6 +79,11 @@ def run(args: argparse.Namespace) -> int:
         words = args.program[1:] if args.program[:1] == ["--"] else args.program
         commands = {on: prepare(words, args.steps, on) for on in (False, True)}
         args.output.mkdir(parents=True, exist_ok=True)
+        if not torch.cuda.is_available():
+            print(
+                "no GPU: ranks share this machine's memory, which leaves no wire to hide. Losses "
+                "can be compared; times say nothing of GPUs"
+            )
         runs: list[_Log] = []
         for name, active in (("off", False), ("on", True), ("off again", False)):
             log = args.output / f"{name.replace(' ', '_')}.log"

@@ -43,10 +43,7 @@ NEEDS_MEGATRON = pytest.mark.skipif(
 ELSEWHERE = {
     "make test": (".ci/run", "exec make test"),
     "make test PYTHON=python3": ("tests/unit/house/test_packaging.py", '"test", "PYTHON=python3"'),
-    "pip install '.[megatron]'": (
-        "tests/unit/house/test_packaging.py",
-        '"install",\n        "--no-deps"',
-    ),
+    "pip install '.[megatron]'": ("tests/unit/house/test_packaging.py", '"install", "--no-deps"'),
     "pip install -e '.[megatron,dev]'": (".ci/environment.sh", "--editable '.[megatron,dev]'"),
     'make pretrain ARGS="--text-path README.md patches --train-iters 50 --save runs/mine"': (
         "tests/distributed/test_pretrain_example.py",
