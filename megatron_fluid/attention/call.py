@@ -18,14 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
 from megatron_fluid.attention.exchange.protocol import HeadExchange
 from megatron_fluid.attention.layouts import HeadPart
-from megatron_fluid.attention.packed import (
-    Norm,
-    RotaryTable,
-    expand_shared,
-    pack_backward,
-    split,
-    split_apart,
-)
+from megatron_fluid.attention.packed import Norm, RotaryTable, pack_backward, split, split_apart
 
 __all__ = [
     "AttentionCall",
@@ -242,7 +235,7 @@ def run_kernel(
     if q.numel() == 0:  # of all of them, as autograd asks for
         return q * (1.0 + k.sum() + v.sum() + sum(t.sum() * 0.0 for t in core))
     more: dict[str, Any] = {"part": part, "core": core} if core else {}
-    return call.kernel.run(q, expand_shared(k, part), expand_shared(v, part), call.case, **more)
+    return call.kernel.run(q, k, v, call.case, **more)
 
 
 def attend_backward(

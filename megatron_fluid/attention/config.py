@@ -21,7 +21,8 @@ class AttentionConfig(FieldsConfig):
     Attributes:
         hidden_size: H.
         num_heads: query heads Hq, a multiple of the context-parallel size.
-        num_kv_heads: key/value heads Hkv, a divisor of Hq, also fewer than ranks; Hq by default.
+        num_kv_heads: key/value heads Hkv, a divisor of Hq, and a multiple or a divisor of the
+            ranks; Hq by default.
         head_dim: D; H / Hq by default.
         qkv_bias, output_bias: whether the projections have biases.
         qk_norm: RMS norm of queries and keys over D, before rotation.

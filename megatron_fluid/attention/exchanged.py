@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_fluid.attention.exchange.protocol import HeadExchange, RowsInFlight
 from megatron_fluid.attention.layouts import HeadPart
-from megatron_fluid.attention.packed import Triple, expand_shared
+from megatron_fluid.attention.packed import Triple
 from megatron_fluid.backward.autograd import once_differentiable
 
 __all__ = ["exchanged_attention", "return_rows"]
@@ -94,8 +94,7 @@ def exchanged_attention(
         exchange: the transport, with the layouts.
         q, k, v: [s, B, Hq, D], [s, B, Hkv, D] and [s, B, Hkv, Dv], this rank's rows.
         attend: takes the part that is attended, q [S, B, hq, D], k [S, B, hkv, D] and v [S, B, hkv,
-            Dv] (hq where the heads of a rank share key/value heads unequally), and returns [S, B,
-            hq, Dv] or [S, B, hq Dv].
+            Dv], and returns [S, B, hq, Dv] or [S, B, hq Dv].
 
     Returns:
         [s, B, Hq Dv].
@@ -107,9 +106,8 @@ def exchanged_attention(
         for g in range(exchange.heads.groups):
             part = exchange.heads.part(exchange.rank, g)
             heads: Triple = _Leave.apply(call, g, *arrived[3 * g : 3 * g + 3])  # type: ignore[no-untyped-call]
-            keys, values = (expand_shared(t, part) for t in heads[1:])
-            output = attend(part, heads[0], keys, values)
-            yield output.view(*heads[0].shape[:3], values.shape[3])
+            output = attend(part, *heads)
+            yield output.view(*heads[0].shape[:3], heads[2].shape[3])
 
     return return_rows(exchange, attended())
 

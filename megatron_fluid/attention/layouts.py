@@ -29,14 +29,12 @@ __all__ = ["HeadLayout", "HeadPart", "SequenceLayout"]
 class HeadPart:
     """The heads that one rank attends in one head group, and where their weights stand.
 
-    A packed activation of this part has ``width`` columns. With ``uniform`` they are, for each
-    key/value head, its query heads, its key and its value (``[kv, n + 2, D]`` where Dv is D);
-    otherwise all query heads, all keys, all values.
+    A packed activation of this part has ``width`` columns: for each key/value head its query heads,
+    its key and its value (``[kv, n + 2, D]`` where Dv is D).
     """
 
     q_heads: range
     kv_heads: range
-    kv_of_q: tuple[int, ...]  # of each query head, its key/value head's index within the part
     qkv_rows: tuple[slice, ...]  # rows of the fused QKV weight, in packed order
     head_dim: int
     value_dim: int
@@ -47,13 +45,7 @@ class HeadPart:
     @cached_property
     def _hash(self) -> int:
         """Tables are found by parts, several times a call."""
-        return hash((self.q_heads, self.kv_of_q, self.qkv_rows, self.head_dim, self.value_dim))
-
-    @cached_property
-    def uniform(self) -> bool:
-        """Whether each key/value head of the part serves equally many of its query heads."""
-        q, kv = len(self.q_heads), len(self.kv_heads)
-        return q % kv == 0 and self.kv_of_q == tuple(i // (q // kv) for i in range(q))
+        return hash((self.q_heads, self.kv_heads, self.qkv_rows, self.head_dim, self.value_dim))
 
     @cached_property
     def width(self) -> int:
@@ -102,8 +94,9 @@ class HeadLayout:
 
     Args:
         num_heads: query heads; W must divide it.
-        num_kv_heads: key/value heads; must divide ``num_heads``. Any number: heads that several
-            ranks need are projected for each of them, and their gradients summed.
+        num_kv_heads: key/value heads; must divide ``num_heads``, and be a multiple or a divisor of
+            W. Heads that several ranks need are projected for each of them, and their gradients
+            summed.
         head_dim: D.
         world: W.
         groups: head groups a rank's heads are cut into, along key/value heads; each is exchanged
@@ -133,6 +126,9 @@ class HeadLayout:
             ranks = f"the context-parallel size {self.world}"
             allowed = f"multiples of {ranks}, as attention is head-parallel"
             raise ConfigError.of("num_heads", self.num_heads, allowed)
+        if not self.disjoint and self.world % self.num_kv_heads:
+            allowed = f"multiples and divisors of the context-parallel size {self.world}"
+            raise ConfigError.of("num_kv_heads", self.num_kv_heads, allowed)
         most = self.num_kv_heads // self.world if self.disjoint else 1
         if self.groups > most:
             found = f"{self.num_kv_heads} key/value heads on {self.world} ranks"
@@ -207,20 +203,12 @@ class HeadLayout:
         else:
             each = self.num_heads // self.world
             q_heads = range(rank * each, (rank + 1) * each)
-            kv_heads = range(q_heads[0] // n, q_heads[-1] // n + 1)
-            queries = []
-            for kv in kv_heads:
-                first, last = max(q_heads.start, kv * n), min(q_heads.stop, (kv + 1) * n)
-                start = kv * of_kv + (first - kv * n) * dim
-                queries.append(slice(start, start + (last - first) * dim))
-            starts = [kv * of_kv + n * dim for kv in kv_heads]
-            keys = [slice(start, start + dim) for start in starts]
-            values = [slice(s.stop, s.stop + dv) for s in keys]
-            even = len({s.stop - s.start for s in queries}) == 1
-            triples = zip(queries, keys, values, strict=True)
-            rows = tuple(s for t in triples for s in t) if even else (*queries, *keys, *values)
-        kv_of_q = tuple(q // n - kv_heads.start for q in q_heads)
-        return HeadPart(q_heads, kv_heads, kv_of_q, rows, dim, dv)
+            kv = q_heads.start // n
+            kv_heads = range(kv, kv + 1)
+            query, key = kv * of_kv + q_heads.start % n * dim, kv * of_kv + n * dim
+            value = key + dim
+            rows = slice(query, query + each * dim), slice(key, value), slice(value, value + dv)
+        return HeadPart(q_heads, kv_heads, rows, dim, dv)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ __all__ = [
     "Triple",
     "aligned_heads",
     "ceil_div",
-    "expand_shared",
     "head_strides",
     "normalize",
     "pack_backward",
@@ -98,9 +97,7 @@ def _heads(buffer: Tensor, part: HeadPart) -> tuple[Tensor, int]:
     keys, then values."""
     rows, batch, _ = buffer.shape
     q, kv = len(part.q_heads), len(part.kv_heads)
-    if part.uniform:
-        return buffer.view(rows, batch * kv, q // kv + 2, part.head_dim), q // kv
-    return buffer.view(rows, batch, q + 2 * kv, part.head_dim), q
+    return buffer.view(rows, batch * kv, q // kv + 2, part.head_dim), q // kv
 
 
 def split(buffer: Tensor, part: HeadPart) -> Triple:
@@ -117,11 +114,11 @@ def split(buffer: Tensor, part: HeadPart) -> Triple:
 def _split_two_sizes(buffer: Tensor, part: HeadPart) -> Triple:
     """``split`` where heads of values have a width of their own."""
     rows, batch, width = buffer.shape
-    entries = len(part.kv_heads) if part.uniform else 1  # of each batch entry
-    n, g = len(part.q_heads) // entries, len(part.kv_heads) // entries
-    sizes = n * part.head_dim, g * part.head_dim, g * part.value_dim
-    pieces = buffer.view(rows, batch * entries, width // entries).split_with_sizes(sizes, 2)
-    q, k, v = (t.unflatten(2, (count, -1)) for t, count in zip(pieces, (n, g, g), strict=True))
+    kv, dim = len(part.kv_heads), part.head_dim
+    n = len(part.q_heads) // kv
+    sizes = n * dim, dim, part.value_dim
+    pieces = buffer.view(rows, batch * kv, width // kv).split_with_sizes(sizes, 2)
+    q, k, v = (t.unflatten(2, (count, -1)) for t, count in zip(pieces, (n, 1, 1), strict=True))
     return q, k, v
 
 
@@ -131,23 +128,9 @@ def split_apart(buffer: Tensor, part: HeadPart) -> Triple:
     dim, kv = part.head_dim, len(part.kv_heads)
     counts = (width // dim - 2 * kv, kv, kv)
     pieces = buffer.view(-1).split([rows * batch * count * dim for count in counts])
-    entries = kv if part.uniform else 1  # of each batch entry
-    shapes = [(rows, batch * entries, count // entries, dim) for count in counts]
+    shapes = [(rows, batch * kv, count // kv, dim) for count in counts]
     q, k, v = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
     return q, k, v
-
-
-@cached_tables(256)
-def _shared_heads(part: HeadPart, device: torch.device) -> Tensor:
-    """int64 [query heads]: the key/value head of each."""
-    return torch.tensor(part.kv_of_q, device=device)
-
-
-def expand_shared(tensor: Tensor, part: HeadPart) -> Tensor:
-    """Keys or values, repeated where unequally many query heads share them."""
-    if part.uniform:
-        return tensor
-    return tensor.index_select(2, _shared_heads(part, tensor.device))
 
 
 def _turn(source: Tensor, target: Tensor, table: RotaryTable, inverse: bool) -> None:
@@ -228,12 +211,9 @@ def _pack_table(part: HeadPart, apart: bool, device: torch.device) -> Tensor:
     """
     kv, n = len(part.kv_heads), len(part.q_heads) // len(part.kv_heads)
     lines = []
-    for g in range(kv if part.uniform else 0):
+    for g in range(kv):
         lines += [(0, 0, g * n + i) if apart else (0, g, i) for i in range(n)]
         lines += [(kind, 0, g) if apart else (kind, g, 0) for kind in (1, 2)]
-    if not part.uniform:
-        lines = [(0, 0, i) for i in range(len(part.q_heads))]
-        lines += [(kind, 0, i) for kind in (1, 2) for i in range(kv)]
     return torch.tensor(lines, dtype=torch.int32, device=device)
 
 

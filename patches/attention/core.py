@@ -95,6 +95,10 @@ class Exchanges:
                 f"a multiple of context_parallel_size ({ranks}), which splits the heads with "
                 f"cp_comm_type={EXCHANGED_COMM_TYPE}",
             )
+        if key_value_heads % ranks and ranks % key_value_heads:
+            found = f"{key_value_heads} per tensor-parallel rank"
+            allowed = f"a multiple or a divisor of context_parallel_size ({ranks})"
+            raise ConfigError.of("num_query_groups", found, allowed)
         of_keys, of_values = channels or (config.kv_channels, config.kv_channels)
         self.heads = HeadLayout(heads, key_value_heads, of_keys, ranks, value_dim=of_values)
         self.own_path, self.shares, fluid = own_path, shares, current_config()
@@ -140,7 +144,7 @@ class Exchanges:
     def key_value_heads(self) -> int:
         """How many key and value heads this rank's attention is given."""
         part = self.heads.part(self.group.rank())
-        return len(part.kv_heads) if part.uniform else len(part.q_heads)
+        return len(part.kv_heads)
 
     def of(self, query: Tensor, layout: str = "zigzag") -> HeadExchange:
         """The exchange for this query [s, b, n, D], whose rows are cut by this layout."""

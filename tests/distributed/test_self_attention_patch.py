@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megatron_fluid.attention.layouts import SequenceLayout
 from tests.support.launch import run_ranks
 from tests.support.self_attention_world import (
-    STRADDLING,
     Case,
     angles_of,
     build,
@@ -106,7 +105,6 @@ CASES = [
         for groups in (1, 4)
     ),
     Case(te=True, dtype=BF16, fused=True, microbatches=2),
-    *(Case(te=te, heads=STRADDLING, groups=6, norms=True) for te in (False, True)),
     *(
         Case(te=True, dtype=dtype, settings=(("normalization", "LayerNorm"),))
         for dtype in (torch.float32, BF16)
@@ -131,16 +129,15 @@ KINDS = [
     ),
     *(Case(te=te, settings=(WINDOW,), norms=True) for te in (False, True)),
     Case(settings=(("softmax_type", "learnable"), *YARN), recompute=True, microbatches=2),
-    Case(te=True, settings=YARN, heads=STRADDLING, groups=6, norms=True),
-    Case(te=True, settings=(("softmax_type", "learnable"),), heads=STRADDLING, groups=6),
+    Case(te=True, settings=YARN, norms=True),
     *(Case(te=te, settings=(GATE,), norms=True, rotated=4) for te in (False, True)),
     Case(settings=(GATE,), groups=1, bias=False, recompute=True),
     Case(te=True, settings=(GATE,), groups=8, fused=True, microbatches=2),
-    Case(settings=(GATE,), deferred=True, microbatches=2, heads=STRADDLING, groups=6),
+    Case(settings=(GATE,), deferred=True, microbatches=2),
     Case(te=True, settings=(GATE,), dtype=BF16),
     *(Case(te=te, settings=(LAYER_NORM,), norms=True, groups=4) for te in (False, True)),
     Case(te=True, settings=(LAYER_NORM, ("softmax_type", "learnable")), norms=True, dtype=BF16),
-    Case(settings=(LAYER_NORM,), norms=True, heads=STRADDLING, groups=6, microbatches=2),
+    Case(settings=(LAYER_NORM,), norms=True, groups=8, microbatches=2),
     *(Case(te=te, settings=(("qk_l2_norm", True),)) for te in (False, True)),
     *(Case(te=te, settings=CORE_RECOMPUTE, norms=True) for te in (False, True)),
     Case(settings=(*CORE_RECOMPUTE, ("softmax_type", "learnable"), LAYER_NORM), norms=True),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.support.te_attention import (
     HEADS,
-    STRADDLING,
     Linear,
     NormLinear,
     TELayerNorm,
@@ -26,7 +25,6 @@ __all__ = [
     "BATCH",
     "HEADS",
     "HIDDEN",
-    "STRADDLING",
     "WIDTH",
     "Case",
     "angles_of",

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 HEADS = 8
-STRADDLING = 12  # with 6 key/value heads, a rank of 4 has 3 heads of 2 of them
 
 
 class Linear(nn.Module):
@@ -119,10 +118,8 @@ class _Core(nn.Module):
         if packed:
             query, key, value = (t.unsqueeze(1) for t in (query, key, value))
         assert (query.size(2), key.size(2)) == (self.heads, self.groups)
-        if self.heads not in (
-            HEADS,
-            STRADDLING,
-        ):  # a share: as Transformer Engine's get_qkv_layout takes it without a copy
+        # A share: as Transformer Engine's get_qkv_layout takes it without a copy.
+        if self.heads != HEADS:
             assert all(t.is_contiguous() for t in (query, key, value))
             offsets = [t.storage_offset() for t in (query, key, value)]
             assert offsets in ([0, 0, 0], [0, query.numel(), query.numel() + key.numel()])

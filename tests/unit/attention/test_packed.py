@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.attention.layouts import HeadLayout
-from megatron_fluid.attention.packed import Rotary, expand_shared, pack_gradients, rotate_, split
+from megatron_fluid.attention.packed import Rotary, pack_gradients, rotate_, split
 
 
-def test_splitting_a_uniform_part_copies_nothing() -> None:
+def test_splitting_a_part_copies_nothing() -> None:
     part = HeadLayout(8, 4, 6, 2).part(1)
     buffer = torch.randn(5, 3, part.width)
     for view in split(buffer, part):
@@ -40,20 +40,3 @@ def test_packed_gradients_are_those_of_autograd(kv: int, rotary: Rotary) -> None
     for _ in range(3):
         direction = torch.randn_like(jacobian_input)
         torch.testing.assert_close((packed * direction).sum(), loss(direction))
-
-
-def test_shared_heads_are_looked_up_in_one_table() -> None:
-    part = HeadLayout(12, 6, 4, 4).part(1)
-    assert not part.uniform
-    keys = torch.randn(3, 1, len(part.kv_heads), 4, requires_grad=True)
-    with torch.inference_mode():
-        expand_shared(keys, part)  # the table is made here, and serves training below
-    made: list[object] = []
-    original = torch.tensor
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "tensor", lambda *a, **k: made.append(a) or original(*a, **k))
-        expanded = expand_shared(keys, part)
-    assert not made, "a table made at every call synchronises the host"
-    assert torch.equal(expanded, keys[:, :, list(part.kv_of_q)])
-    expanded.sum().backward()
-    assert keys.grad is not None
