@@ -80,6 +80,7 @@ def _main(
     for stream, path in enumerate(said, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream)
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined] (a program's)
+    multiprocessing.current_process().name = "MainProcess"
     sys.argv = ["-c", *argv]
     sys.path.insert(0, "")
     main = sys.modules["__main__"] = types.ModuleType("__main__")
