@@ -19,12 +19,14 @@ from megatron_fluid.low_latency.transport import Transport
 from megatron_fluid.low_latency.two_level import TwoLevel, TwoLevelLayout
 from megatron_fluid.topology import host_identity
 
-__all__ = ["choose_transport", "domain_ranks", "host_domains", "open_transport"]
+__all__ = ["choose_transport", "find_domain_size", "open_transport"]
 
 
-def host_domains(group: dist.ProcessGroup) -> tuple[int | None, str]:
-    """(ranks of one host, "") if every host has the same number of consecutive ranks, else (None,
-    reason)."""
+def find_domain_size(group: dist.ProcessGroup, domain_size: int | None) -> tuple[int | None, str]:
+    """(`domain_size`, "") if it is given, (ranks of one host, "") if every host has the same number
+    of consecutive ranks, else (None, reason)."""
+    if domain_size is not None:
+        return domain_size, ""
     hosts: list[str] = agreement(group).gather("hosts of an AllToAll", host_identity())
     size = hosts.count(hosts[0])
     for first in range(0, len(hosts), size):
@@ -33,13 +35,6 @@ def host_domains(group: dist.ProcessGroup) -> tuple[int | None, str]:
             reason = "hosts do not hold the same number of consecutive ranks"
             return None, f"{reason}: {', '.join(hosts)}"
     return size, ""
-
-
-def domain_ranks(world_size: int, domain_size: int, rank: int) -> tuple[list[int], list[int]]:
-    """(ranks of rank's domain, ranks of its rail), within the group."""
-    domain, index = divmod(rank, domain_size)
-    first = domain * domain_size
-    return list(range(first, first + domain_size)), list(range(index, world_size, domain_size))
 
 
 def collective_backend(group: dist.ProcessGroup) -> str:
@@ -65,7 +60,7 @@ def choose_transport(
         _require_nvshmem(group, wanted)
     if between and inside == "nvlink":
         # Asked of all ranks: a domain that can map its memory would wait for one that cannot.
-        size, why_not = host_domains(group) if domain_size is None else (domain_size, "")
+        size, why_not = find_domain_size(group, domain_size)
         if size is not None:
             TwoLevelLayout(layout, size)
             why_not = symmetric_unsupported_reason(group, size) or ""
@@ -105,7 +100,7 @@ def two_level_unsupported_reason(
 ) -> str | None:
     """Why NVLink inside domains of this size (None: the hosts) does not serve the group, or
     None."""
-    size, reason = host_domains(group) if domain_size is None else (domain_size, "")
+    size, reason = find_domain_size(group, domain_size)
     if size is None:
         return reason
     if size == 1:
@@ -180,24 +175,23 @@ def _open_two_level(
     timeout_s: float,
     domain_size: int | None,
 ) -> tuple[Transport, torch.device]:
-    if domain_size is None:
-        domain_size, reason = host_domains(group)
-        if domain_size is None:
-            raise _unmet(transport, reason)
-    sizes = TwoLevelLayout(layout, domain_size)
+    size, reason = find_domain_size(group, domain_size)
+    if size is None:
+        raise _unmet(transport, reason)
+    sizes = TwoLevelLayout(layout, size)
     rank, world = dist.get_rank(group), dist.get_process_group_ranks(group)
-    members = domain_ranks(layout.world_size, domain_size, rank)
+    domain, index = divmod(rank, size)
+    # The ranks of this rank's domain and of its rail.
+    members = world[domain * size : (domain + 1) * size], world[index::size]
     backend = collective_backend(group)
     with _new_group_names(group):
         groups = [
-            dist.new_group(
-                [world[r] for r in ranks], backend=backend, use_local_synchronization=True
-            )
+            dist.new_group(ranks, backend=backend, use_local_synchronization=True)
             for ranks in members
         ]
     inside, _, between = transport.partition("+")
     # The rails first: with NVSHMEM they decide which symmetric memory the process has.
     rail, _ = open_transport(between, sizes.rail, groups[1], timeout_s)
     weights_rail, _ = open_transport(between, sizes.weights, groups[1], timeout_s)
-    domain, device = open_transport(inside, sizes.domain, groups[0], timeout_s)
-    return TwoLevel(sizes, rank, domain, rail, weights_rail, device, groups), device
+    inner, device = open_transport(inside, sizes.domain, groups[0], timeout_s)
+    return TwoLevel(sizes, rank, inner, rail, weights_rail, device, groups), device

@@ -242,7 +242,7 @@ def _by_hosts(rank: int, world: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     topology.socket.gethostname = lambda: f"host{rank // 2}"  # type: ignore[attr-defined]
-    assert open_transport.host_domains(group) == (2, "")
+    assert open_transport.find_domain_size(group, None) == (2, "")
     ata = _open(rank, world, 4, 8, 2, 16, domain_size=None)
     assert "2 domains of 2 ranks" in ata.transport_report()
     ata.destroy()
@@ -262,7 +262,7 @@ def _by_hosts(rank: int, world: int) -> None:
         open_transport.two_level_unsupported_reason(group, Layout(4, 8, 2, 4, 2, 16, 32, 0), 2)
     )
     topology.socket.gethostname = lambda: f"host{min(rank, 1)}"  # type: ignore[attr-defined]
-    size, why_not = open_transport.host_domains(group)
+    size, why_not = open_transport.find_domain_size(group, None)
     assert size is None and "the same number of consecutive ranks" in why_not
 
 
