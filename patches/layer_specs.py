@@ -3,7 +3,7 @@
 `get_fluid_custom_layers(config)` is Megatron's spec for that configuration with `FluidMoELayer` in
 the place of MoELayer and, for context parallelism, `FluidSelfAttention` with an `exchanged(...)`
 core attention in the place of its self-attention. Both ways, patch and spec, run the same functions
-(moe_layer.moe_forward, self_attention.attention_forward, attention.dot_product_attention) on the
+(moe_layer.moe_forward, self_attention.DECISIONS.call, attention.dot_product_attention) on the
 same parameters.
 
     model = GPTModel(config, transformer_layer_spec=get_fluid_custom_layers(config), ...)
@@ -117,7 +117,7 @@ class FluidSelfAttention(SelfAttention):
         stock = SelfAttention.forward
         if patches.is_applied("self-attention"):
             return stock(self, hidden_states, attention_mask, *args, **kwargs)
-        return self_attention.attention_forward(
+        return self_attention.DECISIONS.call(
             self, stock, hidden_states, attention_mask, *args, **kwargs
         )
 

@@ -26,7 +26,7 @@ from megatron_fluid.patches.linears.transformer_engine import quantises
 from megatron_fluid.patches.overlap_decision import Decision, Finding, OverlapDecisions, Reason
 from megatron_fluid.topology import real_group
 
-__all__ = ["AttentionDecisions", "ForwardResult", "OverlappedModule", "attention_forward"]
+__all__ = ["AttentionDecisions", "ForwardResult", "OverlappedModule"]
 
 ForwardResult = tuple[Tensor, Tensor | None]
 
@@ -188,45 +188,41 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
         def fluid_forward(
             module: Any, hidden_states: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
         ) -> ForwardResult:
-            return attention_forward(
-                self, module, original, hidden_states, attention_mask, *args, **kwargs
-            )
+            return self.call(module, original, hidden_states, attention_mask, *args, **kwargs)
 
         return fluid_forward
 
+    @tells_peers
+    def call(
+        self,
+        attention: Any,
+        original: Callable[..., ForwardResult],
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> ForwardResult:
+        """The overlapped forward of a module, or Megatron's own where that is to be kept.
 
-@tells_peers
-def attention_forward(
-    decisions: AttentionDecisions[Any],
-    attention: Any,
-    original: Callable[..., ForwardResult],
-    hidden_states: Tensor,
-    attention_mask: Tensor | None,
-    *args: Any,
-    **kwargs: Any,
-) -> ForwardResult:
-    """The overlapped forward of a module, or Megatron's own where that is to be kept.
+        Args:
+            attention: the module.
+            original: Megatron's forward, whose arguments and results these are.
+            hidden_states: [s, b, H].
 
-    Args:
-        decisions: about modules of its kind.
-        attention: the module.
-        original: Megatron's forward, whose arguments and results these are.
-        hidden_states: [s, b, H].
-
-    Raises:
-        ConfigError: its modules were changed after the first forward.
-    """
-    decision = decisions.get(attention)
-    if decision is None or not decision.settled or decisions.regrouped(decision, attention):
-        decision = decisions.settle(attention)
-    path = decision.path
-    if path is not None:
-        arguments = dict(zip(decisions.arguments, args, strict=False)) | kwargs
-        given = {name: value for name, value in arguments.items() if value is not None}
-        prepared = path.prepare(hidden_states, attention_mask, given)
-        if not isinstance(prepared, Reason):
-            if (changed := path.changed(attention)) is not None:
-                decisions.refuse_change(attention, changed)
-            return path.forward(attention, hidden_states, *prepared)  # type: ignore[no-any-return]
-        decisions.report.note_late("in some calls", prepared)
-    return original(attention, hidden_states, attention_mask, *args, **kwargs)
+        Raises:
+            ConfigError: its modules were changed after the first forward.
+        """
+        decision = self.get(attention)
+        if decision is None or not decision.settled or self.regrouped(decision, attention):
+            decision = self.settle(attention)
+        path = decision.path
+        if path is not None:
+            arguments = dict(zip(self.arguments, args, strict=False)) | kwargs
+            given = {name: value for name, value in arguments.items() if value is not None}
+            prepared = path.prepare(hidden_states, attention_mask, given)
+            if not isinstance(prepared, Reason):
+                if (changed := path.changed(attention)) is not None:
+                    self.refuse_change(attention, changed)
+                return path.forward(attention, hidden_states, *prepared)  # type: ignore[no-any-return]
+            self.report.note_late("in some calls", prepared)
+        return original(attention, hidden_states, attention_mask, *args, **kwargs)

@@ -17,24 +17,22 @@ Megatron saves activations in single iterations, on all ranks, are Megatron's ow
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_fluid.attention.choice import overlap_slower_reason
 from megatron_fluid.config import FluidConfig
-from megatron_fluid.patches.attention import decision
 from megatron_fluid.patches.attention.core import exchanges_of
+from megatron_fluid.patches.attention.decision import AttentionDecisions
 from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, module_reason
 from megatron_fluid.patches.attention.overlapped import OverlappedAttention
 from megatron_fluid.topology import real_group
 
-__all__ = ["DECISIONS", "attention_forward", "forward", "init", "leave", "overlapped"]
+__all__ = ["DECISIONS", "forward", "init", "leave", "overlapped"]
 
 
-class _SelfAttentionDecisions(decision.AttentionDecisions[OverlappedAttention]):
+class _SelfAttentionDecisions(AttentionDecisions[OverlappedAttention]):
     feature, patch = "overlapped attention", "self-attention"
     limits, path = OVERLAP_LIMITS, OverlappedAttention
     overlap_texts = (
@@ -72,7 +70,6 @@ class _SelfAttentionDecisions(decision.AttentionDecisions[OverlappedAttention]):
 
 
 DECISIONS = _SelfAttentionDecisions()
-attention_forward: Callable[..., Any] = functools.partial(decision.attention_forward, DECISIONS)
 forward = DECISIONS.forward  # wraps Attention.forward, which SelfAttention inherits
 init = DECISIONS.announcing  # wraps SelfAttention.__init__
 
