@@ -11,6 +11,7 @@ import torch
 
 from megatron_fluid.attention.layouts import SequenceLayout
 from tests.support.launch import run_ranks
+from tests.support.self_attention_world import start
 from tests.support.te_attention import patched_core
 
 pytest.importorskip("megatron.core")
@@ -21,15 +22,9 @@ HEADS, WIDTH, BATCH = 8, 8, 2
 
 def _setup(ranks: int, groups: int, **settings: Any) -> Any:
     """Parallel state, and the configuration for this many context-parallel ranks."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    import megatron_fluid  # noqa: F401
-
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(context_parallel_size=ranks)
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    start(ranks)
     return TransformerConfig(
         num_layers=2,
         hidden_size=HEADS * WIDTH,

@@ -15,7 +15,7 @@ from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreCase
 from megatron_fluid.attention.exchange import symmetric
 from megatron_fluid.attention.exchange.protocol import Projection
 from megatron_fluid.attention.layer import SelfAttention
-from megatron_fluid.attention.packed import Rotary, _turn
+from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.config import current_config, set_config
 from megatron_fluid.errors import FluidError, PeerTimeoutError
 from tests.distributed.test_attention import Case, check
@@ -36,32 +36,6 @@ BASE = Case(
     dtype=torch.bfloat16,
     layers=2,
 )
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_rotary_kernel_equals_its_reference(
-    interleaved: bool, inverse: bool, dtype: torch.dtype
-) -> None:
-    for dim, rotated, heads in ((128, 128, 5), (64, 32, 3), (80, 80, 1), (96, 24, 7), (6, 2, 2)):
-        x = torch.randn(37, 3, heads + 2, dim, dtype=dtype)
-        table = Rotary(rotated, 1000.0, interleaved).table(37, x.device, dtype)
-        expected = torch.full_like(x, 7.0)
-        _turn(x[:, :, :heads], expected[:, :, :heads], table, inverse)
-        on_gpu = dataclasses.replace(table, cos=table.cos.cuda(), sin=table.sin.cuda())
-        source, target = x.cuda(), torch.full_like(x, 7.0).cuda()
-        _turn(source[:, :, :heads], target[:, :, :heads], on_gpu, inverse)
-        _turn(source[:, :, :heads], source[:, :, :heads], on_gpu, inverse)  # in place
-        tolerance = {torch.bfloat16: 8e-3, torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
-        torch.testing.assert_close(target.cpu(), expected, rtol=tolerance, atol=tolerance)
-        assert torch.equal(source[:, :, :heads], target[:, :, :heads])
-        assert torch.equal(source[:, :, heads:].cpu(), x[:, :, heads:])
-        # Between addresses that vectors begin at.
-        odd = torch.empty(x.numel() + 1, dtype=dtype, device="cuda")[1:].view(x.shape)
-        odd.copy_(x)
-        _turn(odd[:, :, :heads], odd[:, :, :heads], on_gpu, inverse)
-        assert torch.equal(odd, source)
 
 
 CASES = [
