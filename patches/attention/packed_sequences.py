@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_fluid.attention.packed import RotaryTable
 from megatron_fluid.backward.autograd import once_differentiable
 
-__all__ = ["Reorder", "foreign_pack_reason", "pack_order", "pack_table", "unserved_pack_reason"]
+__all__ = ["Reorder", "foreign_pack_reason", "pack_order", "pack_table"]
 
 
 class Reorder(torch.autograd.Function):
@@ -47,23 +47,6 @@ def foreign_pack_reason(packed: Any) -> str | None:
         return f"packed_seq_params of the format {packed.qkv_format}"
     if packed.cp_group is not None or packed.local_cp_size is not None:
         return "packed_seq_params has a context-parallel group of its own (hybrid)"
-    return None
-
-
-def unserved_pack_reason(packed: Any, query: Tensor, value: Tensor, value_dim: int) -> str | None:
-    """Why a call with packed sequences keeps Transformer Engine's own exchange, or None.
-
-    Args:
-        packed: Megatron's PackedSeqParams.
-        query, value: [t, n, D] and [t, g, D].
-        value_dim: the width of heads of values that the module was built for.
-    """
-    if (reason := foreign_pack_reason(packed)) is not None:
-        return reason
-    if query.dim() != 3:
-        return "packed_seq_params with queries that are not packed"
-    if value.size(2) != value_dim:
-        return "packed_seq_params with values that are padded to the width of queries"
     return None
 
 

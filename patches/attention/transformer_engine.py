@@ -30,8 +30,8 @@ from megatron_fluid.patches.attention.core import (
 from megatron_fluid.patches.attention.limits import TE_LIMITS
 from megatron_fluid.patches.attention.packed_sequences import (
     Reorder,
+    foreign_pack_reason,
     pack_order,
-    unserved_pack_reason,
 )
 from megatron_fluid.patches.limits import first_reason
 
@@ -219,7 +219,13 @@ def _unserved_reason(
     if attn_mask_type.name not in ("causal", "no_mask"):
         return f"attn_mask_type {attn_mask_type.name} is given"
     if packed_seq_params is not None:
-        return unserved_pack_reason(packed_seq_params, query, value, core.exchanges.heads.dv)
+        if (reason := foreign_pack_reason(packed_seq_params)) is not None:
+            return reason
+        if query.dim() != 3:
+            return "packed_seq_params with queries that are not packed"
+        if value.size(2) != core.exchanges.heads.dv:
+            return "packed_seq_params with values that are padded to the width of queries"
+        return None
     if query.dim() != 4 or query.size(0) != key.size(0):
         return "queries and keys are not those of one sequence"
     return None
