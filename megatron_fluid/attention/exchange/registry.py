@@ -8,18 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_fluid.attention.exchange.buffers import shared_head_buffers
 from megatron_fluid.attention.exchange.collective import CollectiveExchange
 from megatron_fluid.attention.exchange.protocol import HeadExchange
 from megatron_fluid.attention.exchange.rounds import RoundsExchange, groups_between_hosts
-from megatron_fluid.attention.exchange.symmetric import (
-    SymmetricExchange,
-    choose_groups,
-    heads_unsupported_reason,
-)
+from megatron_fluid.attention.exchange.symmetric import SymmetricExchange, choose_groups
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
 from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
@@ -50,8 +45,9 @@ def symmetric_heads_unsupported_reason(
     GPUs."""
     if device_type != "cuda":
         return f"symmetric memory is on CUDA devices, not on {device_type}"
-    reason = heads_unsupported_reason(head_dim, torch.bfloat16)
-    return reason or symmetric_unsupported_reason(group)
+    if head_dim % 8:
+        return f"a head of {head_dim} 16-bit values is not a multiple of 16 bytes"
+    return symmetric_unsupported_reason(group)
 
 
 def open_exchange(

@@ -60,7 +60,7 @@ from megatron_fluid.kernels.head_exchange.launch import (
     push_rows,
 )
 
-__all__ = ["SymmetricExchange", "choose_groups", "choose_transport", "heads_unsupported_reason"]
+__all__ = ["SymmetricExchange", "choose_groups", "choose_transport"]
 
 _ROWS = 32  # rows of a program's tile
 _HEADS = 4  # slots of a program that rotates: it loads the angles once for them
@@ -85,13 +85,6 @@ def choose_groups(heads: HeadLayout, length: int, batch: int, itemsize: int) -> 
         if most % groups == 0 and sent >= groups * _COPY_ENGINE_BYTES:
             return groups
     return 1
-
-
-def heads_unsupported_reason(head_dim: int, dtype: torch.dtype) -> str | None:
-    """Return why the symmetric exchange cannot move heads of this size, or None if it can."""
-    if head_dim * dtype.itemsize % 16:
-        return f"a head of {head_dim} {dtype} values is not a multiple of 16 bytes"
-    return None
 
 
 def _wide(dtype: torch.dtype) -> Any:
