@@ -41,10 +41,11 @@ class ThreadBuffers(HeadBuffers):
         super().__init__(workspace, transport, SimulatedDriver())
         self.turns = turns
 
-    def _launch_barrier(
-        self, name: str, stream: torch.cuda.Stream | None, received: Tensor | None
-    ) -> None:
+    def barrier(
+        self, name: str, stream: torch.cuda.Stream | None = None, received: Tensor | None = None
+    ) -> dict[str, int]:
         self.turns.barrier()
+        return dict(self._unread)
 
 
 def run_threads(world: int, transport: str, body: Callable[[ThreadBuffers], Any]) -> list[Any]:

@@ -121,12 +121,6 @@ class HeadBuffers:
         """Block `stream` (None: the current one) until every rank has written its share of the
         buffer. Returns the uses of buffers whose reads this barrier proves complete. `received`,
         what this rank reads of the buffer, is filled with NaN if a rank does not come."""
-        self._launch_barrier(name, stream, received)
-        return dict(self._unread)
-
-    def _launch_barrier(
-        self, name: str, stream: torch.cuda.Stream | None, received: Tensor | None
-    ) -> None:
         self.workspace.check_open()  # its memory would be gone
         launch = self._barriers.get(name)
         if launch is None:
@@ -140,6 +134,7 @@ class HeadBuffers:
             launch((1, 1), (self.workspace.errors.abort.data_ptr(), 0), stream)
         else:
             launch((1, 1), (received.data_ptr(), received.nbytes // 4), stream)
+        return dict(self._unread)
 
     def mark_read(self, name: str, proven: Mapping[str, int]) -> None:
         """Record that this rank has enqueued its read of a buffer, after a barrier that proved
