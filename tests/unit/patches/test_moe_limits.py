@@ -14,16 +14,13 @@ import torch.nn.functional as F
 pytest.importorskip("megatron.core")
 
 from megatron.core import activations
-from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fluid import patches
 from megatron_fluid.config import FluidConfig
-from megatron_fluid.moe.activations import ACTIVATIONS
 from megatron_fluid.moe.choose import Choice
 from megatron_fluid.patches.moe import decision, limits, parts
 from megatron_fluid.patches.moe import layer as moe_layer
-from megatron_fluid.patches.moe.expert_modules import activation_name, resolve
 from megatron_fluid.patches.moe.limits import (
     EXCHANGE_LIMITS,
     EXPERT_LIMITS,
@@ -382,63 +379,6 @@ def test_the_fused_operation_is_ours_where_it_has_the_bounds_that_are_set(
     reason = reasons(config).experts
     assert (reason is None) is ours
     assert ours or str(reason).startswith("use_transformer_engine_op_fuser=True")
-
-
-@pytest.mark.parametrize(
-    ("function", "gated", "name"),
-    [
-        (F.silu, True, "swiglu"),
-        (F.gelu, True, "geglu"),
-        (activations.quick_gelu, True, "quick_geglu"),
-        (F.silu, False, "silu"),
-        (F.gelu, False, "gelu"),
-        (F.relu, False, "relu"),
-        (activations.squared_relu, False, "relu2"),
-        (activations.quick_gelu, False, "quick_gelu"),
-    ],
-)
-def test_activations_are_megatrons(
-    supported: TransformerConfig, function: Callable[..., Any], gated: bool, name: str
-) -> None:
-    config = copy.copy(supported)
-    config.activation_func, config.gated_linear_unit = function, gated
-    assert activation_name(config) == name and name in ACTIVATIONS
-    ours = resolve(config)
-    assert ours.gated is gated
-    h = torch.randn(
-        5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
-    )
-    gate, up = h.chunk(2, dim=-1)
-    expected = function(gate) * up if gated else function(h)
-    value = ours.forward(h)
-    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-    dv = torch.randn(
-        expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
-    wanted, found = (torch.autograd.grad(v, h, dv) for v in (expected, value))
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("function", [F.silu, F.gelu, activations.quick_gelu])
-@pytest.mark.parametrize("grouped", [False, True])
-def test_clamp_offset_and_interleaved_gates_are_megatrons(
-    supported: TransformerConfig, function: Callable[..., Any], grouped: bool
-) -> None:
-    config = copy.copy(supported)
-    config.activation_func, config.activation_func_clamp_value = function, 0.7
-    config.glu_linear_offset, config.moe_mlp_glu_interleave_size = 1.0, 4
-    ours = resolve(config, grouped)
-    assert ours.built_in and not ours.plain
-    generator = torch.Generator().manual_seed(0)
-    h = torch.randn(5, 24, dtype=torch.float64, generator=generator).requires_grad_()
-    halves = TEGroupedMLP._remove_glu_interleaving(h, 4) if grouped else h  # SequentialMLP's: plain
-    gate, up = halves.chunk(2, dim=-1)
-    expected = function(gate.clamp(max=0.7)) * (up.clamp(-0.7, 0.7) + 1.0)
-    value = ours.forward(h)
-    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-    dv = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
-    wanted, found = (torch.autograd.grad(v, h, dv) for v in (expected, value))
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_bounded_room_needs_kernels_that_count_rows_on_the_device(
