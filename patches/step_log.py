@@ -9,6 +9,7 @@ the iterations of --fluid-graph so far that lacked room. Rank 0 adds hidden-shar
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from typing import Any
@@ -33,13 +34,16 @@ class StepLog:
         """An iteration begins.
 
         Args:
-            settings: Megatron's arguments; curr_iteration counts those that are done.
+            settings: Megatron's arguments; curr_iteration counts those that are done, and only
+                Megatron's own training loop sets it.
         """
+        done = getattr(settings, "curr_iteration", None)
+        if done is None:
+            return
         now = time.perf_counter()
         if self._began is not None:
             self._seconds.append(now - self._began)
         self._began = now
-        done = settings.curr_iteration
         if not self._seconds or done % settings.tensorboard_log_interval:
             return
         seconds, self._seconds = statistics.median(self._seconds), []
@@ -61,9 +65,10 @@ def write_scalars(figures: dict[str, float], iteration: int, folder: str | None 
     writer, board = get_tensorboard_writer(), get_wandb_writer()
     own = None
     if writer is None and folder is not None:
-        from torch.utils.tensorboard import SummaryWriter
+        with contextlib.suppress(ModuleNotFoundError):  # Megatron warns that it is not installed
+            from torch.utils.tensorboard import SummaryWriter
 
-        writer = own = SummaryWriter(log_dir=folder)
+            writer = own = SummaryWriter(log_dir=folder)
     if writer is not None:
         for name, value in named.items():
             writer.add_scalar(name, value, iteration)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from megatron_fluid import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches import profile_steps
 from megatron_fluid.patches.profile_steps import StepProfile, check_profile, profile_folder
+from megatron_fluid.patches.step_log import StepLog, write_scalars
 
 
 @pytest.fixture(autouse=True)
@@ -83,3 +85,20 @@ def test_the_steps_between_are_traced_once_and_by_one_rank(
     assert traced(monkeypatch, tmp_path, [3, 4]) == [[3]], "a resumed run"
     assert traced(monkeypatch, tmp_path, [4, 5]) == []
     assert traced(monkeypatch, tmp_path, [1, 2, 3], active=False) == []
+
+
+def test_steps_of_another_loop_than_megatrons_are_not_logged() -> None:
+    log = StepLog()
+    for _ in range(2):
+        log.begin(SimpleNamespace(tensorboard_log_interval=1))
+    assert not log._seconds
+
+
+def test_without_tensorboard_a_profiled_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As Megatron's own loop does, with a warning."""
+    pytest.importorskip("megatron.training")
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    write_scalars({"hidden-share": 0.5}, 3, str(tmp_path))
+    assert not list(tmp_path.iterdir())
