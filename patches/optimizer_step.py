@@ -309,11 +309,10 @@ class _OnePass:
             group["step"] += 1
             numbers = _numbers(group)
             for kind, table in launches:
-                launch, constants = _adam(kind)
+                launch, constants = _adam(kind, bool(self._inner.adam_w_mode))
                 arguments: tuple[Tensor | int, ...]
                 arguments = (table.lines, table.chunks, scale, *numbers)
-                decoupled = bool(self._inner.adam_w_mode)
-                launch(table.chunks.shape[0], arguments, DECOUPLED=decoupled, **constants)
+                launch(table.chunks.shape[0], arguments, **constants)
 
 
 def _runs_on(tensor: Tensor) -> bool:
@@ -329,8 +328,9 @@ _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
 
 
 @functools.cache
-def _adam(kind: torch.dtype | None) -> tuple[Launcher, dict[str, object]]:
-    """The kernel, and its constants for a model of this dtype, None for that of Adam's shards."""
+def _adam(kind: torch.dtype | None, decoupled: bool) -> tuple[Launcher, dict[str, object]]:
+    """The kernel, and its constants in its own order, for a model of this dtype, None for that of
+    Adam's shards. decoupled: AdamW's decay."""
     import triton
     import triton.language as tl
 
@@ -338,7 +338,8 @@ def _adam(kind: torch.dtype | None) -> tuple[Launcher, dict[str, object]]:
     from megatron_fluid.kernels.adam import adam_kernel
 
     dtype = {None: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[kind]
-    constants = {"KIND": dtype, "BLOCK": _BLOCK, "PLAIN": bool(triton.knobs.runtime.interpret)}
+    constants = {"KIND": dtype, "DECOUPLED": decoupled, "BLOCK": _BLOCK}
+    constants["PLAIN"] = bool(triton.knobs.runtime.interpret)
     return Launcher(adam_kernel, _WARPS), constants
 
 
