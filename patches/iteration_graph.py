@@ -119,7 +119,7 @@ class Overflow:
         while self._on_host[0] != self._iterations:
             raise_if_failed()
             time.sleep(pause)
-            pause = min(1.01 * pause, _LONGEST_POLL_S)  # 1% of what was waited so far
+            pause = min(1.001 * pause, _LONGEST_POLL_S)  # 0.1% of what was waited so far
         return self._on_host[1] != 0
 
 
