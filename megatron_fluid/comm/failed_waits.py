@@ -285,7 +285,7 @@ def _is_stuck(device: torch.device, limit_s: float = _STUCK_S) -> bool:
     if device.type != "cuda":
         return False
     # In a thread: work that waits inside NCCL has no bound.
-    waiter = threading.Thread(target=_synchronize, daemon=True)
+    waiter = threading.Thread(target=_synchronize, args=(device,), daemon=True)
     waiter.start()
     waiter.join(limit_s)
     return waiter.is_alive()
@@ -308,7 +308,7 @@ def _at_exit() -> None:
             os._exit(EXIT_CODE)
 
 
-def _synchronize() -> None:
-    allow_queries_during_capture()
+def _synchronize(device: torch.device) -> None:
+    allow_queries_during_capture(device)
     with contextlib.suppress(RuntimeError):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)

@@ -116,6 +116,7 @@ class WaitMonitor:
         self._lanes: dict[object, _Lane] = {}
         self._lock = threading.Lock()
         self._watcher: Watcher | None = watcher
+        self._gpu: int | None = None  # of the first wait after CUDA was initialised
         self._queries_allowed = False  # to the watcher's thread
 
     def watch(
@@ -131,6 +132,8 @@ class WaitMonitor:
             error: makes the error to report; called at the deadline only.
             failed_already: whether another rank has failed: then this wait cannot finish.
         """
+        if self._gpu is None and torch.cuda.is_initialized():
+            self._gpu = torch.cuda.current_device()
         with self._lock:
             watch = _Watch(started, finished, timeout_s, error, failed_already)
             self._lanes.setdefault(lane, deque()).append(watch)
@@ -139,9 +142,9 @@ class WaitMonitor:
             watcher.add(self._look_again)
 
     def _look_again(self, now: float) -> float:
-        if not self._queries_allowed:
-            # Not before there is a wait: the driver refuses it where CUDA is not initialised.
-            allow_queries_during_capture()
+        if self._gpu is not None and not self._queries_allowed:
+            # Not earlier: the driver refuses it where CUDA is not initialised.
+            allow_queries_during_capture(self._gpu)
             self._queries_allowed = True
         self.look(now)
         return self._interval_s

@@ -41,12 +41,14 @@ def end_process(error: Exception) -> None:
     os._exit(EXIT_CODE)
 
 
-def allow_queries_during_capture() -> None:
-    """Let this thread query events while another captures a CUDA graph."""
+def allow_queries_during_capture(device: torch.device | int) -> None:
+    """Let this thread query events of a GPU while another thread captures a CUDA graph."""
     if torch.version.cuda is None:
         return
     with contextlib.suppress(ImportError, RuntimeError):  # a machine without a driver
         driver_api.allow_calls_during_capture()
+        # A new thread's GPU is number 0: its first query would make a context there, of half a GiB.
+        torch.cuda.set_device(device)
 
 
 class Watcher:

@@ -93,22 +93,27 @@ def test_the_watcher_looks_by_itself_and_may_query_during_a_capture_from_the_fir
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The driver lets a thread query only where CUDA is initialised, and the watcher may have
-    started before that."""
+    started before that. Queries are for the GPU of the thread that waits, not for GPU 0."""
     seen: list[PeerTimeoutError] = []
-    threads: list[threading.Thread] = []
+    threads: list[tuple[threading.Thread, int]] = []
     monkeypatch.setattr(
-        waits, "allow_queries_during_capture", lambda: threads.append(threading.current_thread())
+        waits,
+        "allow_queries_during_capture",
+        lambda device: threads.append((threading.current_thread(), device)),
     )
     looked, watcher = threading.Event(), Watcher()
     watcher.add(lambda now: looked.set() or 60.0)  # type: ignore[func-returns-value]
     assert looked.wait(20) and not threads
     monitor = WaitMonitor(on_timeout=seen.append, interval_s=0.01, watcher=watcher)
+    monitor.watch("a", Event(True), Event(True), 5.0, lambda: lost(1))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monitor.watch("a", Event(True), Event(), 0.05, lambda: lost(2))
     deadline = time.monotonic() + 20
     while not seen and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [error.round_index for error in seen] == [2]
-    assert threads == [watcher._thread]
+    assert threads == [(watcher._thread, 3)]
 
 
 def explained(channels: Agreement, error: PeerTimeoutError) -> str:
