@@ -212,3 +212,17 @@ def test_a_model_without_layers_over_symmetric_memory_is_left_alone(run: Any) ->
     for rows in (200, 300, 400, 500, 600):
         run(model, rows)
     assert not iteration_graph._overflows
+
+
+def test_the_wait_for_a_replay_ends_soon_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Polls get rarer, but the GPU does not idle for a noticeable share of an iteration."""
+    overflow, pauses = iteration_graph.Overflow(torch.device("cpu")), list[float]()
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if sum(pauses) > 1.0:
+            overflow._told[0] = 1
+
+    monkeypatch.setattr(iteration_graph.time, "sleep", sleep)
+    assert not overflow.found()
+    assert 10 * pauses[0] < pauses[-1] < 0.002
