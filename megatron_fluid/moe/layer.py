@@ -70,11 +70,13 @@ class _MoEModule(nn.Module):
         self.rounds: P2PRounds = shared_rounds(group_of(ep_group))
         self.layer_id, self.name = layer_id, f"layer {layer_id} moe"
         self._kept: list[KeptLayout | None] = [None, None]  # of weight1 and weight2
-        self.activation = resolve_activation(self.config.activation)
         self.num_local_experts = local_experts(self.config.num_experts, self.rounds.world_size)
         c, kwargs = self.config, {"device": device, "dtype": dtype}
         invariant = c.batch_invariant
         self.batch_invariant = current_config().batch_invariant if invariant is None else invariant
+        self.activation = dataclasses.replace(
+            resolve_activation(c.activation), by_rows=self.batch_invariant
+        )
 
         def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -192,12 +194,10 @@ class _MoEModule(nn.Module):
         if self.shared_weight1 is None or self.shared_weight2 is None:
             return None
         fixed = self.batch_invariant
-        activation = dataclasses.replace(self.activation, by_rows=fixed)
         names = f"{self.name} shared fc1", f"{self.name} shared fc2"
         h = deferred_linear(tokens, self.shared_weight1, names[0], fixed_tiles=fixed)
-        return deferred_linear(
-            activation.value(h), self.shared_weight2, names[1], fixed_tiles=fixed
-        )
+        activated = self.activation.value(h)
+        return deferred_linear(activated, self.shared_weight2, names[1], fixed_tiles=fixed)
 
     def _flat(self, tokens: Tensor) -> Tensor:
         hidden = self.config.hidden_size
