@@ -96,8 +96,8 @@ def product_by_kernel(
     if isinstance(weights, Tensor):
         apart = torch.arange(experts, device=x.device) * weights.stride(0)
     else:
-        places = [(matrix.data_ptr() - first.data_ptr()) // x.itemsize for matrix in weights]
-        apart = torch.tensor(places, device=x.device)
+        places = tuple((m.data_ptr() - first.data_ptr()) // x.itemsize for m in weights)
+        apart = _on_device(places, x.device)
     (rows, depth), width = x.shape, out.shape[1]
     tiles = {"BM": 32, "BN": 64, "BK": 64 if x.itemsize == 2 else 32}
     strides = {"STEP_IN": first.stride(0), "STEP_OUT": first.stride(1)}
@@ -105,6 +105,13 @@ def product_by_kernel(
     constants |= {"E": experts, "EP": 1 << (experts - 1).bit_length(), **tiles}
     programs, columns = -(-rows // tiles["BM"]), -(-width // tiles["BN"])
     _launcher()(programs, (x, first, apart, offsets, out, rows), columns, **constants)
+
+
+@functools.lru_cache(4096)
+def _on_device(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 [El]. Made once: the copy waits for the device, and a capture allows none."""
+    with torch.inference_mode(False):
+        return torch.tensor(places, device=device)
 
 
 @functools.cache
