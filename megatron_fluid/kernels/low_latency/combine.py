@@ -157,6 +157,13 @@ def combine_kernel(
         direct = False
         if EXCHANGE:
             direct = tl.load(arrived + COUNTS_AT + rank) <= SMALL
+            known = ()
+            token_weight = ()
+            for k in tl.static_range(K):
+                is_known = tl.sum((there >= 0) & (kk == k), 0) > 0
+                known = known + (is_known,)  # type: ignore[assignment]
+                weight = tl.load(weights + i * K + k, mask=is_known, other=0.0)
+                token_weight = token_weight + (weight,)  # type: ignore[assignment]
         due = tl.arange(0, WORDS) < W * F
         sound = wait_all(
             flags, due, generation, errors, abort, operation, timeout_ns, F, WORDS, FLAG_STRIDE
@@ -171,10 +178,9 @@ def combine_kernel(
                 if direct:
                     at = ((parity * SMALL + i) * K).to(tl.int64) * H + o
                     for k in tl.static_range(K):
-                        known = tl.sum((there >= 0) & (kk == k), 0) > 0
-                        weight = tl.load(weights + i * K + k, mask=known, other=0.0)
-                        row = tl.load(received_rows + at + k * H, mask=(o < H) & known, other=0.0)
-                        total += weight * row.to(tl.float32)
+                        inside = (o < H) & known[k]
+                        row = tl.load(received_rows + at + k * H, mask=inside, other=0.0)
+                        total += token_weight[k] * row.to(tl.float32)
             for d in tl.static_range(W):
                 needed = (tl.max((there == d).to(tl.int32), 0) > 0) & (not direct)
                 slot = (parity * W + d).to(tl.int64) * C + i
