@@ -280,15 +280,23 @@ def look(
             end(error)
 
 
-def _is_stuck(device: torch.device, limit_s: float = _STUCK_S) -> bool:
+def _is_stuck(device: torch.device, limit_s: float = _STUCK_S, at_exit: bool = False) -> bool:
     """Return whether work enqueued on a GPU is not done within `limit_s`."""
     if device.type != "cuda":
         return False
-    # In a thread: work that waits inside NCCL has no bound.
-    waiter = threading.Thread(target=_synchronize, args=(device,), daemon=True)
-    waiter.start()
-    waiter.join(limit_s)
-    return waiter.is_alive()
+    done = threading.Event()
+
+    def wait(now: float = 0.0) -> float:
+        _synchronize(device)
+        done.set()
+        return threading.TIMEOUT_MAX
+
+    # In another thread: work that waits inside NCCL has no bound.
+    if at_exit:  # Python starts no threads any more
+        WATCHER.add(wait)
+    else:
+        threading.Thread(target=wait, daemon=True).start()
+    return not done.wait(limit_s)
 
 
 def _at_exit() -> None:
@@ -299,7 +307,7 @@ def _at_exit() -> None:
     raised = any(errors.raised for errors in _watched)
     limit = _STUCK_S if raised else max(errors.timeout_s for errors in _watched) + GRACE_S
     devices = {errors.device.type: errors.device for errors in _watched}
-    stuck = any(_is_stuck(device, limit) for device in devices.values())
+    stuck = any(_is_stuck(device, limit, at_exit=True) for device in devices.values())
     for errors in _watched:
         if (stuck or not errors.raised) and (error := errors.error()) is not None:
             say(error)

@@ -240,25 +240,33 @@ def test_a_process_whose_device_is_stuck_ends_once_it_has_raised(
     with pytest.raises(PeerTimeoutError):
         check_for_failed_waits()
     ended: list[int] = []
-    monkeypatch.setattr(failed_waits, "_is_stuck", lambda device, limit_s: limit_s < GRACE_S)
+    monkeypatch.setattr(failed_waits, "_is_stuck", lambda device, limit_s, **_: limit_s < GRACE_S)
     monkeypatch.setattr(failed_waits.os, "_exit", ended.append)
     failed_waits._at_exit()
     assert ended == [75]
 
 
 LAST_ITERATION = """
+import sys
+import torch
+from megatron_fluid.comm import failed_waits
 from tests.faults.test_lost_peer_nvlink import Domain
 domain = Domain(watched=True)
 domain.forward()
 del domain
+failed_waits._synchronize = lambda device: None
+for errors in failed_waits._watched:
+    errors.device = torch.device(sys.argv[1])
 print("training is over")
 """
 
 
-def test_a_failure_in_the_last_iteration_is_the_exit_status() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_failure_in_the_last_iteration_is_the_exit_status(device: str) -> None:
+    """Python starts no threads at exit, and a GPU's work is waited for in another thread."""
     root = Path(__file__).parents[2]
     ended = subprocess.run(
-        [sys.executable, "-c", LAST_ITERATION],
+        [sys.executable, "-c", LAST_ITERATION, device],
         cwd=root,
         capture_output=True,
         text=True,
