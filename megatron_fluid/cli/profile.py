@@ -30,6 +30,7 @@ from megatron_fluid.profiling.traces import read_document
 
 __all__ = ["add_parser", "megatron_flags", "run"]
 
+_TRACE = "trace for https://ui.perfetto.dev: {}"
 # Both directions together. The layer computes for about as long as its tokens take over this wire.
 _WIRE_MBIT = 300
 _WIRE = (
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say(path: Path, title: str) -> Timeline:
-    print(f"trace for https://ui.perfetto.dev: {path}")
+    print(_TRACE.format(path))
     timeline = read_timeline(read_document(path), title)
     print("\n".join(timeline.lines()), flush=True)
     return timeline
@@ -108,7 +109,7 @@ def _compare(args: argparse.Namespace) -> int:
     """Trace the layer with a plain all-to-all and with this package, and draw both."""
     import torch
 
-    timelines, folder = [], args.output
+    timelines, traced, folder = [], [], args.output
     wire: list[str] = []
     if not torch.cuda.is_available():
         wire = _slow_wire()
@@ -125,11 +126,14 @@ def _compare(args: argparse.Namespace) -> int:
         if status:
             return status
         timelines.append(read_timeline(read_document(traces[0]), title))
+        traced.append(traces[0])
     print(verdict := _verdict(*timelines))
     for timeline in timelines:
         print("\n".join(timeline.lines()), flush=True)
     for path in draw(timelines, folder, f"One MoE layer, forward and backward: {verdict}"):
         print(f"picture: {path}")
+    for path in traced:
+        print(_TRACE.format(path))
     return 0
 
 

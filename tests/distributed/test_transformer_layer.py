@@ -238,7 +238,7 @@ def test_three_ranks_and_many_layers() -> None:
         3,
         Case(
             heads=6,
-            kv_heads=2,
+            kv_heads=3,
             experts=6,
             layers=8,
             length=17,
