@@ -102,12 +102,15 @@ def headline(folder: Path = RESULTS) -> str:
     forced = any(row["config"].get("routing", "forced") == "forced" for row in rows)
     routing = "force" if forced else "an auxiliary loss"
     source = "[commits, commands and every row](docs/results.md)"
-    return f"{table}\n\nMeasured {measured}, in bf16, experts balanced by {routing}: {source}."
+    older = " Not measured again since the code changed." if any(age(d) for _, d in lines) else ""
+    said = f"Measured {measured}, in bf16, experts balanced by {routing}: {source}."
+    return f"{table}\n\n{said}{older}"
 
 
 def between_hosts(folder: Path = RESULTS) -> str:
     """What is gained over a wire that takes as long as the computation."""
-    document = next((d for _, d in documents(folder) if d["suite"] == "slow_wire"), None)
+    of_suite = (d for _, d in documents(folder) if d["suite"] == "slow_wire")
+    document = next((d for d in of_suite if not d["commit"].endswith("-dirty")), None)
     if document is None:
         return "Between hosts nothing was measured at this version: `make bench-hosts` does it."
     cases, hidden = by_case(document["rows"]), hidden_shares(document)

@@ -3,6 +3,7 @@ lost."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from collections.abc import Iterable, Mapping
@@ -134,6 +135,31 @@ def test_the_headline_compares_bf16_with_bf16_and_the_best_with_the_best(tmp_pat
     on_gpus(tmp_path / "pretrain.json", "pretrain", of("olmoe", "train", megatron | ours), 4)
     row = "| olmoe, training iteration, end to end, 4 H200 | 8.00 ms | 5.00 ms | **1.60** |"
     assert headline(tmp_path).count("**1.60**") == 1 and row in headline(tmp_path)
+    assert "nothing was measured" in between_hosts(tmp_path)
+
+
+def test_the_first_screen_marks_figures_of_older_code_and_leaves_out_those_of_a_dirty_tree(
+    tmp_path: Path,
+) -> None:
+    def write(name: str, suite: str, rows: list[Row], **changes: str) -> None:
+        on_gpus(tmp_path / name, suite, rows, 2)
+        document = json.loads((tmp_path / name).read_text())
+        (tmp_path / name).write_text(json.dumps(document | changes))
+
+    trained = of("olmoe", "train", {"megatron": 8.0, "fluid": 5.0})
+    write("pretrain.json", "pretrain", trained)
+    assert "Not measured again" not in headline(tmp_path)
+    write("pretrain.json", "pretrain", trained, code="of another version")
+    assert "Not measured again since the code changed." in headline(tmp_path)
+    times = {"megatron_a": 9.0, "fluid_no_overlap": 5.0, "fluid": 4.0}
+    hosts = [
+        dataclasses.replace(row, config={"hidden_share": 0.5})
+        for kind in ("moe", "main")
+        for row in of(f"{kind}-2x1-wire-1", "train", times)
+    ]
+    write("slow_wire.json", "slow_wire", hosts, commit="a" * 40)
+    assert "2.25 times" in between_hosts(tmp_path)
+    write("slow_wire.json", "slow_wire", hosts, commit="a" * 40 + "-dirty")
     assert "nothing was measured" in between_hosts(tmp_path)
 
 
