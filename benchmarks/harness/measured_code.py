@@ -14,25 +14,42 @@ __all__ = ["fingerprint", "measured_files"]
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("benchmarks", "megatron_fluid")
 _WING = "megatron_fluid.patches"
+# Shows figures, or serves the command line and Megatron on CPUs: nothing that a suite times.
+_NOT_TIMED = tuple(
+    ROOT.joinpath(*folder)
+    for folder in (("benchmarks", "report"), ("megatron_fluid", "cli"), ("patches", "cpu"))
+)
 # What a suite's program starts by name.
 _STARTED = {"pretrain": ("benchmarks.cases.pretrain_rank", _WING)}
 
 
 def fingerprint(suite: str) -> str | None:
-    """Return a hash of all files that `suite` measures, None where there is no such suite."""
+    """Return a hash of the code that `suite` measures, None where there is no such suite. Comments
+    and docstrings of Python files do not count."""
     files = measured_files(suite)
     if not files:
         return None
     found = hashlib.sha256()
     for file in files:
-        found.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+        found.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + _code(file))
     return found.hexdigest()[:16]
+
+
+def _code(path: Path) -> bytes:
+    if path.suffix != ".py":
+        return path.read_bytes()
+    tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
+            node.body = node.body[1:]
+    return ast.unparse(tree).encode()
 
 
 def measured_files(suite: str) -> list[Path]:
     """Return the suite's program and every file of the library that it imports, directly or not,
-    kernels in CUDA included. Other programs of benchmarks count where the suite imports them, but
-    for those of benchmarks/report: how figures are shown does not change them."""
+    kernels in CUDA included, but for folders of which nothing is timed."""
     program = _path(f"benchmarks.suites.{suite}")
     if program is None:
         return []
@@ -41,7 +58,7 @@ def measured_files(suite: str) -> list[Path]:
     todo = [program, *filter(None, map(_path, _STARTED.get(suite, ())))]
     while todo:
         path = todo.pop()
-        if path in found or path.is_relative_to(ROOT / "benchmarks" / "report"):
+        if path in found or any(path.is_relative_to(folder) for folder in _NOT_TIMED):
             continue
         found.add(path)
         if patches and path.is_relative_to(ROOT / "patches"):

@@ -39,14 +39,16 @@ def test_every_suite_has_a_fingerprint_of_its_own() -> None:
     assert fingerprint("no such suite") is None
 
 
-def test_a_table_is_marked_once_a_measured_file_changes(
+def test_a_table_is_marked_once_measured_code_changes_but_not_its_comments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_results("moe_layer", ROWS, 1, tmp_path / "moe_layer-1gpu.json", command="x")
-    assert "earlier version" not in summary(tmp_path)
     real = measured_code.measured_files
     changed = tmp_path / "changed.py"
-    changed.write_text("x = 1\n")
+    changed.write_text("def one():\n    return 1\n")
     monkeypatch.setattr(measured_code, "ROOT", Path("/"))
     monkeypatch.setattr(measured_code, "measured_files", lambda suite: [*real(suite), changed])
+    write_results("moe_layer", ROWS, 1, tmp_path / "moe_layer-1gpu.json", command="x")
+    changed.write_text('def one():\n    """Return 1."""\n    return 1  # one\n')
+    assert "earlier version" not in summary(tmp_path)
+    changed.write_text("def one():\n    return 2\n")
     assert "the measured code has changed since" in summary(tmp_path)
