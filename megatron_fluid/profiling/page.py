@@ -1,14 +1,15 @@
 """Template (`string.Template`) of the page that shows timelines, with its script and style."""
 
-__all__ = ["COLOURS", "PAGE"]
+__all__ = ["KINDS", "PAGE"]
 
-# Distinguishable in grey too: dark, light, middle (hatched), lightest.
-COLOURS = {
-    "compute": "#1f4e8c",
-    "communication": "#f2a33a",
-    "other": "#8a94a0",
-    "exposed": "#c8321e",
-    "idle": "#c9ced6",
+# Kind of an event: its colour and what a legend calls it. Distinguishable in grey too: dark, light,
+# middle, hatched, lightest.
+KINDS = {
+    "compute": ("#1f4e8c", "computation"),
+    "communication": ("#f2a33a", "communication"),
+    "other": ("#8a94a0", "other (copies, memset)"),
+    "exposed": ("#c8321e", "exposed: nothing computes meanwhile"),
+    "idle": ("#c9ced6", "host gap: nothing runs"),
 }
 
 PAGE = """<!doctype html>
@@ -32,7 +33,7 @@ h2 small { font-weight: 400; color: #66727f; }
   white-space: nowrap; }
 canvas { flex: 1 1 0; min-width: 0; height: 24px; background: #f5f7f9; border-radius: 2px; }
 .axis canvas { background: none; cursor: default; } .lane canvas { cursor: crosshair; }
-.note, .help { color: #66727f; font-size: 12px; margin: 4px 0 0; }
+.note, .help { color: #66727f; font-size: 12px; margin: 4px 0 0; overflow-wrap: anywhere; }
 #tip { position: fixed; display: none; pointer-events: none; background: #1b2733; color: #fff;
   padding: 5px 9px; border-radius: 4px; font-size: 12px; max-width: min(460px, 92vw);
   overflow-wrap: anywhere; }
@@ -52,11 +53,6 @@ button { font: inherit; font-size: 12px; }
 <script>
 "use strict";
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const COLOUR = {compute: "$colour_compute", communication: "$colour_communication",
-  other: "$colour_other", exposed: "$colour_exposed", idle: "$colour_idle"};
-const WORD = {compute: "computation", communication: "communication",
-  other: "other (copies, memset)", exposed: "exposed: nothing computes meanwhile",
-  idle: "host gap: nothing runs"};
 const END = Math.max(...DATA.variants.map(v => v.length), 1);
 let view = [0, END];
 const surfaces = [], axes = [], tip = document.getElementById("tip");
@@ -68,12 +64,12 @@ function make(parent, tag, cls, text) {
   return e;
 }
 const fill = k => k === "exposed" ?
-  `repeating-linear-gradient(45deg,$${COLOUR[k]} 0 4px,#fff 4px 5.5px)` : COLOUR[k];
+  `repeating-linear-gradient(45deg,$${DATA.kinds[k][0]} 0 4px,#fff 4px 5.5px)` : DATA.kinds[k][0];
 const used = new Set(DATA.variants.flatMap(v => v.lanes.flatMap(l => l.events.map(e => e[2]))));
-for (const kind of Object.keys(COLOUR)) if (kind !== "other" || used.has(kind)) {
+for (const kind of Object.keys(DATA.kinds)) if (kind !== "other" || used.has(kind)) {
   const entry = make(document.getElementById("legend"), "span", "entry");
   make(entry, "i").style.background = fill(kind);
-  entry.append(WORD[kind]);
+  entry.append(DATA.kinds[kind][1]);
 }
 for (const variant of DATA.variants) {
   const box = make(document.getElementById("variants"), "section", "variant");
@@ -109,7 +105,7 @@ const hatch = (() => {
   const c = document.createElement("canvas");
   c.width = c.height = 6;
   const g = c.getContext("2d");
-  g.fillStyle = COLOUR.exposed;
+  g.fillStyle = DATA.kinds.exposed[0];
   g.fillRect(0, 0, 6, 6);
   g.strokeStyle = "#fff";
   g.beginPath();
@@ -124,7 +120,7 @@ function paint() {
     const [g, width, height] = ready(canvas), scale = width / (to - from);
     for (const [at, length, kind] of events) {
       if (at > to || at + length < from) continue;
-      g.fillStyle = kind === "exposed" ? g.createPattern(hatch, "repeat") : COLOUR[kind];
+      g.fillStyle = kind === "exposed" ? g.createPattern(hatch, "repeat") : DATA.kinds[kind][0];
       g.fillRect((at - from) * scale, 2, Math.max(length * scale, 0.6), height - 4);
     }
   }
@@ -173,7 +169,7 @@ for (const [canvas, events] of surfaces) {
     if (!found) return;
     const [at, length, kind, name] = found;
     tip.textContent = `$${DATA.names[name]} — $${(length / 1e3).toFixed(3)} ms at ` +
-      `$${(at / 1e3).toFixed(3)} ms ($${WORD[kind]})`;
+      `$${(at / 1e3).toFixed(3)} ms ($${DATA.kinds[kind][1]})`;
     tip.style.left = Math.max(Math.min(e.clientX + 14, innerWidth - 480), 4) + "px";
     tip.style.top = e.clientY + 16 + "px";
   });

@@ -9,10 +9,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from megatron_fluid.profiling.traces import Span, chosen_events, gaps, kind_of, merged, without
+from megatron_fluid.profiling.traces import (
+    ON_DEVICE,
+    Span,
+    chosen_events,
+    gaps,
+    kind_of,
+    merged,
+    without,
+)
 
 __all__ = ["PEAK_TFLOPS", "STEP", "Lane", "Timeline", "add_facts", "read_timeline"]
 
@@ -50,12 +58,11 @@ _SENT_ARGUMENT = {
 _UNSENT = ("gloo:", "nccl:", "c10d::recv", "c10d::barrier")
 
 
-@dataclass
-class Lane:
+class Lane(NamedTuple):
     """The events (begin, length, kind, name) of a stream or thread."""
 
     name: str
-    events: list[tuple[float, float, str, str]] = field(default_factory=list)
+    events: list[tuple[float, float, str, str]]
 
 
 @dataclass(frozen=True)
@@ -66,31 +73,24 @@ class Timeline:
         title: name of the variant.
         device: name of the device.
         length: microseconds of the step.
-        lanes: sorted by their computation, longest first.
-        exposed: spans of exposed communication.
-        idle: spans of 5 us or more in which nothing runs: the device waits for the host.
+        lanes: those of streams or threads, the longest computation first; then exposed
+            communication, and host gaps: spans of 5 us or more in which nothing runs.
         figures: (label, value) to show, in order.
-        notes: which figures are left out, and why.
-        exposed_by_name: (kernel or operator, microseconds exposed) of the five longest.
+        notes: which kernels are exposed longest, and which figures are left out and why.
     """
 
     title: str
     device: str
     length: float
     lanes: tuple[Lane, ...]
-    exposed: tuple[Span, ...]
-    idle: tuple[Span, ...]
     figures: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
-    exposed_by_name: tuple[tuple[str, float], ...]
 
     def lines(self) -> Iterator[str]:
         """Yield the figures and notes as text."""
         yield f"{self.title}, on {self.device}"
         for label, value in self.figures:
             yield f"  {label:<18} {value}"
-        for name, microseconds in self.exposed_by_name:
-            yield f"    exposed {_ms(microseconds):>12}  {name}"
         yield from (f"  {note}" for note in self.notes)
 
 
@@ -108,11 +108,11 @@ def add_facts(profiler: Any, **facts: object) -> None:
 def read_timeline(document: Mapping[str, Any], title: str) -> Timeline:
     """Return the lanes and figures of a trace (`read_document`), of its first GPU.
 
-    A trace without events that count gives a timeline without lanes.
+    A trace without events that count gives a timeline without lanes of streams or threads.
     """
     events = [e for e in document["traceEvents"] if e.get("ph") in ("X", "M")]
     chosen = chosen_events(events)
-    on_gpu = any(e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset") for e in chosen)
+    on_gpu = any(e["cat"] in ON_DEVICE for e in chosen)
     if on_gpu:
         first = min(e.get("args", {}).get("device", 0) for e in chosen)
         chosen = [e for e in chosen if e.get("args", {}).get("device", 0) == first]
@@ -129,23 +129,39 @@ def read_timeline(document: Mapping[str, Any], title: str) -> Timeline:
         if kind == "communication":
             by_name.setdefault(str(event["name"])[:100], []).append(busy[kind][-1])
     compute, moving = merged(busy["compute"]), merged(busy["communication"])
-    shares = [(name, _total(without(merged(s), compute))) for name, s in by_name.items()]
-    longest = sorted((share for share in shares if share[1]), key=lambda share: -share[1])[:5]
     exposed = without(moving, compute)
     every = merged(span for spans in busy.values() for span in spans)
     idle = [(b, e) for b, e in gaps(every, (0.0, end - begin)) if e - b >= _SHORTEST_GAP_US]
-    device = _device(document, on_gpu)
-    steps = int(_facts(document).get("steps", 1))
-    what = "trace" if step is None else "step" if steps == 1 else f"{steps} steps"
-    figures, notes = _figures(what, end - begin, compute, moving, exposed, idle), []
-    for more, why in (_bytes(chosen), _mfu(document, device, end - begin)):
+    properties = document.get("deviceProperties") or [{}]
+    device = str(properties[0].get("name", "GPU")) if on_gpu else "CPU"
+    written = document.get(_FACTS) or {}
+    facts: dict[str, Any] = json.loads(written) if isinstance(written, str) else written
+    steps = int(facts.get("steps", 1))
+    share = f"{1 - _total(exposed) / _total(moving):.1%}" if moving else "no communication"
+    host_gaps = "none of 5 us or more"
+    if idle:
+        longest = max(e - b for b, e in idle)
+        host_gaps = f"{len(idle)}, {_ms(_total(idle))} in all, longest {_ms(longest)}"
+    figures = [
+        ("trace" if step is None else "step" if steps == 1 else f"{steps} steps", _ms(end - begin)),
+        ("computation", _ms(_total(compute))),
+        ("communication", _ms(_total(moving))),
+        ("hidden share", share),
+        ("exposed", _ms(_total(exposed))),
+        ("host gaps", host_gaps),
+    ]
+    shares = [(_total(without(merged(s), compute)), name) for name, s in by_name.items()]
+    shares.sort(key=lambda share: -share[0])
+    notes = [f"Exposed for {_ms(length)}: {name}" for length, name in shares[:5] if length]
+    for more, why in (_bytes(chosen), _mfu(facts, device, end - begin)):
         figures += more
         notes += why
-    lanes = tuple(_lanes(chosen, events, begin, on_gpu))
-    return Timeline(
-        title, device, end - begin, lanes, tuple(exposed), tuple(idle), tuple(figures),
-        tuple(notes), tuple(longest),
-    )  # fmt: skip
+    lanes = [
+        *_lanes(chosen, events, begin, on_gpu),
+        Lane("exposed communication", [(b, e - b, "exposed", "exposed") for b, e in exposed]),
+        Lane("host gaps", [(b, e - b, "idle", "host gap") for b, e in idle]),
+    ]
+    return Timeline(title, device, end - begin, tuple(lanes), tuple(figures), tuple(notes))
 
 
 def _median_step(events: Sequence[dict[str, Any]]) -> Span | None:
@@ -156,45 +172,12 @@ def _median_step(events: Sequence[dict[str, Any]]) -> Span | None:
     return float(chosen["ts"]), float(chosen["ts"]) + float(chosen["dur"])
 
 
-def _device(document: Mapping[str, Any], on_gpu: bool) -> str:
-    properties = document.get("deviceProperties") or [{}]
-    return str(properties[0].get("name", "GPU")) if on_gpu else "CPU"
-
-
 def _total(spans: Iterable[Span]) -> float:
     return sum(end - begin for begin, end in spans)
 
 
 def _ms(microseconds: float) -> str:
     return f"{microseconds / 1e3:.2f} ms"
-
-
-def _facts(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `add_facts` wrote."""
-    written = document.get(_FACTS) or {}
-    facts: dict[str, Any] = json.loads(written) if isinstance(written, str) else written
-    return facts
-
-
-def _figures(
-    what: str,
-    length: float,
-    compute: Sequence[Span],
-    moving: Sequence[Span],
-    exposed: Sequence[Span],
-    idle: Sequence[Span],
-) -> list[tuple[str, str]]:
-    share = f"{1 - _total(exposed) / _total(moving):.1%}" if moving else "no communication"
-    longest = max((e - b for b, e in idle), default=0.0)
-    gap_text = f"{len(idle)}, {_ms(_total(idle))} in all, longest {_ms(longest)}"
-    return [
-        (what, _ms(length)),
-        ("computation", _ms(_total(compute))),
-        ("communication", _ms(_total(moving))),
-        ("hidden share", share),
-        ("exposed", _ms(_total(exposed))),
-        ("host gaps", gap_text if idle else "none of 5 us or more"),
-    ]
 
 
 def _bytes(chosen: Sequence[dict[str, Any]]) -> tuple[list[tuple[str, str]], list[str]]:
@@ -246,9 +229,8 @@ def _sent(event: Mapping[str, Any]) -> int | None:
 
 
 def _mfu(
-    document: Mapping[str, Any], device: str, length: float
+    facts: Mapping[str, Any], device: str, length: float
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    facts = _facts(document)
     peak = next((peak for part, peak in PEAK_TFLOPS if part in device), None)
     if "flops" not in facts:
         return [], ["MFU left out: the trace does not state the model's FLOPs."]
@@ -264,8 +246,9 @@ def _mfu(
 
 def _lanes(
     chosen: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], begin: float, on_gpu: bool
-) -> Iterable[Lane]:
-    """Yield a lane per stream of a GPU, or per kind and thread of a CPU.
+) -> list[Lane]:
+    """Return a lane per stream of a GPU, or per kind and thread of a CPU, the longest computation
+    first.
 
     gloo's threads share one lane: each process group uses any of its threads.
     """
@@ -274,32 +257,28 @@ def _lanes(
         for e in events
         if e.get("ph") == "M" and e.get("name") == "thread_name" and "gloo" in str(e.get("args"))
     }
-    lanes: dict[tuple[Any, str], Lane] = {}
-    for event in sorted(chosen, key=lambda e: float(e["ts"])):
+    ordered = sorted(chosen, key=lambda e: float(e["ts"]))
+    main = next((e.get("tid") for e in ordered if kind_of(e) == "compute"), None)
+    lanes: dict[str, Lane] = {}
+    threads: dict[Any, str] = {}
+    for event in ordered:
         kind = kind_of(event)
-        if not on_gpu and kind == "other":
+        if on_gpu:
+            name = f"stream {event.get('args', {}).get('stream', event.get('tid'))}"
+        elif kind == "other":
             continue
-        stream = event.get("args", {}).get("stream", event.get("tid")) if on_gpu else event["tid"]
-        if not on_gpu and stream in gloo:
-            stream = "gloo"
-        lane = lanes.setdefault((stream, "" if on_gpu else kind), Lane(""))
+        else:
+            what = "communication" if kind == "communication" else "computation"
+            thread = event["tid"]
+            if thread not in gloo:
+                word = "main" if thread == main else "thread"
+                threads.setdefault(thread, f"{word} {len(threads)}")
+            name = f"{threads.get(thread, 'gloo threads')}: {what}"
+        lane = lanes.setdefault(name, Lane(name, []))
         span = float(event["ts"]) - begin, float(event["dur"])
         lane.events.append((*span, kind, str(event["name"])))
-    numbers: dict[Any, int] = {}
-    for thread, _ in lanes:
-        if thread != "gloo":
-            numbers.setdefault(thread, len(numbers))
-    main = next((thread for thread, kind in lanes if kind == "compute"), None)
 
     def computed(lane: Lane) -> float:
         return sum(length for _, length, kind, _ in lane.events if kind == "compute")
 
-    for (thread, kind), lane in sorted(lanes.items(), key=lambda item: -computed(item[1])):
-        what = "communication" if kind == "communication" else "computation"
-        if on_gpu:
-            lane.name = f"stream {thread}"
-        elif thread == "gloo":
-            lane.name = f"gloo threads: {what}"
-        else:
-            lane.name = f"{'main' if thread == main else 'thread'} {numbers[thread]}: {what}"
-        yield lane
+    return sorted(lanes.values(), key=lambda lane: -computed(lane))

@@ -17,12 +17,12 @@ from typing import Any
 from megatron_fluid.errors import ConfigError
 
 __all__ = [
+    "ON_DEVICE",
     "Span",
     "chosen_events",
     "gaps",
     "kind_of",
     "merged",
-    "moves",
     "read_document",
     "without",
 ]
@@ -42,7 +42,7 @@ _OTHERS = tuple(
 )
 # Copies count as communication: copy engines carry exchanges.
 _COPIES = ("Memcpy PtoP", "Memcpy DtoD")
-_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _CPU_COMMUNICATION = ("gloo:", "c10d::", "nccl:")
 
 
@@ -69,7 +69,7 @@ def chosen_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the complete events that a summary counts: those of GPUs, or without a GPU torch's
     operators, the innermost of others, and the communication of the CPU threads."""
     complete = [e for e in events if e.get("ph") == "X"]
-    on_device = [e for e in complete if e.get("cat") in _ON_DEVICE]
+    on_device = [e for e in complete if e.get("cat") in ON_DEVICE]
     if on_device:
         return on_device
     threads: dict[Any, list[dict[str, Any]]] = {}
@@ -89,21 +89,15 @@ def chosen_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return chosen
 
 
-def moves(kernel: str) -> bool:
-    """Return whether a kernel of this name moves bytes between ranks or waits for a peer."""
-    return kernel.startswith(_OURS) or any(part in kernel.lower() for part in _OTHERS)
-
-
 def kind_of(event: dict[str, Any]) -> str:
-    """Return "communication", "compute" or "other"."""
+    """Return "communication" (bytes move between ranks, or a peer is waited for), "compute" or
+    "other"."""
     name, category = str(event["name"]), event.get("cat")
-    moving = {
-        "gpu_memcpy": name.startswith(_COPIES),
-        "user_annotation": name.startswith(_CPU_COMMUNICATION),
-        "cpu_op": name.startswith(_CPU_COMMUNICATION),
-        "kernel": moves(name),
-    }
-    if moving.get(str(category), False):
+    if category == "kernel":
+        moves = name.startswith(_OURS) or any(part in name.lower() for part in _OTHERS)
+    else:
+        moves = name.startswith(_COPIES if category == "gpu_memcpy" else _CPU_COMMUNICATION)
+    if moves and category != "gpu_memset":
         return "communication"
     return "compute" if category in ("cpu_op", "kernel") else "other"
 
@@ -120,10 +114,10 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def gaps(spans: Sequence[Span], window: Span) -> list[Span]:
-    """Return the parts of a window that disjoint, ordered spans do not cover."""
+    """Return the parts of a window that ordered spans do not cover."""
     free, at = [], window[0]
     for begin, end in [*spans, (window[1], window[1])]:
-        if begin > at:
+        if at < min(begin, window[1]):
             free.append((at, min(begin, window[1])))
         at = max(at, end)
     return free
@@ -133,14 +127,5 @@ def without(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
     """Return the parts of `left` outside `right`. Both are disjoint and ordered."""
     if not left:
         return []
-    free = gaps(right, (left[0][0], left[-1][1]))
-    parts, i, j = [], 0, 0
-    while i < len(left) and j < len(free):
-        begin, end = max(left[i][0], free[j][0]), min(left[i][1], free[j][1])
-        if begin < end:
-            parts.append((begin, end))
-        if left[i][1] < free[j][1]:
-            i += 1
-        else:
-            j += 1
-    return parts
+    window = left[0][0], left[-1][1]
+    return gaps(sorted([*right, *gaps(left, window)]), window)
