@@ -39,7 +39,7 @@ from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.room import ROOMS, graph_room
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
-from megatron_fluid.patches.step_log import OVERFLOWS
+from megatron_fluid.patches.step_log import OVERFLOWS, TOKEN_COUNTS
 
 __all__ = ["Overflow", "State", "graphed_iteration", "turn_on_graph"]
 
@@ -145,7 +145,7 @@ class State:
 
     def keep(self) -> None:
         """Copy it as it is now."""
-        tensors = [*self._buffers, *_sums_of_losses()]
+        tensors = [*self._buffers, *_sums_for_the_log()]
         if list(map(id, tensors)) != list(map(id, self._tensors)):
             self._tensors, self._kept = tensors, [torch.empty_like(one) for one in tensors]
         if tensors:
@@ -160,14 +160,16 @@ class State:
             generator.set_offset(offset)
 
 
-def _sums_of_losses() -> Iterator[Tensor]:
-    """What auxiliary losses and those of multi-token prediction are added to for the log."""
+def _sums_for_the_log() -> Iterator[Tensor]:
+    """What auxiliary losses, those of multi-token prediction and tokens per expert are added to for
+    the log."""
     from megatron.core.transformer.moe.moe_utils import get_moe_metrics_tracker
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     yield from (entry.values for entry in get_moe_metrics_tracker().metrics.values())
     values = MTPLossLoggingHelper.tracker.values()
     yield from (value for value in values if isinstance(value, Tensor))
+    yield from TOKEN_COUNTS.tensors()
 
 
 def _generators() -> list[torch.Generator]:

@@ -2,9 +2,11 @@
 
 At each --tensorboard-log-interval, from the rank that Megatron lets write: megatron_fluid/
 iteration-ms (the median since the last one, from the beginning of an iteration to that of the
-next), tokens-per-s, tflops-per-gpu and mfu by Megatron's count of operations, and graph-overflows,
-the iterations of --fluid-graph so far that lacked room. Rank 0 adds hidden-share at the last of
---fluid-profile-steps.
+next), tokens-per-s, tflops-per-gpu and mfu by Megatron's count of operations, graph-overflows, the
+iterations of --fluid-graph so far that lacked room, and of the last iteration
+tokens-per-expert-max-over-mean: the tokens of the largest expert over those of the mean one, by the
+layer where that is highest, and layer-mean-tokens-per-expert-max-over-mean, the mean over layers.
+Rank 0 adds hidden-share at the last of --fluid-profile-steps.
 """
 
 from __future__ import annotations
@@ -12,15 +14,75 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from megatron_fluid.config import current_config
 
-__all__ = ["OVERFLOWS", "StepLog", "write_scalars"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["OVERFLOWS", "TOKEN_COUNTS", "StepLog", "TokenCounts", "write_scalars"]
 
 _PREFIX = "megatron_fluid/"
 OVERFLOWS: list[str] = []
 """The stages of the iterations that ran again because their CUDA graph lacked room."""
+
+
+class TokenCounts:
+    """How often this rank's tokens chose each expert, in the MoE layers of this rank that move
+    tokens by this package, summed over the microbatches of an iteration.
+
+    They are counted on the device, in memory that also the replays of a CUDA graph add to, and only
+    in iterations whose figures are written. The host reads them when it writes. They are not summed
+    over ranks: a rank's tokens of an iteration are a large enough sample.
+
+    Attributes:
+        recording: whether calls are counted now. False on ranks that write no figures.
+    """
+
+    def __init__(self) -> None:
+        self.recording = False
+        self._counts: weakref.WeakKeyDictionary[object, Tensor] = weakref.WeakKeyDictionary()
+
+    def begin(self, recording: bool) -> None:
+        """An iteration begins, which is counted or not."""
+        self.recording = recording
+        for counts in self.tensors() if recording else ():
+            counts.zero_()
+
+    def add(self, layer: object, ids: Tensor, num_experts: int) -> None:
+        """Count one call. The host does not wait.
+
+        Args:
+            layer: identifies the layer; the counts are kept as long as it is.
+            ids: expert of each choice, -1 where dropped. Integers [T, K]
+        """
+        import torch
+
+        if not torch.is_grad_enabled():  # an evaluation, or a forward that is recomputed
+            return
+        if (counts := self._counts.get(layer)) is None:
+            counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+            self._counts[layer] = counts
+        chosen = ids.reshape(-1).long().remainder(num_experts + 1)  # dropped: the last
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+
+    def tensors(self) -> list[Tensor]:
+        """The counts of each layer, the last of them that of dropped choices. [E + 1]"""
+        return list(self._counts.values())
+
+    def figures(self) -> dict[str, float]:
+        """The largest count over the mean one. Waits for the device."""
+        layers = [counts[:-1].tolist() for counts in self.tensors() if self.recording]
+        ratios = [max(counts) / statistics.fmean(counts) for counts in layers if any(counts)]
+        if not ratios:
+            return {}
+        name = "tokens-per-expert-max-over-mean"
+        return {name: max(ratios), f"layer-mean-{name}": statistics.fmean(ratios)}
+
+
+TOKEN_COUNTS = TokenCounts()
 
 
 class StepLog:
@@ -44,13 +106,17 @@ class StepLog:
         if self._began is not None:
             self._seconds.append(now - self._began)
         self._began = now
-        if not self._seconds or done % settings.tensorboard_log_interval:
-            return
-        seconds, self._seconds = statistics.median(self._seconds), []
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
-        if get_tensorboard_writer() is not None or get_wandb_writer() is not None:
-            write_scalars(_figures(settings, seconds), done)
+        writes = get_tensorboard_writer() is not None or get_wandb_writer() is not None
+        interval = settings.tensorboard_log_interval
+        if self._seconds and done % interval == 0:
+            seconds, self._seconds = statistics.median(self._seconds), []
+            if writes:
+                write_scalars(_figures(settings, seconds) | TOKEN_COUNTS.figures(), done)
+        # What a graph captures is replayed in all iterations, so it has to count in all.
+        captured = getattr(settings, "cuda_graph_impl", "none") != "none"
+        TOKEN_COUNTS.begin(writes and (captured or (done + 1) % interval == 0))
 
 
 def write_scalars(figures: dict[str, float], iteration: int, folder: str | None = None) -> None:

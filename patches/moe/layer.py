@@ -44,6 +44,7 @@ from megatron_fluid.patches.moe.limits import bounds_rows
 from megatron_fluid.patches.moe.offload import offload_of
 from megatron_fluid.patches.moe.own_experts import Looked, OwnExperts, Projections
 from megatron_fluid.patches.moe.separate_experts import SeparateExperts
+from megatron_fluid.patches.step_log import TOKEN_COUNTS
 from megatron_fluid.topology import real_group
 
 if TYPE_CHECKING:
@@ -237,6 +238,8 @@ class OverlappedLayer(OwnExperts):
         experts again with the same plan.
         """
         ids, probs = self.choices(layer, x, mask)
+        if TOKEN_COUNTS.recording:
+            TOKEN_COUNTS.add(self, ids, self.transports.shape.num_experts)
         plan = self.transports.plan(
             *(x.reshape(-1, x.shape[-1]), ids, probs),
             experts=(*fcs, self.activation),

@@ -44,6 +44,7 @@ from megatron_fluid.patches.engine.module_hooks import routes_as_megatron
 from megatron_fluid.patches.moe.choices import check_count, chosen_of, kept_choices
 from megatron_fluid.patches.moe.limits import batch_invariant
 from megatron_fluid.patches.moe.separate_experts import SeparateExperts
+from megatron_fluid.patches.step_log import TOKEN_COUNTS
 from megatron_fluid.topology import real_group
 
 __all__ = ["ExchangedLayer", "FluidTokenDispatcher", "install"]
@@ -104,6 +105,8 @@ class ExchangedLayer:
         """Route tokens [T, H] by routing_map bool [T, E] and probs [T, E]: the probabilities of
         the choices [T, K], differentiable in probs, and the transport. Collective."""
         ids, chosen = chosen_of(probs, routing_map, self.top_k)
+        if TOKEN_COUNTS.recording:
+            TOKEN_COUNTS.add(self, ids, self.transports.shape.num_experts)
         make = self.transports.plan(tokens, ids, chosen, experts=None, again=False)
         return chosen, make()
 

@@ -35,7 +35,8 @@ def _program(rank: int, world_size: int, arguments: list[str], log: str) -> None
             sys.stdout.flush()
 
 
-SPEED = ("iteration-ms", "tokens-per-s", "tflops-per-gpu")
+TOKENS = ("tokens-per-expert-max-over-mean", "layer-mean-tokens-per-expert-max-over-mean")
+FIGURES = ("iteration-ms", "tokens-per-s", "tflops-per-gpu", *TOKENS)
 
 
 def scalars(events: Path) -> dict[str, list[float]]:
@@ -90,8 +91,10 @@ def test_a_resumed_run_ends_where_one_that_went_through_ends(tmp_path: Path) -> 
     assert whole[4] < whole[0]
     (events,) = board.glob("events.out.tfevents.*")
     found = scalars(events)
-    assert {len(found[f"megatron_fluid/{name}"]) for name in SPEED} == {4}, "iterations 1 to 4"
-    assert all(value > 0 for name in SPEED for value in found[f"megatron_fluid/{name}"])
+    assert {len(found[f"megatron_fluid/{name}"]) for name in FIGURES} == {4}, "iterations 1 to 4"
+    assert all(value > 0 for name in FIGURES for value in found[f"megatron_fluid/{name}"])
+    worst, mean = (found[f"megatron_fluid/{name}"] for name in TOKENS)
+    assert all(1 <= less <= most for most, less in zip(worst, mean, strict=True))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode is for machines without a GPU")

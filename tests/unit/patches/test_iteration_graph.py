@@ -111,7 +111,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(iteration_graph, "_states", {})
     monkeypatch.setattr(iteration_graph, "_groups_of_mtp", {})
     monkeypatch.setattr(iteration_graph, "_microbatches", {})
-    monkeypatch.setattr(iteration_graph, "_sums_of_losses", lambda: iter(()))
+    monkeypatch.setattr(iteration_graph, "_sums_for_the_log", lambda: iter(()))
     monkeypatch.setattr(ROOMS, "layers", type(ROOMS.layers)())
     monkeypatch.setattr(ROOMS, "buffers", type(ROOMS.buffers)())
     monkeypatch.setattr(ROOMS, "margin", 0.125)

@@ -14,7 +14,7 @@ from megatron_fluid import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches import profile_steps
 from megatron_fluid.patches.profile_steps import StepProfile, check_profile, profile_folder
-from megatron_fluid.patches.step_log import StepLog, write_scalars
+from megatron_fluid.patches.step_log import write_scalars
 
 
 @pytest.fixture(autouse=True)
@@ -85,13 +85,6 @@ def test_the_steps_between_are_traced_once_and_by_one_rank(
     assert traced(monkeypatch, tmp_path, [3, 4]) == [[3]], "a resumed run"
     assert traced(monkeypatch, tmp_path, [4, 5]) == []
     assert traced(monkeypatch, tmp_path, [1, 2, 3], active=False) == []
-
-
-def test_steps_of_another_loop_than_megatrons_are_not_logged() -> None:
-    log = StepLog()
-    for _ in range(2):
-        log.begin(SimpleNamespace(tensorboard_log_interval=1))
-    assert not log._seconds
 
 
 def test_without_tensorboard_a_profiled_run_goes_on(
