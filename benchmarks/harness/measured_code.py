@@ -31,18 +31,16 @@ def fingerprint(suite: str) -> str | None:
         return None
     found = hashlib.sha256()
     for file in files:
-        found.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + _code(file))
+        found.update(file.relative_to(ROOT).as_posix().encode() + b"\0")
+        found.update(_code(file.read_bytes()) if file.suffix == ".py" else file.read_bytes())
     return found.hexdigest()[:16]
 
 
-def _code(path: Path) -> bytes:
-    if path.suffix != ".py":
-        return path.read_bytes()
-    tree = ast.parse(path.read_bytes())
+@functools.cache
+def _code(text: bytes) -> bytes:
+    tree, holds = ast.parse(text), ast.Module | ast.ClassDef | ast.FunctionDef
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
-            node
-        ):
+        if isinstance(node, holds) and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
     return ast.unparse(tree).encode()
 

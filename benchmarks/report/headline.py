@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.harness.results import RESULTS
 from benchmarks.report.descriptions import SUITES
@@ -19,7 +19,7 @@ from benchmarks.report.tables import (
 )
 from megatron_fluid.cli.models import MODELS
 
-__all__ = ["between_hosts", "headline", "wire_shares"]
+__all__ = ["Compared", "between_hosts", "compared", "headline", "wire_shares"]
 
 # Suite, its cases that are shown (None: all), what a row measures, and on how many GPUs: None for
 # the most.
@@ -49,14 +49,29 @@ def _chosen(folder: Path, name: str, gpus: int | None) -> Mapping[str, Any] | No
     return max(found, key=rank, default=None)
 
 
-def _lines(folder: Path) -> Iterator[tuple[list[str], Mapping[str, Any]]]:
-    """A line of the table and the file that it is from, bf16 beside bf16."""
+class Compared(NamedTuple):
+    """The fastest of Megatron's variants and of ours in milliseconds, of one case of a file."""
+
+    case: str
+    what: str
+    megatron_ms: float
+    fluid_ms: float
+    document: Mapping[str, Any]
+
+    @property
+    def where(self) -> str:
+        """How many GPUs of which kind."""
+        return f"{self.document['gpus']} {self.document['gpu'].removeprefix('NVIDIA ')}"
+
+
+def compared(folder: Path) -> Iterator[Compared]:
+    """What the README shows, bf16 beside bf16."""
     shown: set[tuple[str, int, str]] = set()
     for name, wanted, what, gpus in _HEADLINE:
         document = _chosen(folder, name, gpus)
         if document is None:
             continue
-        suite, where = SUITES[name], f"{document['gpus']} {document['gpu'].removeprefix('NVIDIA ')}"
+        suite = SUITES[name]
         for (case, mode), times in by_case(document["rows"]).items():
             bf16 = {variant: ms for variant, ms in times.items() if not variant.endswith("fp8")}
             others = others_of(suite, {v: t for v, t in bf16.items() if v.startswith("megatron")})
@@ -69,16 +84,8 @@ def _lines(folder: Path) -> Iterator[tuple[list[str], Mapping[str, Any]]]:
             shown.add(key)
             inside = bf16.get("fluid_megatron")
             # In pretrain all is inside Megatron, and ours has variants as Megatron has.
-            mine, best = inside or min(ours), min(others, key=lambda v: others[v])
-            yield (
-                [
-                    f"{case}, {what}{_layers(document, case)}, {where}",
-                    time_of(others[best]),
-                    time_of(mine),
-                    f"**{others[best] / mine:.2f}**",
-                ],
-                document,
-            )
+            mine, best = inside or min(ours), min(others.values())
+            yield Compared(case, what + _layers(document, case), best, mine, document)
 
 
 def _layers(document: Mapping[str, Any], case: str) -> str:
@@ -92,17 +99,30 @@ def _layers(document: Mapping[str, Any], case: str) -> str:
 
 def headline(folder: Path = RESULTS) -> str:
     """A few rows for the README's first screen, a training step each."""
-    lines = list(_lines(folder))
+    lines = list(compared(folder))
     head = ["forward and backward, best against best", "Megatron + Transformer Engine"]
-    dates = sorted(document["date"][:10] for _, document in lines)
+    dates = sorted(line.document["date"][:10] for line in lines)
     measured = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-    table = markdown([*head, "megatron_fluid", "times faster"], [line for line, _ in lines])
-    trained = [document for _, document in lines if document["suite"] == "pretrain"]
+    cells = [
+        [
+            f"{line.case}, {line.what}, {line.where}",
+            time_of(line.megatron_ms),
+            time_of(line.fluid_ms),
+            f"**{line.megatron_ms / line.fluid_ms:.2f}**",
+        ]
+        for line in lines
+    ]
+    table = markdown([*head, "megatron_fluid", "times faster"], cells)
+    trained = [line.document for line in lines if line.document["suite"] == "pretrain"]
     rows = [row for document in trained for row in document["rows"]]
     forced = any(row["config"].get("routing", "forced") == "forced" for row in rows)
     routing = "force" if forced else "an auxiliary loss"
     source = "[commits, commands and every row](docs/results.md)"
-    older = " Not measured again since the code changed." if any(age(d) for _, d in lines) else ""
+    older = (
+        " Not measured again since the code changed."
+        if any(age(line.document) for line in lines)
+        else ""
+    )
     said = f"Measured {measured}, in bf16, experts balanced by {routing}: {source}."
     return f"{table}\n\n{said}{older}"
 

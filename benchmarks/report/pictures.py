@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.results import RESULTS, read_results
 from benchmarks.report.descriptions import SUITES
+from benchmarks.report.headline import compared
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +33,6 @@ __all__ = [
 ]
 
 CHART = Path(__file__).resolve().parents[2] / "docs" / "speedup.svg"
-_MEGATRON = ("megatron_te_alltoall", "megatron_te_allgather", "megatron_te_overlap_wgrad")
 _OURS, _OTHERS = "#14532d", "0.78"  # dark green, light grey
 _DASHES = ("--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
 _MARKERS = ("s", "^", "v", "D", "x")
@@ -50,39 +50,34 @@ def _save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def draw_overview(results: Path | str = RESULTS / "moe_layer.json", chart: Path = CHART) -> Path:
-    """Bars of one message: how long a training step of each model's MoE layer takes, Megatron's
-    best and megatron_fluid."""
+def draw_overview(folder: Path = RESULTS, chart: Path = CHART) -> Path:
+    """Bars of one message: how long a training iteration of each model takes, Megatron's best and
+    with megatron_fluid."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    document = read_results(results)
-    times: dict[str, dict[str, float]] = {}
-    for row in document["rows"]:
-        if row["mode"] == "train" and not row["case"].endswith("-zipf"):
-            times.setdefault(row["case"], {})[row["variant"]] = row["median_ms"]
-    cases = [case for case, found in times.items() if "fluid_megatron" in found]
-    best = [min(times[case][name] for name in _MEGATRON if name in times[case]) for case in cases]
-    ours = [times[case]["fluid_megatron"] for case in cases]
+    lines = [line for line in compared(folder) if line.document["suite"] == "pretrain"]
+    best, ours = [line.megatron_ms for line in lines], [line.fluid_ms for line in lines]
+    words = [f"{line.case}, {line.where},\n{line.what.rpartition(', ')[2]}" for line in lines]
     matplotlib.rcParams["svg.hashsalt"] = "megatron_fluid"
-    figure = Figure(figsize=(8, 0.6 + 0.72 * len(cases)), layout="constrained")
+    figure = Figure(figsize=(8, 0.8 + 0.66 * len(lines)), layout="constrained")
     axis = figure.subplots()
-    places = range(len(cases))
+    places = range(len(lines))
     bars = axis.barh([p - 0.2 for p in places], best, 0.38, color=_OTHERS, edgecolor="0.3")
-    axis.bar_label(bars, [f" {ms:.1f} ms" for ms in best], fontsize=9)
+    axis.bar_label(bars, [f" {ms:.0f} ms" for ms in best], fontsize=9)
     bars = axis.barh([p + 0.2 for p in places], ours, 0.38, color=_OURS, edgecolor="0.1")
     ratios = zip(ours, best, strict=True)
     axis.bar_label(
-        bars, [f" {ms:.1f} ms, {b / ms:.1f} times as fast" for ms, b in ratios], fontsize=9
+        bars, [f" {ms:.0f} ms, {b / ms:.1f} times as fast" for ms, b in ratios], fontsize=9
     )
-    axis.set_yticks(list(places), cases)
+    axis.set_yticks(list(places), words)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.15 * max(best))
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_xlabel(f"ms, forward and backward of an MoE layer, {_device(document)}")
-    axis.legend(
-        ["Megatron + Transformer Engine, its best", "with megatron_fluid"], loc="lower right"
-    )
+    dates = sorted({line.document["date"][:10] for line in lines})
+    axis.set_xlabel(f"ms, a training iteration in bf16, {' to '.join(dates)}")
+    names = ["Megatron + Transformer Engine, its best flags", "with megatron_fluid"]
+    figure.legend(axis.containers, names, loc="outside upper center", ncols=2, frameon=False)
     return _save(figure, chart)
 
 
@@ -279,7 +274,7 @@ def draw_later(draw: Callable[[], Path], command: str) -> None:
 def draw_all(results: Path = RESULTS, folder: Path = CHART.parent) -> list[Path]:
     """The chart of README.md and the pictures of docs/results.md, from the result files."""
     return [
-        draw_overview(results / "moe_layer.json", folder / CHART.name),
+        draw_overview(results, folder / CHART.name),
         draw_pretrain(results / "pretrain-1gpu.json", folder / "pretrain.png"),
         draw_exposed(results / "tp_overlap.json", folder / "tp_overlap.png"),
     ]
