@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
-__all__ = ["BriefParser", "install_command", "positive"]
+from megatron_fluid.errors import ConfigError
+
+__all__ = ["BriefParser", "install_command", "positive", "run_command"]
 
 
 class BriefParser(argparse.ArgumentParser):
@@ -40,3 +44,18 @@ def install_command(extra: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         return f"pip install '{Path(__file__).parents[2]}[{extra}]'"
     return f"pip install 'megatron-fluid[{extra}]'"
+
+
+def run_command(
+    command: Sequence[str], environment: Mapping[str, str], log: IO[str] | None = None
+) -> int:
+    """Run a command that the user gave, with its output in `log` if there is one; its exit status.
+
+    Raises:
+        ConfigError: the command does not exist or is not executable.
+    """
+    errors = None if log is None else subprocess.STDOUT
+    try:
+        return subprocess.run(command, env=environment, stdout=log, stderr=errors).returncode
+    except OSError as error:
+        raise ConfigError(f"COMMAND: cannot start {command[0]!r}: {error.strerror}") from error

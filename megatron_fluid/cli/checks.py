@@ -3,13 +3,17 @@ the remedy."""
 
 from __future__ import annotations
 
+import functools
 import importlib
-import importlib.metadata
 import importlib.util
-import platform
+import itertools
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import torch
+import torch.distributed
 
 from megatron_fluid import patches
 from megatron_fluid.cli import nvshmem_checks
@@ -18,7 +22,6 @@ from megatron_fluid.cli.nvshmem_checks import LOOKS, Look
 
 __all__ = ["CHECKS", "Check"]
 
-_MINIMUM_PYTHON = (3, 12)
 _MINIMUM_TORCH = (2, 10)
 
 
@@ -39,45 +42,24 @@ class Check:
     after: tuple[str, ...] = ()
 
 
-def _at_least(version: str, minimum: tuple[int, int]) -> tuple[bool, str]:
-    major, minor = (int(part) for part in re.findall(r"\d+", version)[:2])
-    ok = (major, minor) >= minimum
-    return ok, version if ok else f"{version} found, {minimum[0]}.{minimum[1]} or newer needed"
-
-
-def _python() -> tuple[bool, str]:
-    return _at_least(platform.python_version(), _MINIMUM_PYTHON)
-
-
 def _torch() -> tuple[bool, str]:
-    import torch
-
-    return _at_least(torch.__version__, _MINIMUM_TORCH)
-
-
-def _package(name: str) -> Look:
-    def look() -> tuple[bool, str]:
-        importlib.import_module(name)
-        return True, importlib.metadata.version(name)
-
-    return look
+    found = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    minimum = ".".join(map(str, _MINIMUM_TORCH))
+    ok = found >= _MINIMUM_TORCH
+    return ok, torch.__version__ if ok else f"{torch.__version__} found, {minimum} or newer needed"
 
 
-def _part_of_torch(name: str, *available: str) -> Look:
-    """Ask `torch.distributed` whether it was built with something."""
+def _package(name: str) -> tuple[bool, str]:
+    importlib.import_module(name)
+    return True, str(sys.modules[name.partition(".")[0]].__version__)
 
-    def look() -> tuple[bool, str]:
-        import torch.distributed as dist
 
-        ok = all(getattr(dist, ask)() for ask in available)
-        return ok, "available" if ok else f"this torch was built without {name}"
-
-    return look
+def _gloo() -> tuple[bool, str]:
+    ok = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    return ok, "available" if ok else "this torch was built without gloo"
 
 
 def _cuda() -> tuple[bool, str]:
-    import torch
-
     cuda = torch.version.cuda
     if cuda is None:
         return False, f"torch {torch.__version__} was built without CUDA"
@@ -89,17 +71,12 @@ def _cuda() -> tuple[bool, str]:
 
 
 def _several_gpus() -> tuple[bool, str]:
-    import torch
-
     count = torch.cuda.device_count()
-    return count > 1, f"{count} visible" + ("" if count > 1 else ", a peer needs a second one")
+    return count > 1, f"{count} visible"
 
 
 def _peer_access() -> tuple[bool, str]:
-    import torch
-
-    count = torch.cuda.device_count()
-    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    pairs = list(itertools.permutations(range(torch.cuda.device_count()), 2))
     refused = [f"{i}->{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
     if not pairs:
         return False, "no pair of GPUs"
@@ -109,20 +86,13 @@ def _peer_access() -> tuple[bool, str]:
 
 
 def _nccl() -> tuple[bool, str]:
-    import torch
-
-    ok, detail = _part_of_torch("NCCL", "is_available", "is_nccl_available")()
-    return ok, ".".join(map(str, torch.cuda.nccl.version())) if ok else detail
-
-
-def _triton() -> tuple[bool, str]:
-    return True, str(importlib.import_module("triton").__version__)
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return False, "this torch was built without NCCL"
+    return True, ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _nvrtc() -> tuple[bool, str]:
     """NVRTC compiles the experts' GEMMs for Hopper GPUs; other GPUs use torch's GEMMs."""
-    import torch
-
     from megatron_fluid.cuda import devices, nvrtc
     from megatron_fluid.errors import FluidError
 
@@ -134,11 +104,6 @@ def _nvrtc() -> tuple[bool, str]:
             return True, f"not found, nor needed: no GPU of compute capability 9.0 among {count}"
         return False, str(error)
     return True, f"{major}.{minor}"
-
-
-def _symmetric_memory() -> tuple[bool, str]:
-    importlib.import_module("torch.distributed._symmetric_memory")
-    return True, "torch.distributed._symmetric_memory imports"
 
 
 def _nvshmem() -> tuple[bool, str]:
@@ -161,8 +126,7 @@ def _megatron() -> tuple[bool, str]:
 def _transformer_engine() -> tuple[bool, str]:
     if importlib.util.find_spec("transformer_engine") is None:
         return False, f"not installed ({install_command('te')})"
-    importlib.import_module("transformer_engine.pytorch")
-    return True, importlib.metadata.version("transformer_engine")
+    return _package("transformer_engine.pytorch")
 
 
 _NO_NVSHMEM = "no transport 'nvshmem' for AllToAll.internode; nvlink+nccl does without it"
@@ -171,18 +135,12 @@ _CUDA = ("cuda",)
 _RDMA = ("cuda", "rdma devices")
 
 CHECKS: Mapping[str, Check] = {
-    "python": Check(_python, "nothing of this package works", "install Python 3.12 or newer"),
     "torch": Check(_torch, "nothing of this package works", "pip install 'torch>=2.10.0a0'"),
-    "wrapt": Check(_package("wrapt"), "Megatron is not patched", "pip install 'wrapt>=1.16'"),
-    "torch.distributed": Check(
-        _part_of_torch("torch.distributed", "is_available"),
-        "one process can compute, several cannot",
-        "install a torch with torch.distributed",
+    "wrapt": Check(
+        functools.partial(_package, "wrapt"), "Megatron is not patched", "pip install 'wrapt>=1.16'"
     ),
     "gloo": Check(
-        _part_of_torch("gloo", "is_available", "is_gloo_available"),
-        "no training on CPU cores with several ranks",
-        "install a torch with gloo",
+        _gloo, "no training on CPU cores with several ranks", "install a torch with gloo"
     ),
     "cuda": Check(
         _cuda,
@@ -205,7 +163,7 @@ CHECKS: Mapping[str, Check] = {
         _nccl, "no training on several GPUs", "install a torch for CUDA, which brings NCCL"
     ),
     "triton": Check(
-        _triton,
+        functools.partial(_package, "triton"),
         "no kernels of this package: local and NVLink paths are off",
         "pip install 'triton>=3.6'",
     ),
@@ -213,11 +171,6 @@ CHECKS: Mapping[str, Check] = {
         _nvrtc,
         "on Hopper GPUs the experts' GEMMs cannot be compiled",
         "pip install cuda-bindings nvidia-cuda-nvrtc",
-    ),
-    "symmetric memory": Check(
-        _symmetric_memory,
-        "no NVLink path: MoE and attention exchange in rounds over NCCL",
-        "update torch",
     ),
     "nvshmem": Check(_nvshmem, _NO_NVSHMEM, _NVSHMEM_WHEEL),
     **{

@@ -17,14 +17,15 @@ wrong. A run that fails ends the comparison with its own status.
 import argparse
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_fluid.cli.arguments import positive
+import torch
+
+from megatron_fluid.cli.arguments import positive, run_command
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.profiling.compare_page import Comparison, Step, write_page
 
@@ -70,8 +71,6 @@ def run(args: argparse.Namespace) -> int:
         0 if the numbers agree, 1 if not, 2 for a wrong command line, or the status of a run that
         failed.
     """
-    import torch
-
     try:
         if not 0 <= args.warm_up <= args.steps - 2:
             allowed = f"0 to {max(args.steps - 2, 0)}, two less than --steps"
@@ -89,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
             log = args.output / f"{name.replace(' ', '_')}.log"
             print(f"{name} ({len(runs) + 1} of 3): log in {log}", flush=True)
             started = time.monotonic()
-            status = _train(commands[active], log, _environment(active))
+            with log.open("w") as file:
+                status = run_command(commands[active], _environment(active), file)
             runs.append(read_log(log.read_text(errors="replace")))
             found = len(runs[-1].steps)
             print(f"  {found} steps, {time.monotonic() - started:.0f} s", flush=True)
@@ -193,8 +193,6 @@ def _without(flags: Sequence[str], ours: tuple[str, ...]) -> list[str]:
 
 def _environment(on: bool) -> Mapping[str, str]:
     """Of a run. Without a GPU, "off" leaves CPU mode, without which Megatron does not start."""
-    import torch
-
     environment = {**os.environ, "MEGATRON_FLUID_VERBOSE": "1", "PYTHONUNBUFFERED": "1"}
     if on:
         return environment
@@ -207,13 +205,3 @@ def _environment(on: bool) -> Mapping[str, str]:
     kept.add("dataset-helpers")  # Megatron's wheel lacks a file that it compiles
     others = ",".join(patch.name for patch in patches.PATCHES if patch.name not in kept)
     return {**environment, "MEGATRON_FLUID_DISABLE_PATCH": others}
-
-
-def _train(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> int:
-    with log.open("w") as file:
-        try:
-            return subprocess.run(
-                command, env=environment, stdout=file, stderr=subprocess.STDOUT
-            ).returncode
-        except OSError as error:
-            raise ConfigError(f"COMMAND: cannot start {command[0]!r}: {error.strerror}") from error

@@ -5,45 +5,51 @@ import argparse
 import json
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_fluid.cli.checks import CHECKS
 from megatron_fluid.cli.tables import paragraph, wrapped_table
 
-__all__ = ["ABILITIES", "Finding", "add_parser", "examine", "run"]
+__all__ = ["ABILITIES", "Ability", "Finding", "add_parser", "examine", "run"]
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(", "))
+class Ability(NamedTuple):
+    """What a machine can do, and the checks that must pass for it."""
+
+    what: str
+    needs: tuple[str, ...]
 
 
-_NVSHMEM = "python, torch, cuda, triton, nvshmem, nvshmem device library, nvshmem bootstrap"
-# Ability -> the checks that must pass.
-ABILITIES = {
-    "core": _names("python, torch, wrapt, torch.distributed"),
-    "cpu": _names("python, torch, gloo"),
-    "gpu": _names("python, torch, cuda, nccl, triton, nvrtc"),
-    "nvlink": _names(
-        "python, torch, cuda, several GPUs, peer access, triton, nvrtc, symmetric memory"
-    ),
-    "nvshmem": _names(_NVSHMEM),
-    "ibgda": _names(
-        f"{_NVSHMEM}, nvshmem ibgda, rdma devices, gpu direct rdma, nvidia driver options"
-    ),
-    "ibrc": _names(f"{_NVSHMEM}, nvshmem ibrc, rdma devices, gpu direct rdma"),
-    "libfabric": _names(f"{_NVSHMEM}, nvshmem libfabric, rdma devices, libfabric provider"),
-    "megatron": _names("python, torch, wrapt, megatron-core"),
-    "transformer-engine": _names("python, torch, cuda, transformer-engine"),
-}
-
-
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of one check: whether it passed, and what was found or why it failed."""
 
     name: str
     ok: bool
     detail: str
+
+
+_NVSHMEM = "torch, cuda, triton, nvshmem, nvshmem device library, nvshmem bootstrap"
+_CONNECTX = "rdma devices, gpu direct rdma"
+ABILITIES = {
+    name: Ability(what, tuple(needs.split(", ")))
+    for name, what, needs in (
+        ("core", "layers on plain torch", "torch, wrapt"),
+        ("cpu", "training on CPU cores", "torch, gloo"),
+        ("gpu", "training on GPUs", "torch, cuda, nccl, triton, nvrtc"),
+        ("nvlink", "GPUs that write into each other's memory",
+            "torch, cuda, several GPUs, peer access, triton, nvrtc"),
+        ("nvshmem", "low-latency all-to-all over NVSHMEM", _NVSHMEM),
+        ("ibgda", "... between hosts: the GPU drives the network card",
+            f"{_NVSHMEM}, nvshmem ibgda, {_CONNECTX}, nvidia driver options"),
+        ("ibrc", "... between hosts: a host thread drives it",
+            f"{_NVSHMEM}, nvshmem ibrc, {_CONNECTX}"),
+        ("libfabric", "... between hosts, on EFA or Slingshot",
+            f"{_NVSHMEM}, nvshmem libfabric, rdma devices, libfabric provider"),
+        ("megatron", "patches of Megatron-Core", "torch, wrapt, megatron-core"),
+        ("transformer-engine", "Megatron with Transformer Engine",
+            "torch, cuda, transformer-engine"),
+    )
+}  # fmt: skip
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -67,28 +73,27 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Print findings, abilities and remedies; 1 if a required ability is missing."""
-    findings = {finding.name: finding for finding in examine()}
+    findings = examine()
+    failed = [finding.name for finding in findings if not finding.ok]
     lacks = {
-        ability: [name for name in needs if not findings[name].ok]
-        for ability, needs in ABILITIES.items()
+        name: [need for need in ability.needs if need in failed]
+        for name, ability in ABILITIES.items()
     }
     missing = [ability for ability in dict.fromkeys(args.require) if lacks[ability]]
-    steps = _to_do([f.name for f in findings.values() if not f.ok])
+    steps = _to_do(failed)
     if args.json:
         results = [
             {
-                "name": f.name,
-                "ok": f.ok,
-                "detail": f.detail,
-                "consequence": CHECKS[f.name].consequence,
-                "remedy": CHECKS[f.name].remedy,
+                **finding._asdict(),
+                "consequence": CHECKS[finding.name].consequence,
+                "remedy": CHECKS[finding.name].remedy,
             }
-            for f in findings.values()
+            for finding in findings
         ]
         report = {"findings": results, "abilities_lack": lacks, "to_do": steps, "missing": missing}
         print(json.dumps(report, indent=1))
     else:
-        _print_report(list(findings.values()), lacks, steps)
+        _print_report(findings, lacks, steps)
     for ability in missing:
         print(
             f"\nrequired, but missing: {ability}, which lacks {', '.join(lacks[ability])}: "
@@ -110,34 +115,37 @@ def examine() -> list[Finding]:
     return results
 
 
-def _to_do(missing: Collection[str]) -> list[str]:
+def _is_first(name: str, failed: Collection[str]) -> bool:
+    """Whether a failed check does not follow from another that failed too."""
+    return not set(CHECKS[name].after) & set(failed)
+
+
+def _to_do(failed: Collection[str]) -> list[str]:
     """Return each remedy once, with the abilities that need it."""
     lines: dict[str, list[str]] = {}
-    for name in missing:
-        check = CHECKS[name]
-        if check.remedy and not set(check.after) & set(missing):
-            waiting = [ability for ability, needs in ABILITIES.items() if name in needs]
-            lines.setdefault(check.remedy, []).extend(waiting)
-    return [
-        f"for {', '.join(dict.fromkeys(waiting))}: {remedy}" if waiting else remedy
-        for remedy, waiting in lines.items()
-    ]
+    for name in failed:
+        if CHECKS[name].remedy and _is_first(name, failed):
+            waiting = [each for each, ability in ABILITIES.items() if name in ability.needs]
+            lines.setdefault(CHECKS[name].remedy, []).extend(waiting)
+    return [f"for {', '.join(dict.fromkeys(waiting))}: {fix}" for fix, waiting in lines.items()]
 
 
 def _print_report(
     findings: Sequence[Finding], lacks: dict[str, list[str]], steps: Sequence[str]
 ) -> None:
-    rows = [
-        (f.name, "ok", f.detail)
-        if f.ok
-        else (f.name, "-", f"{f.detail}\n-> {CHECKS[f.name].consequence}")
-        for f in findings
-    ]
-    print(wrapped_table(("found", "", "detail, -> consequence"), rows))
-    able = ((a, "no" if names else "yes", ", ".join(names)) for a, names in lacks.items())
-    print("\n" + wrapped_table(("ability", "", "lacks"), able))
-    print("\nwhat to do")
+    failed = [finding.name for finding in findings if not finding.ok]
+    rows = []
+    for name, ok, detail in findings:
+        if not ok and _is_first(name, failed):
+            detail += f"\n-> {CHECKS[name].consequence}"
+        rows.append((name, "ok" if ok else "-", detail))
+    print(wrapped_table(("check", "", "found, -> what follows where it fails"), rows))
+    able = []
+    for name, lacking in lacks.items():
+        what = ABILITIES[name].what + (f"\nlacks {', '.join(lacking)}" if lacking else "")
+        able.append((name, "no" if lacking else "yes", what))
+    print("\n" + wrapped_table(("ability", "", "what it is"), able))
+    if steps:
+        print("\nwhat to do for the rest")
     for step in steps:
         print(paragraph(step, "  ", "- "))
-    ready = ", ".join(ability for ability, names in lacks.items() if not names) or "nothing"
-    print(paragraph(f"ready: {ready}", "  ", "- "))

@@ -22,14 +22,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_fluid.cli.arguments import positive
+import torch
+
+from megatron_fluid.cli.arguments import positive, run_command
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.profiling.draw import draw
 from megatron_fluid.profiling.timeline import Timeline, read_timeline
 from megatron_fluid.profiling.traces import read_document
 
-__all__ = ["add_parser", "megatron_flags", "run"]
+__all__ = ["add_parser", "run"]
 
+_LAYER_TRACE = "moe_layer.json.gz"  # profile_layer.py writes it
 _TRACE = "trace for https://ui.perfetto.dev: {}"
 # Both directions together. The layer computes for about as long as its tokens take over this wire.
 _WIRE_MBIT = 300
@@ -51,22 +54,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--trace", type=Path, action="append", default=[], help=trace)
     ranks = "ranks of the MoE layer (default: one per GPU, or 2 on a CPU)"
     add("--ranks", type=positive, help=ranks)
-    baseline = "profile the MoE layer with a plain all-to-all"
-    add("--baseline", action="store_true", help=baseline)
-    compare = "profile the MoE layer both ways, and draw them on one page and one picture"
+    compare = "draw the MoE layer with a plain all-to-all and with this package, on one page"
     add("--compare", action="store_true", help=compare)
     steps = "steps of the training to profile (default: 4 6)"
     add("--steps", type=int, nargs=2, default=(4, 6), metavar=("FIRST", "END"), help=steps)
     program = "a Megatron training command"
     add("program", nargs=argparse.REMAINDER, metavar="COMMAND", help=program)
     parser.set_defaults(run=run)
-
-
-def megatron_flags(output: Path, steps: Sequence[int]) -> list[str]:
-    """Return Megatron's flags that write a trace of rank 0 to OUTPUT/torch_profile."""
-    flags = "--profile --use-pytorch-profiler --profile-ranks 0"
-    flags += f" --profile-step-start {steps[0]} --profile-step-end {steps[1]}"
-    return [*flags.split(), "--tensorboard-dir", str(output / "tensorboard")]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,36 +74,29 @@ def run(args: argparse.Namespace) -> int:
         if not 0 <= first < end:
             allowed = "FIRST of 0 or more, and END larger than FIRST"
             raise ConfigError.of("--steps", f"{first} {end}", allowed)
-        if args.compare and (args.baseline or args.program or args.trace):
-            other = "--baseline" if args.baseline else "--trace" if args.trace else "COMMAND"
-            raise ConfigError(f"--compare and {other} are mutually exclusive")
+        if sum(map(bool, (args.compare, args.trace, args.program))) > 1:
+            raise ConfigError("--compare, --trace and COMMAND are mutually exclusive")
         if args.compare:
             return _compare(args)
-        traces: list[Path] = args.trace
-        if not traces:
-            status, traces = _trace(args)
-            if status:
-                return status
+        status, traces = 0, args.trace
+        if args.program:
+            status, traces = _trace_training(args)
+        elif not traces:
+            status, traces = _trace_layer(args.output, args.ranks), [args.output / _LAYER_TRACE]
+        if status:
+            return status
         for path in traces:
-            _say(path, path.name)
+            print(_TRACE.format(path))
+            timeline = read_timeline(read_document(path), path.name)
+            print("\n".join(timeline.lines()), flush=True)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def _say(path: Path, title: str) -> Timeline:
-    print(_TRACE.format(path))
-    timeline = read_timeline(read_document(path), title)
-    print("\n".join(timeline.lines()), flush=True)
-    return timeline
-
-
 def _compare(args: argparse.Namespace) -> int:
     """Trace the layer with a plain all-to-all and with this package, and draw both."""
-    import torch
-
-    timelines, traced, folder = [], [], args.output
     wire: list[str] = []
     if not torch.cuda.is_available():
         wire = _slow_wire()
@@ -120,19 +107,19 @@ def _compare(args: argparse.Namespace) -> int:
                 "no GPU: the ranks share this machine's memory, which leaves no wire to hide. "
                 "Linux with network namespaces, ip and tc (iproute2) would play two hosts"
             )
+    timelines = {}
     for name, title in (("baseline", "plain all-to-all"), ("fluid", "megatron_fluid")):
-        args.baseline, args.output = name == "baseline", folder / name
-        status, traces = _trace(args, wire)
-        if status:
+        if status := _trace_layer(args.output / name, args.ranks, wire, name == "baseline"):
             return status
-        timelines.append(read_timeline(read_document(traces[0]), title))
-        traced.append(traces[0])
-    print(verdict := _verdict(*timelines))
-    for timeline in timelines:
+        trace = args.output / name / _LAYER_TRACE
+        timelines[trace] = read_timeline(read_document(trace), title)
+    print(verdict := _verdict(*timelines.values()))
+    for timeline in timelines.values():
         print("\n".join(timeline.lines()), flush=True)
-    for path in draw(timelines, folder, f"One MoE layer, forward and backward: {verdict}"):
+    heading = f"One MoE layer, forward and backward: {verdict}"
+    for path in draw([*timelines.values()], args.output, heading):
         print(f"picture: {path}")
-    for path in traced:
+    for path in timelines:
         print(_TRACE.format(path))
     return 0
 
@@ -161,39 +148,41 @@ def _slow_wire() -> list[str]:
     return []
 
 
-def _trace(args: argparse.Namespace, wire: Sequence[str] = ()) -> tuple[int, list[Path]]:
-    """Run the command, or the MoE layer behind the words of `wire`; the status and the traces."""
-    output = args.output.resolve()
-    started = time.time()
+def _trace_training(args: argparse.Namespace) -> tuple[int, list[Path]]:
+    """Trace steps of rank 0 of the command by Megatron's own profiler; the status and the traces,
+    which lie in OUTPUT/torch_profile."""
+    output, (first, end) = args.output.resolve(), args.steps
+    flags = "--profile --use-pytorch-profiler --profile-ranks 0"
+    flags += f" --profile-step-start {first} --profile-step-end {end}"
     program = args.program[1:] if args.program[:1] == ["--"] else args.program
-    if program:
-        command = [*program, *megatron_flags(output, args.steps)]
-        environment = dict(os.environ)
-    else:
-        import torch
-
-        ranks = args.ranks or torch.cuda.device_count() or 2
-        launcher = f"-m torch.distributed.run --standalone --nproc_per_node {ranks}"
-        layer = ["-m", "megatron_fluid.cli.profile_layer", str(output)]
-        command = [*wire, sys.executable, *launcher.split(), *layer]
-        command += ["--baseline"] if args.baseline else []
-        command += ["--hosts"] if wire else []
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        if not torch.cuda.is_available():
-            environment["KINETO_LOG_LEVEL"] = "99"  # it reports that it finds no driver as an error
-            environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # c10d: names of hosts
-        if wire:
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
-    try:
-        status = subprocess.run(command, env=environment).returncode
-    except OSError as error:  # it does not exist, or is not executable
-        raise ConfigError(f"COMMAND: cannot start {command[0]!r}: {error.strerror}") from error
+    command = [*program, *flags.split(), "--tensorboard-dir", str(output / "tensorboard")]
+    started = time.time()
+    status = run_command(command, os.environ)
     # Skip traces of earlier runs; the clocks of file systems are coarse.
     written = output.rglob("*.json.gz")
     traces = sorted(path for path in written if path.stat().st_mtime >= started - 2)
     if status == 0 and not traces:
         raise ConfigError(
             f"{output}: the program succeeded but wrote no trace; "
-            f"COMMAND must be a Megatron training of more than {args.steps[1]} iterations"
+            f"COMMAND must be a Megatron training of more than {end} iterations"
         )
     return status, traces
+
+
+def _trace_layer(
+    output: Path, ranks: int | None, wire: Sequence[str] = (), baseline: bool = False
+) -> int:
+    """Trace the MoE layer on ranks that the words of `wire` start; returns the exit status."""
+    ranks = ranks or torch.cuda.device_count() or 2
+    launcher = f"-m torch.distributed.run --standalone --nproc_per_node {ranks}"
+    layer = ["-m", "megatron_fluid.cli.profile_layer", str(output.resolve())]
+    command = [*wire, sys.executable, *launcher.split(), *layer]
+    command += ["--baseline"] if baseline else []
+    command += ["--hosts"] if wire else []
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    if not torch.cuda.is_available():
+        environment["KINETO_LOG_LEVEL"] = "99"  # it reports that it finds no driver as an error
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # c10d: names of hosts
+    if wire:
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    return run_command(command, environment)

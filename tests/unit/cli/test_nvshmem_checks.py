@@ -25,42 +25,41 @@ def _write(root: Path, path: str, text: str = "") -> None:
     (root / path).write_text(text)
 
 
-MISSING = {
-    "nvshmem device library": "libnvshmem_device.bc",
-    "nvshmem bootstrap": "nvshmem_bootstrap_uid.so",
-    "nvshmem ibgda": "nvshmem_transport_ibgda.so",
-    "nvshmem ibrc": "nvshmem_transport_ibrc.so",
-    "nvshmem libfabric": "nvshmem_transport_libfabric.so",
-    "rdma devices": "sys/class/infiniband is absent",
-    "gpu direct rdma": "nvidia_peermem is not loaded",
-    "nvidia driver options": "proc/driver/nvidia/params is absent",
-    "libfabric provider": "no libfabric.so",
+# What a bare machine is told that it lacks, and a file that mends it.
+FILES = {
+    "nvshmem device library": ("libnvshmem_device.bc", "site/nvidia/nvshmem/lib/{}", ""),
+    "nvshmem bootstrap": ("nvshmem_bootstrap_uid.so", "site/nvidia/nvshmem/lib/{}.3", ""),
+    **{
+        f"nvshmem {name}": (f"nvshmem_transport_{name}.so", "site/nvidia/nvshmem/lib/{}.3", "")
+        for name in ("ibgda", "ibrc", "libfabric")
+    },
+    "rdma devices": (
+        "sys/class/infiniband is absent",
+        "sys/class/infiniband/mlx5_0/ports/1/state",
+        "4: ACTIVE\n",
+    ),
+    "gpu direct rdma": (
+        "nvidia_peermem is not loaded",
+        "proc/modules",
+        "nvidia_peermem 16384 0 - Live\n",
+    ),
+    "nvidia driver options": (
+        "proc/driver/nvidia/params is absent",
+        "proc/driver/nvidia/params",
+        'EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n',
+    ),
+    "libfabric provider": ("no libfabric.so", "opt/amazon/efa/lib64/libfabric.so.1", ""),
 }
 
 
-def test_a_bare_machine_is_told_what_it_lacks(machine: Path) -> None:
-    assert set(MISSING) == set(checks.LOOKS)
-    for name, words in MISSING.items():
-        ok, detail = checks.LOOKS[name]()
-        assert not ok and words in detail, (name, detail)
-
-
-def test_a_furnished_machine_passes(machine: Path) -> None:
-    for library in ("libnvshmem_device.bc", "nvshmem_bootstrap_uid.so.3"):
-        _write(machine, f"site/nvidia/nvshmem/lib/{library}")
-    for name in ("ibgda", "ibrc", "libfabric"):
-        _write(machine, f"site/nvidia/nvshmem/lib/nvshmem_transport_{name}.so.3")
-    _write(machine, "sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n")
+def test_a_bare_machine_is_told_what_it_lacks_and_a_furnished_one_passes(machine: Path) -> None:
+    assert set(FILES) == set(checks.LOOKS)
     _write(machine, "dev/infiniband/uverbs0")
-    _write(machine, "proc/modules", "nvidia_peermem 16384 0 - Live\n")
-    _write(
-        machine,
-        "proc/driver/nvidia/params",
-        'EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n',
-    )
-    _write(machine, "opt/amazon/efa/lib64/libfabric.so.1")
-    for name, look in checks.LOOKS.items():
-        ok, detail = look()
+    for name, (lacks, path, text) in FILES.items():
+        ok, detail = checks.LOOKS[name]()
+        assert not ok and lacks in detail, (name, detail)
+        _write(machine, path.format(lacks), text)
+        ok, detail = checks.LOOKS[name]()
         assert ok, (name, detail)
 
 
