@@ -3,13 +3,15 @@ backwards."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fluid import MoELayer
+from megatron_fluid import MoEBaseline, MoELayer, SelfAttention, TransformerLayer
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.errors import ConfigError
@@ -68,23 +70,35 @@ def test_activation_checkpointing(deferred: bool) -> None:
     run_ranks(checkpoint_body, 2, deferred, timeout_s=LIMIT_S)
 
 
-def ddp_body(rank: int, world: int) -> None:
+def ddp_body(rank: int, world: int, kind: type[nn.Module]) -> None:
     """Two replicas of one rank each: torch's DistributedDataParallel averages, deferred or not."""
     single = [dist.new_group([r]) for r in range(world)][rank]
-    found = []
+    torch.manual_seed(0)
+    layer: nn.Module
+    if kind is SelfAttention:
+        layer = SelfAttention(8, 2, group=single, dtype=F64)
+    elif kind is TransformerLayer:
+        sizes = {**CONFIG, "num_attention_heads": 2}
+        layer = TransformerLayer(sizes, ep_group=single, cp_group=single, dtype=F64)
+    else:
+        layer = kind(CONFIG, single, dtype=F64)
+    data = [[tokens_of(r + 1, m)[:, None] for m in range(2)] for r in range(world)]
+    for x in itertools.chain(*data):
+        layer(x).square().sum().backward()
+    expected = [p.grad / world for p in layer.parameters() if p.grad is not None]
     for deferred in (False, True):
         (get_backward_scheduler().enable if deferred else get_backward_scheduler().disable)()
-        layer = MoELayer(CONFIG, single, dtype=F64)
+        layer.zero_grad()
         model = nn.parallel.DistributedDataParallel(layer)
-        for m in range(2):
-            model(tokens_of(rank + 1, m)).square().sum().backward()
-        found.append([p.grad for p in layer.parameters()])
-    for a, b in zip(*found, strict=True):
-        close(b, a)
+        for x in data[rank]:
+            model(x).square().sum().backward()
+        for p, wanted in zip(layer.parameters(), expected, strict=True):
+            close(p.grad, wanted)
 
 
-def test_distributed_data_parallel() -> None:
-    run_ranks(ddp_body, 2, timeout_s=LIMIT_S)
+@pytest.mark.parametrize("kind", [MoELayer, MoEBaseline, SelfAttention, TransformerLayer])
+def test_distributed_data_parallel(kind: type[nn.Module]) -> None:
+    run_ranks(ddp_body, 2, kind, timeout_s=LIMIT_S)
 
 
 def partial_inputs_body(rank: int, world: int) -> None:

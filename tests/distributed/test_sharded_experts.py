@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_fluid import (
     MoEBaseline,
     MoELayer,
+    SelfAttention,
     TransformerLayer,
     clip_grad_norm_,
     close_group,
@@ -34,6 +35,7 @@ from tests.support.launch import run_ranks
 
 F64 = torch.float64
 KINDS = MoELayer, MoEBaseline
+EXPERTS = "weight1", "weight2"
 # By parameter and not by optimizer: one rank has one optimizer, several have two.
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 SIZES: dict[str, Any] = {
@@ -74,6 +76,21 @@ def whole(tensor: Tensor) -> Tensor:
 
 def alone(rank: int, world: int) -> dist.ProcessGroup:
     return [dist.new_group([r]) for r in range(world)][rank]
+
+
+def shard(model: Model, mesh: DeviceMesh, **options: Any) -> list[Any]:
+    """FSDP2: experts over the data-parallel ranks, the rest over all. Returns the MoE layers."""
+    layers = [module for module in model.modules() if isinstance(module, KINDS)]
+    experts = {weight for layer in layers for weight in (layer.weight1, layer.weight2)}
+    fully_shard(model, mesh=mesh._flatten("all"), ignored_params=experts, **options)
+    for layer in layers:
+        others = set(layer.parameters()) - experts
+        fully_shard(layer, mesh=mesh["dp"], ignored_params=others, **options)
+    return layers
+
+
+def mesh_of(world: int, ep: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("dp", "ep"))
 
 
 def trained(
@@ -119,16 +136,26 @@ def test_training_with_clipping_and_adam_equals_one_process(world: int) -> None:
     run_ranks(training_body, world, timeout_s=200)
 
 
-def saving_body(rank: int, world: int, folder: str) -> dict[str, Tensor]:
-    model = Model(dist.group.WORLD)
+def model_on(world: int, ep: int) -> Model:
+    """On all ranks as one expert-parallel group, or with FSDP2 over a mesh where `ep` is not 0."""
+    if not ep:
+        return Model(dist.group.WORLD)
+    mesh = mesh_of(world, ep)
+    model = Model(mesh["ep"])
+    shard(model, mesh)
+    return model
+
+
+def saving_body(rank: int, world: int, ep: int, folder: str) -> dict[str, Tensor]:
+    model = model_on(world, ep)
     optimizers = trained(model, [tokens(rank)])
     states = get_state_dict(model, optimizers, options=FLAT)
     dcp.save(dict(zip(("model", "optimizers"), states, strict=True)), checkpoint_id=folder)
     return _bits(model, optimizers)
 
 
-def loading_body(rank: int, world: int, folder: str, again: str) -> dict[str, Tensor]:
-    model = Model(dist.group.WORLD)
+def loading_body(rank: int, world: int, ep: int, folder: str, again: str) -> dict[str, Tensor]:
+    model = model_on(world, ep)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -156,28 +183,29 @@ def _bits(model: Model, optimizers: list[torch.optim.Optimizer]) -> dict[str, Te
     return found
 
 
-def test_checkpoints_load_on_other_numbers_of_ranks_bit_for_bit(tmp_path: Path) -> None:
-    folders = [str(tmp_path / str(number)) for number in range(5)]
-    expected = run_ranks(saving_body, 2, folders[0])[0]
-    for number, world in enumerate((4, 1, 4, 2)):
-        for found in run_ranks(loading_body, world, folders[number], folders[number + 1]):
+@pytest.mark.parametrize(
+    "places",
+    [[(2, 0), (4, 0), (1, 0), (4, 0), (2, 0)], [(4, 2), (2, 1), (4, 4), (2, 0), (4, 2)]],
+    ids=["experts alone", "FSDP2"],
+)
+def test_checkpoints_load_on_other_numbers_of_ranks_bit_for_bit(
+    places: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    folders = [str(tmp_path / str(number)) for number in range(len(places))]
+    (world, ep), *others = places
+    expected = run_ranks(saving_body, world, ep, folders[0])[0]
+    for (world, ep), folder, again in zip(others, folders, folders[1:], strict=False):
+        for found in run_ranks(loading_body, world, ep, folder, again):
             assert found.keys() == expected.keys()
             for name, value in expected.items():
-                assert torch.equal(found[name], value), f"{name} on {world} ranks"
+                assert torch.equal(found[name], value), f"{name} on {world} ranks, ep {ep}"
 
 
 def fsdp_body(rank: int, world: int, half: bool, wide: bool) -> None:
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "ep"))
-    every = mesh._flatten("all")
+    mesh = mesh_of(world, 2)
     model = Model(mesh["ep"], device="meta" if wide else "cpu", dtype=torch.float32)
     policy = MixedPrecisionPolicy(torch.bfloat16 if half else None, torch.float32)
-    options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": wide}
-    experts = {p for p in model.parameters() if is_sharded(p)}
-    layers = [module for module in model.modules() if isinstance(module, KINDS)]
-    fully_shard(model, mesh=every, ignored_params=experts, **options)
-    for layer in layers:
-        others = set(layer.parameters()) - experts
-        fully_shard(layer, mesh=mesh["dp"], ignored_params=others, **options)
+    layers = shard(model, mesh, mp_policy=policy, reshard_after_forward=wide)
     if wide:
         model.to_empty(device="cpu")
         model.first.reset_parameters()
@@ -242,45 +270,59 @@ def test_data_parallel_refuses_experts_by_name_or_leaves_them_alone() -> None:
     run_ranks(ddp_body, 2)
 
 
-def replaced_body(rank: int, world: int) -> None:
-    for kind in KINDS:
-        layer = kind(SIZES, dist.group.WORLD, dtype=F64)
-        expected = layer(tokens(rank))
-        full = {name: whole(value) for name, value in layer.state_dict().items()}
-        mine = {name: local_part(value) for name, value in layer.state_dict().items()}
-        file = io.BytesIO()
-        torch.save(layer.state_dict(), file)
-        file.seek(0)
-        for state in (layer.state_dict(), full, mine, torch.load(file)):
-            for assign in (False, True):
-                other = kind(SIZES, dist.group.WORLD, dtype=F64, layer_id=5)
-                other.load_state_dict(state, assign=assign)
-                _same(other, expected, rank)
-        other = kind(SIZES, dist.group.WORLD, device="meta", dtype=F64)
+def made(kind: type[nn.Module], layer_id: int = 0, **options: Any) -> Any:
+    group, options = dist.group.WORLD, {"dtype": F64, **options}
+    if kind is SelfAttention:
+        return kind(8, 2, group=group, **options)
+    options["layer_id"] = layer_id
+    if kind is TransformerLayer:
+        sizes = {**SIZES, "num_attention_heads": 2}
+        return kind(sizes, ep_group=group, cp_group=group, **options)
+    return kind(SIZES, group, **options)
+
+
+def replaced_body(rank: int, world: int, kind: type[nn.Module]) -> None:
+    layer = made(kind)
+    expected = layer(tokens(rank)[:5])
+    full = {name: whole(value) for name, value in layer.state_dict().items()}
+    mine = {name: local_part(value) for name, value in layer.state_dict().items()}
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    for state in (layer.state_dict(), full, mine, torch.load(file)):
+        for assign in (False, True):
+            other = made(kind, layer_id=5)
+            other.load_state_dict(state, assign=assign)
+            _same(other, expected, rank)
+    if kind is not SelfAttention:
+        other = made(kind, device="meta")
         other.to_empty(device="cpu").init_weights()
         _same(other, expected, rank)
-        _same(copy.deepcopy(layer), expected, rank)
-        _same(nn.Sequential(copy.deepcopy(layer).float().double())[0], None, rank)
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        other = kind(SIZES, dist.group.WORLD, dtype=torch.float32).double()
-        _same(other, None, rank)
-        other.load_state_dict(full)
-        torch.__future__.set_swap_module_params_on_conversion(False)
-        _same(other, expected, rank)
-        assert other.weight1.device_mesh is layer.weight1.device_mesh
+    _same(copy.deepcopy(layer), expected, rank)
+    _same(nn.Sequential(copy.deepcopy(layer).float().double())[0], None, rank)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    other = made(kind, dtype=torch.float32).double()
+    _same(other, None, rank)
+    other.load_state_dict(full)
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    _same(other, expected, rank)
+    for p, q in zip(other.parameters(), layer.parameters(), strict=True):
+        assert getattr(p, "device_mesh", None) is getattr(q, "device_mesh", None)
 
 
 def _same(layer: Any, expected: Tensor | None, rank: int) -> None:
-    y = layer(tokens(rank))
+    y = layer(tokens(rank)[:5])
     if expected is not None:
         assert torch.equal(y, expected)
     y.sum().backward()
-    for weight in (layer.weight1, layer.weight2):
-        assert is_sharded(weight) and is_sharded(weight.grad) and weight.shape[0] == 8
+    for name, p in layer.named_parameters():
+        assert is_sharded(p) is is_sharded(p.grad) is (name.split(".")[-1] in EXPERTS)
+        assert not is_sharded(p) or p.shape[0] == 8
 
 
-def test_what_replaces_parameters_keeps_them_sharded() -> None:
-    run_ranks(replaced_body, 2)
+@pytest.mark.parametrize("kind", [*KINDS, SelfAttention, TransformerLayer])
+def test_what_replaces_parameters_keeps_them_sharded(kind: type[nn.Module]) -> None:
+    run_ranks(replaced_body, 2, kind)
 
 
 def test_a_mesh_of_two_dimensions_is_refused() -> None:
