@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ROOT", "TESTS", "WAYS", "Found", "Sessions", "by_file", "read_results"]
+__all__ = ["TESTS", "WAYS", "Found", "Sessions", "by_file", "read_results"]
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = "tests/unit_tests"
@@ -31,6 +31,8 @@ _ORDER = ("skipped", "passed", "failed", "hung")
 _NO_DOWNLOADS = "def get(*args, **kwargs):\n    raise RuntimeError('no downloads in this run')\n"
 _NO_ENGINE = "raise ModuleNotFoundError('Transformer Engine is hidden in runs without a GPU')\n"
 _MOST_RESUMES = 20  # of one session
+_SESSION_S = 3600.0
+_LOG_LINES = 30  # of a session that left no result
 _RECORDER = "record_megatron_tests"  # the plug-in beside this file
 
 type Found = dict[str, dict[str, Any]]  # test -> outcome, error, overlapped, moe_forwards
@@ -85,40 +87,28 @@ class Sessions:
         ranks: processes of a session.
         backend: of the forced way.
         test_timeout: seconds for one test.
-        session_timeout: seconds for one session.
-        until: `time.monotonic()` from which on no session starts and running ones are cut short.
-        pytest_args: further arguments.
-        log_lines: of a session's log, printed if it left no result.
-        verbose: print them always.
     """
 
     checkout: Path
     ranks: int
     backend: str
     test_timeout: int
-    session_timeout: float
-    until: float
-    pytest_args: Sequence[str]
-    log_lines: int
-    verbose: bool
     _running: set[subprocess.Popen[bytes]] = field(default_factory=set)
     _ending: threading.Event = field(default_factory=threading.Event)
 
-    def run(self, tests: Sequence[str], way: str) -> tuple[Found, str]:
-        """Run files or tests on all ranks, and again from behind a test that hung. Returns what was
-        found, and how the last attempt ended: pytest's exit status, or why it was cut short."""
+    def run(self, tests: Sequence[str], way: str, until: float) -> tuple[Found, str]:
+        """Run files or tests on all ranks, and again from behind a test that hung, until
+        `time.monotonic()` is `until`. Returns what was found, and how the last attempt ended:
+        pytest's exit status, or why it was cut short."""
         found: Found = {}
-        deadline = min(time.monotonic() + self.session_timeout, self.until)
+        deadline = min(time.monotonic() + _SESSION_S, until)
         code = "no time left"
         for _ in range(_MOST_RESUMES):
             left = deadline - time.monotonic()
             if left <= 0 or self._ending.is_set():
-                code = "no time left"
-                break
-            with tempfile.TemporaryDirectory(
-                prefix="mlm-", ignore_cleanup_errors=True
-            ) as temporary:
-                folder = Path(temporary)
+                return found, "no time left"
+            with tempfile.TemporaryDirectory(prefix="mlm-", ignore_cleanup_errors=True) as name:
+                folder = Path(name)
                 (folder / "done").write_text("\n".join(found))
                 code = self._attempt(tests, way, folder, left)
                 new = read_results(folder)
@@ -152,8 +142,8 @@ class Sessions:
             finally:
                 _end(process)
                 self._running.discard(process)
-        if self.verbose or not read_results(folder):
-            print("\n".join(log.read_text(errors="replace").splitlines()[-self.log_lines :]))
+        if not read_results(folder):
+            print("\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:]))
         return code
 
     def _command(self, tests: Sequence[str]) -> list[str]:
@@ -167,7 +157,7 @@ class Sessions:
         command += ["-p", "no:cacheprovider", "-q"]
         command += ["-W", "ignore", "--continue-on-collection-errors"]
         command += [f"--timeout={self.test_timeout}", "--timeout-method=thread"]
-        return [*command, *self.pytest_args, *(f"{TESTS}/{test}" for test in tests)]
+        return [*command, *(f"{TESTS}/{test}" for test in tests)]
 
 
 def _environment(folder: Path, way: str, backend: str) -> dict[str, str]:
@@ -182,21 +172,20 @@ def _environment(folder: Path, way: str, backend: str) -> dict[str, str]:
     if not gpu:
         for name in ("transformer_engine", "transformer_engine_torch"):
             (path / f"{name}.py").write_text(_NO_ENGINE)
-    environment = dict(os.environ)
-    inherited = environment.get("PYTHONPATH", "")
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), inherited]))
-    environment["MEGATRON_FLUID_TEST_RESULTS"] = str(folder)
-    environment["TMPDIR"] = str(folder)
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else processes, in every rank
-    if way == "forced":
-        environment["MEGATRON_FLUID_MOE_BACKEND"] = backend
-    elif way == "without" and gpu:
-        environment["MEGATRON_FLUID"] = "off"
-    elif way == "without":
-        environment["MEGATRON_FLUID_PATCHES"] = "cpu"
-    return environment
+    choice = {
+        "forced": {"MEGATRON_FLUID_MOE_BACKEND": backend},
+        "without": {"MEGATRON_FLUID": "off"} if gpu else {"MEGATRON_FLUID_PATCHES": "cpu"},
+    }
+    return {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else processes, in every rank
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")])),
+        "MEGATRON_FLUID_TEST_RESULTS": str(folder),
+        "TMPDIR": str(folder),
+        **choice.get(way, {}),
+    }
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

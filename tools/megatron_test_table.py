@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.results import RESULTS
-from tools.megatron_test_sessions import WAYS, Found
-from tools.run_megatron_unit_tests import counts, nothing_passed, problems, wanted_ways
+from tools.megatron_test_sessions import WAYS
+from tools.run_megatron_unit_tests import Ways, counts, nothing_passed, problems, wanted_ways
 
 __all__ = ["KEPT", "kept", "table"]
 
 KEPT = RESULTS / "megatron_unit_tests.json"
-_OUTCOMES = ("passed", "failed", "skipped", "hung")
 
 
 def kept(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,8 +37,8 @@ def kept(found: Mapping[str, Any]) -> dict[str, Any]:
     refused = {file: number for file, ways in files.items() if (number := _refused(ways))}
     lacking = {
         file: absent
-        for file in dict.fromkeys([*files, *found["not_run"]])
-        if (absent := [w for w in wanted_ways(files.get(file, {})) if w not in files.get(file, {})])
+        for file, ways in files.items()
+        if (absent := [way for way in wanted_ways(ways) if way not in ways])
     }
     return {
         **{key: found[key] for key in ("commits", "ranks", "gpus", "cpus", "torch")},
@@ -49,6 +48,7 @@ def kept(found: Mapping[str, Any]) -> dict[str, Any]:
                 for way, tests in sorted(ways.items())
             }
             for file, ways in sorted(files.items())
+            if ways
         },
         "nothing_passed_without": nothing_passed(files),
         "not_run": lacking,
@@ -58,7 +58,7 @@ def kept(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refused(ways: Mapping[str, Found]) -> int:
+def _refused(ways: Ways) -> int:
     """Tests that pass without, and with a backend forced end by an error that names the setting."""
     passing = {t for t, e in ways.get("without", {}).items() if e["outcome"] == "passed"}
     forced = ways.get("forced", {})

@@ -9,55 +9,49 @@ from typing import Any
 
 import pytest
 
-from tools.megatron_test_sessions import Sessions
-from tools.run_megatron_unit_tests import (
-    Found,
-    compare,
-    counts,
-    problems,
-    read_outcomes,
-    read_results,
-    table,
-)
-
-ROOT = Path(__file__).resolve().parents[3]
+from tools.megatron_test_sessions import Found, Sessions, read_results
+from tools.megatron_test_table import kept
+from tools.run_megatron_unit_tests import _Record, counts, problems
 
 
-def test_the_worst_rank_decides_in_the_comparison_of_unit_tests(tmp_path: Path) -> None:
-    lines = {
-        0: [("a", "passed"), ("b", "skipped")],
-        1: [("a", "failed"), ("b", "skipped"), ("c", "passed")],
-    }
-    for rank, outcomes in lines.items():
-        text = "\n".join(
-            json.dumps({"test": test, "when": "call", "outcome": outcome})
-            for test, outcome in outcomes
-        )
-        (tmp_path / f"rank-{rank}.jsonl").write_text(text)
-    found = read_outcomes(tmp_path)
-    assert found == {"a": "failed", "b": "skipped", "c": "passed"}
-    assert compare(found, found) == []
-    assert compare(found, {"a": "passed", "b": "skipped"}) == [
-        "a: failed without, passed with megatron_fluid",
-        "c: passed without, missing with megatron_fluid",
-    ]
-    rows = table({"x.py": (found, found), "y.py": (found, {}), "z.py": ({}, {})}).splitlines()
-    assert [row.split()[-1] for row in rows[1:]] == ["yes", "NO", "NO"]
-    assert rows[1].split()[1] == "1/1/1"
-
-
-def test_a_test_that_started_and_never_ended_has_hung(tmp_path: Path) -> None:
-    lines: list[dict[str, Any]] = [
-        {"test": "a", "when": "start", "outcome": "started"},
-        {"test": "a", "when": "call", "outcome": "passed", "overlapped": 2, "moe_forwards": 3},
-        {"test": "b", "when": "start", "outcome": "started"},
-    ]
-    (tmp_path / "rank-0.jsonl").write_text("\n".join(map(json.dumps, lines)))
+def test_the_worst_rank_decides_and_a_test_that_never_ended_has_hung(tmp_path: Path) -> None:
+    calls = {"overlapped": 2, "moe_forwards": 3}
+    ranks: tuple[list[dict[str, Any]], ...] = (
+        [{"test": "a", "outcome": "passed"}, {"test": "b", "outcome": "skipped"}],
+        [
+            {"test": "a", "outcome": "failed", "error": "why"},
+            {"test": "c", "outcome": "started"},
+            {"test": "c", "outcome": "passed", **calls},
+            {"test": "d", "outcome": "started"},
+        ],
+    )
+    for rank, lines in enumerate(ranks):
+        (tmp_path / f"rank-{rank}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     found = read_results(tmp_path)
-    assert {test: entry["outcome"] for test, entry in found.items()} == {"a": "passed", "b": "hung"}
-    assert counts(found) == {
-        "passed": 1, "failed": 0, "skipped": 0, "hung": 1, "overlapped": 2, "moe_forwards": 3,
-    }  # fmt: skip
+    outcomes = {"a": "failed", "b": "skipped", "c": "passed", "d": "hung"}
+    assert {test: entry["outcome"] for test, entry in found.items()} == outcomes
+    assert found["a"]["error"] == "why"
+    assert counts(found) == {"passed": 1, "failed": 1, "skipped": 1, "hung": 1, **calls}
+
+
+def test_what_was_found_is_kept_and_a_later_run_goes_on(tmp_path: Path) -> None:
+    output, files = tmp_path / "found.json", ["f.py", "g.py"]
+    entry = {"outcome": "failed", "overlapped": 0, "moe_forwards": 0, "error": "x"}
+    first = _Record(output, files, 2)
+    first.take(["f.py"], "with", {"f.py::t": entry}, "0", again=False)
+    later = _Record(output, files, 2)
+    assert [later.todo(files, way) for way in ("with", "forced")] == [["g.py"], ["g.py"]]
+    later.take(["f.py::t"], "with", {"f.py::t": {**entry, "outcome": "passed"}}, "0", again=True)
+    later.take(["g.py"], "with", {}, "ended after 5 s", again=False)
+    found = json.loads(output.read_text())
+    assert found["cut_short"] == {"g.py with": "ended after 5 s"}
+    assert found["files"]["f.py"]["with"]["f.py::t"]["first"] == "failed"
+    small = kept(found)
+    assert small["files"] == {"f.py": {"with": {"passed": 1}}}
+    assert small["not_run"] == {"f.py": ["without"], "g.py": ["without", "with", "forced"]}
+    assert small["again"] == [
+        {"test": "f.py::t", "way": "with", "first": "failed", "second": "passed"}
+    ]
 
 
 def found(outcome: str = "passed", error: str = "", overlapped: int = 0, ran: int = 4) -> Found:
@@ -102,8 +96,8 @@ def test_a_session_goes_on_behind_a_hang_and_ends_with_its_time(
         return code if len(done) == 1 else "0"
 
     monkeypatch.setattr(Sessions, "_attempt", attempt)
-    sessions = Sessions(tmp_path, 1, "rounds", 5, 60.0, time.monotonic() + 60, (), 1, False)
-    tests, ended = sessions.run(["f"], "with")
+    sessions = Sessions(tmp_path, 1, "rounds", 5)
+    tests, ended = sessions.run(["f"], "with", time.monotonic() + 60)
     assert list(tests) == ran
     assert ended == ("0" if code == "1" else code)
     assert done == ([[], ["a", "b"]] if code == "1" else [[]])
