@@ -31,7 +31,7 @@ import sys
 from typing import Any
 
 from megatron_fluid.patches.children import reach_children
-from megatron_fluid.patches.cpu.table import CPU_PATCHES
+from megatron_fluid.patches.cpu.replacements import CPU_PATCHES
 from megatron_fluid.patches.engine import switches
 from megatron_fluid.patches.engine.engine import Engine
 from megatron_fluid.patches.engine.patch import Patch, Row
@@ -358,7 +358,7 @@ PATCHES: tuple[Patch, ...] = (
         reason="the same where the norm is part of the linear",
     ),
     *SETTING_PATCHES,  # what older versions lack: versions.py
-    *CPU_PATCHES,  # only with --fluid-cpu: cpu/table.py
+    *CPU_PATCHES,  # only with --fluid-cpu: cpu/replacements.py
 )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_fluid.patches.engine.patch import Patch
-from megatron_fluid.patches.known_settings import KNOWN_SETTINGS
+from megatron_fluid.patches.known_settings import KNOWN_FAMILIES, KNOWN_SETTINGS
 
 __all__ = [
     "SETTING_PATCHES",
@@ -99,8 +99,9 @@ def _unknown_fields(kind: type) -> list[dataclasses.Field[Any]]:
     """Fields of Megatron's own configuration classes; those of a framework's subclass are its
     own affair."""
     own = [c for c in kind.__mro__ if c.__module__.startswith("megatron.core.")]
-    names = {name for c in own for name in inspect.get_annotations(c)}
-    return [f for f in dataclasses.fields(kind) if f.name in names - KNOWN_SETTINGS]
+    names = {name for c in own for name in inspect.get_annotations(c)} - KNOWN_SETTINGS
+    names = {name for name in names if not name.startswith(KNOWN_FAMILIES)}
+    return [f for f in dataclasses.fields(kind) if f.name in names]
 
 
 def unknown_setting(config: Any, others: str = "-") -> str | None:

@@ -1,5 +1,5 @@
-"""Streams, events, devices and RNG states of torch.cuda on a CPU. `patches/cpu/table.py` puts them
-in place, in CPU mode only.
+"""Streams, events, devices and RNG states of torch.cuda on a CPU. replacements.py puts them in
+place, in CPU mode only.
 
 CPU work runs in program order, so streams and events do nothing (events read the host's clock): a
 CPU run checks mathematics, never races or overlap.
@@ -147,9 +147,8 @@ class DeviceLiterals(TorchFunctionMode):
                 kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
-        special = _SPECIAL.get(func)
-        if special is not None:
-            return special(func, args, kwargs or {})
+        if (special := _SPECIAL.get(func)) is not None:
+            return special(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -161,23 +160,13 @@ def _on_cpu(device: Any) -> Any:
     return _CPU if is_index else device
 
 
-def _tensor_to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, *rest = args
-    if rest:
-        rest[0] = _on_cpu(rest[0])  # the only place for a device
+def _tensor_to(func: Callable[..., Any], tensor: Any, *rest: Any, **kwargs: Any) -> Any:
+    if rest:  # the first is the only place for a device
+        rest = (_on_cpu(rest[0]), *rest[1:])
     return func(tensor, *rest, **kwargs)
 
 
-def _tensor_cuda(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Itself, unless it is on the meta device, which is as much an error as it is on a GPU.
-    return args[0].to(_CPU)
-
-
-def _tensor_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0]
-
-
-def _tensor_type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _tensor_type(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     answer = func(*args, **kwargs)
     if isinstance(answer, str):
         # Frame 0 is this function, 1 the mode, 2 whoever asked; only Megatron's optimizers see
@@ -188,10 +177,11 @@ def _tensor_type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return answer
 
 
-_SPECIAL: dict[Any, Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = {
+_SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.to: _tensor_to,
-    torch.Tensor.cuda: _tensor_cuda,
-    torch.Tensor.pin_memory: _tensor_itself,
+    # Itself, unless it is on the meta device, which is as much an error as it is on a GPU.
+    torch.Tensor.cuda: lambda func, tensor, *args, **kwargs: tensor.to(_CPU),
+    torch.Tensor.pin_memory: lambda func, tensor, *args, **kwargs: tensor,
     torch.Tensor.type: _tensor_type,
 }
 

@@ -1,7 +1,9 @@
-"""Whether CPU mode is on, and what its patches have in common."""
+"""Whether CPU mode is on, and how a row of its patches is made."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import logging
 import multiprocessing
@@ -10,7 +12,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_fluid.patches.cpu.allocator import keep_freed_memory
 from megatron_fluid.patches.engine import signatures
 from megatron_fluid.patches.engine.patch import Patch
 from megatron_fluid.patches.engine.switches import asked
@@ -26,6 +27,9 @@ __all__ = [
 ]
 
 GROUP = "CPU mode"
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+_LARGEST, _LARGEST_OF_OLD_GLIBC = 2**31 - 1, 32 * 2**20
+_SET_BY_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "glibc.malloc")
 
 
 @functools.cache
@@ -38,9 +42,11 @@ def cpu_mode_active() -> bool:
 
     if torch.cuda.is_available():
         return False
-    keep_freed_memory()
+    _keep_freed_memory()
     # Torch would warn that it sees no CUDA runtime.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    # Megatron warns where the CPU's generator moves in place of a GPU's: here they are the same.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     # Not in helpers, such as those that write files. While one that is spawned imports the main
     # module, it does not know yet that it has a parent.
     if multiprocessing.current_process().name == "MainProcess":
@@ -49,6 +55,22 @@ def cpu_mode_active() -> bool:
             "computes on CPU cores over gloo"
         )
     return True
+
+
+def _keep_freed_memory() -> None:
+    """Let this process keep the memory that a training step frees, for the next step. By default
+    glibc gives large blocks back to the kernel, and the next step faults in each of their pages.
+    Thresholds that the user has set hold. Measured:
+    docs/tuning_notes.md#experts-over-several-hosts-on-cpus
+    """
+    environment = (*os.environ, os.environ.get("GLIBC_TUNABLES", ""))
+    if any(name in text for name in _SET_BY_THE_USER for text in environment):
+        return
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_TRIM_THRESHOLD, _LARGEST)
+        if not mallopt(_MMAP_THRESHOLD, _LARGEST):
+            mallopt(_MMAP_THRESHOLD, _LARGEST_OF_OLD_GLIBC)
 
 
 def hint_at_cpu_mode() -> None:

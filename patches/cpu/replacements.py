@@ -1,31 +1,91 @@
-"""Functions of torch and of Megatron as CPU mode replaces them. The decorator of each is its row of
-the patch table: name, target and reason."""
+"""CPU mode: Megatron-Core trains on gloo ranks on a machine without a GPU, if the user asks for it
+(`--fluid-cpu`, MEGATRON_FLUID_CPU=1). `CPU_PATCHES` is the table of what it replaces.
+
+A row is applied only if `cpu_mode_active()`, once Megatron is imported; none of it runs where there
+is a GPU. The rows change where Megatron's numbers are computed and no formula. device.py stands in
+for torch.cuda, and arguments.py adapts the command line. Functions of torch and Megatron are below,
+each under its row.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
+import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.cpu.mode import claims_cuda, cpu_patch, replaces
 from megatron_fluid.patches.engine.patch import Patch
 
-__all__ = ["MEGATRON_PATCHES", "TORCH_PATCHES"]
+__all__ = ["CPU_PATCHES"]
 
 # This module is imported before torch, so torch and device.py are imported where they are used.
 
-# --- torch ---
+CPU_PATCHES: list[Patch] = []
+_replaces = functools.partial(replaces, CPU_PATCHES)
 
-TORCH_PATCHES: list[Patch] = []
-_torch = functools.partial(replaces, TORCH_PATCHES)
+# --- torch: Megatron calls these by name in a few hundred places ---
+
+_DEVICE = "megatron_fluid.patches.cpu.device"
 
 
-@_torch(
+def _put(name: str, original: Any) -> Any:
+    """Return a class or function of device.py. Each target gets a wrapper of its own, because
+    reverting compares by identity."""
+    new = getattr(importlib.import_module(_DEVICE), name)
+    if isinstance(new, type):
+        return new
+
+    @functools.wraps(new)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        return new(*args, **kwargs)
+
+    return on_cpu
+
+
+_GENERATOR = "the generator behind dropout and initialisation is the CPU's"
+_ONE_STREAM = "the only stream there is"
+# Attribute of torch, what stands for it in device.py, and why.
+_TORCH = (
+    ("cuda.current_device", "current_device", "the device index that Megatron allocates on"),
+    ("cuda.set_device", "nothing", "there is no device to choose"),
+    ("cuda.device_count", "device_count", "Megatron seeds its RNG only where a device is counted"),
+    ("cuda.synchronize", "nothing", "CPU work is done when it is issued"),
+    ("cuda.Stream", "CpuStream", "dispatchers have side streams; CPU work is in program order"),
+    ("cuda.Event", "CpuEvent", "events order side streams and time them"),
+    ("cuda.stream", "stream", "runs the block in program order"),
+    ("cuda.current_stream", "current_stream", _ONE_STREAM),
+    ("cuda.default_stream", "current_stream", _ONE_STREAM),
+    ("cuda.set_stream", "nothing", _ONE_STREAM),
+    ("cuda.is_current_stream_capturing", "never_capturing", "no CUDA graph is captured on a CPU"),
+    ("cuda.get_rng_state", "get_rng_state", _GENERATOR),
+    ("cuda.random.get_rng_state", "get_rng_state", "the same, by its other name"),
+    ("cuda.set_rng_state", "set_rng_state", _GENERATOR),
+    ("cuda.manual_seed", "manual_seed", _GENERATOR),
+    ("Tensor.record_stream", "nothing", "informs the GPU's allocator of a side stream"),
+)
+# Switch of device.py, and why it is on.
+_SWITCHES = {
+    "device_literals": 'reads "cuda" as "cpu" wherever torch is given a device: Megatron has the '
+    "word in over a hundred places",
+    "run_compiled_functions_eagerly": "runs torch.compile's functions as written: compiling them "
+    "for a CPU takes longer than a short run",
+}
+CPU_PATCHES += [
+    cpu_patch(name.replace("_", "-"), f"{_DEVICE}:switches.{name}", lambda original: True, reason)
+    for name, reason in _SWITCHES.items()
+]
+CPU_PATCHES += [
+    cpu_patch(f"torch.{name}", f"torch:{name}", functools.partial(_put, new), reason)
+    for name, new, reason in _TORCH
+]
+
+
+@_replaces(
     "backward",
     "torch.autograd:_engine_run_backward",
     "torch leaves a function mode while backward runs, in which autograd functions of Megatron "
@@ -39,7 +99,7 @@ def engine_run_backward(original: Callable[..., Any], *args: Any, **kwargs: Any)
         return original(*args, **kwargs)
 
 
-@_torch(
+@_replaces(
     "init_process_group",
     "torch.distributed:init_process_group",
     "gloo in the place of NCCL, and no device bound to a rank",
@@ -52,7 +112,7 @@ def init_process_group(
     return original("gloo" if backend is None or "nccl" in backend else backend, *args, **kwargs)
 
 
-@_torch(
+@_replaces(
     "barrier",
     "torch.distributed:barrier",
     "gloo refuses device_ids, which Megatron always passes to tell NCCL the GPU",
@@ -63,7 +123,7 @@ def barrier(
     return original(group=group, async_op=async_op)
 
 
-@_torch(
+@_replaces(
     "data-loader",
     "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__",
     "draws a seed from what is dropout's generator here: a resumed run would differ from one that "
@@ -79,7 +139,7 @@ def data_loader_iterator(original: Callable[..., None], self: Any, loader: Any) 
         set_rng_state(state)
 
 
-@_torch(
+@_replaces(
     "is_available",
     "torch:cuda.is_available",
     "reports CUDA to test modules, which skip nearly everything otherwise",
@@ -94,55 +154,18 @@ def is_available(original: Callable[[], bool]) -> bool:
 
 # --- Megatron ---
 
-MEGATRON_PATCHES: list[Patch] = []
-_megatron = functools.partial(replaces, MEGATRON_PATCHES)
-_retired_groups: list[Any] = []
-
-
-@_megatron(
-    "destroy-groups",
-    "megatron.core.parallel_state:destroy_model_parallel",
-    "forgets its process groups without closing them, and each gloo group keeps polling threads",
+CPU_PATCHES.append(
+    cpu_patch(
+        "set_cuda_rng_state",
+        "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
+        functools.partial(_put, "set_rng_state"),
+        "sets CUDA's generator through torch's internals",
+        signature="(new_state, device=-1, graph_safe=False)",
+    )
 )
-def destroy_model_parallel(original: Callable[[], None]) -> None:
-    """Close the groups of the previous call, not those destroyed now: peers may still be reading
-    from the latter. All ranks have left the previous ones, since they have built new groups."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    groups = [group for group in parallel_state._global_process_group_list or () if group]
-    original()
-    if not groups:
-        return
-    known = set(dist.distributed_c10d._world.pg_map)
-    for group in [group for group in _retired_groups if group in known]:
-        dist.destroy_process_group(group)
-    _retired_groups[:] = groups
 
 
-@_megatron(
-    "rng-fork",
-    "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
-    "warns when the CPU's generator moves, which on a CPU it must",
-)
-@contextlib.contextmanager
-def fork_rng_state(original: Any, self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    from megatron_fluid.patches.cpu.device import get_rng_state, set_rng_state
-
-    if name not in self.states_:
-        raise ValueError(f"RNG state {name!r} is not tracked; tracked are {sorted(self.states_)}")
-    outer, outer_state = self._current_state_name, get_rng_state()
-    set_rng_state(self.states_[name])
-    self._current_state_name = name
-    try:
-        yield
-    finally:
-        self.states_[name] = get_rng_state()
-        set_rng_state(outer_state)
-        self._current_state_name = outer
-
-
-@_megatron(
+@_replaces(
     "share-storage",
     "megatron.core.tensor_parallel.random:_get_share_storage",
     "compiles C++ at the first recomputation, and waits forever where a process was killed while "
@@ -160,7 +183,7 @@ def get_share_storage(original: Any) -> Callable[[Any, Any], None]:
     return share_storage
 
 
-@_megatron(
+@_replaces(
     "torch-norm",
     "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
     "torch's norms, the only ones without Apex or Transformer Engine, are refused under sequence "
@@ -188,7 +211,7 @@ def wrapped_torch_norm(
     return norm
 
 
-@_megatron(
+@_replaces(
     "move-to-cpu",
     "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
     "leaves out the conversion to numpy for a tensor on the CPU",
@@ -201,7 +224,7 @@ def maybe_move_tensor_to_cpu(
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-@_megatron(
+@_replaces(
     "optimizer-state",
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
     "with torch's Adam, the only one without Apex or Transformer Engine, no checkpoint can be "
@@ -223,7 +246,7 @@ def distributed_optimizer_state_dict(original: Callable[..., Any], self: Any) ->
         self.optimizer.state.clear()
 
 
-@_megatron(
+@_replaces(
     "optimizer-step",
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
     "with torch's Adam, all parameters share one step counter after a checkpoint was loaded, and "
@@ -236,7 +259,7 @@ def distributed_optimizer_load(original: Callable[..., None], self: Any, state_d
             state["step"] = state["step"].clone()
 
 
-@_megatron(
+@_replaces(
     "optimizer-load",
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
     "an fp32 checkpoint, the usual precision on a CPU, is loaded into views of parameters that "
@@ -257,7 +280,7 @@ def set_main_param(original: Callable[..., Any], self: Any, model_param: Any, te
         state.update(kept)
 
 
-@_megatron(
+@_replaces(
     "validate_args",
     "megatron.training.arguments:validate_args",
     "gives settings that need a GPU the value that means the same without one, and says so",
@@ -269,7 +292,7 @@ def validate_args(original: Callable[..., Any], args: Any, defaults: Any = {}) -
     return original(args, defaults)
 
 
-@_megatron(
+@_replaces(
     "validate_yaml",
     "megatron.training.yaml_arguments:validate_yaml",
     "a YAML file goes past the settings above, so it is refused by name",
@@ -279,7 +302,7 @@ def validate_yaml(original: Callable[..., Any], args: Any, defaults: Any = {}) -
     raise ConfigError.of("yaml_cfg", args.yaml_cfg, allowed)
 
 
-@_megatron(
+@_replaces(
     "jit-warmup",
     "megatron.training.initialize:_warmup_jit_function",
     "draws from the generator behind initialisation here, as often as a microbatch is large: "
@@ -289,7 +312,7 @@ def no_warmup(original: Any, tp_size: Any = None) -> None:
     """Does nothing: nothing is compiled."""
 
 
-@_megatron(
+@_replaces(
     "device-arch",
     "megatron.training.utils.common_utils:get_device_arch_version",
     "argument checks ask for the GPU's architecture",
@@ -298,7 +321,7 @@ def get_device_arch_version(original: Any) -> int:
     return 9  # Hopper: Megatron requires no extra setting for it
 
 
-@_megatron(
+@_replaces(
     "latent-attention",
     "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.__init__",
     "latent attention needs heads of two sizes, which Megatron has by Transformer Engine only",
@@ -334,7 +357,7 @@ def _allow_no_cuda(original: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*original[:place], True, *original[place + 1 :])
 
 
-MEGATRON_PATCHES.append(
+CPU_PATCHES.append(
     cpu_patch(
         "initialize_megatron",
         "megatron.training.initialize:initialize_megatron.__defaults__",

@@ -51,8 +51,6 @@ class Groups:
     def _leave(self, whole: bool) -> None:
         from megatron.core import parallel_state
 
-        from megatron_fluid.patches.cpu import replacements
-
         dist.barrier()
         self._life += 1  # nobody closes a connection that another still reads from
         self._store.set(f"over {self._life} {self.rank}", "")
@@ -64,5 +62,4 @@ class Groups:
             for group in list(dist.distributed_c10d._world.pg_map):
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
-        replacements._retired_groups.clear()
         gc.collect()

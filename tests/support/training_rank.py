@@ -21,7 +21,7 @@ from torch import Tensor
 import megatron_fluid
 from megatron_fluid import patches
 from megatron_fluid.config import FluidConfig, set_config
-from megatron_fluid.patches.cpu.table import CPU_PATCHES
+from megatron_fluid.patches.cpu.replacements import CPU_PATCHES
 from tests.support.training_groups import Groups
 from tests.support.training_world import PARTS, Done, Setup, Shape
 

@@ -68,9 +68,7 @@ def test_what_names_no_gpu_is_left_alone() -> None:
     assert torch.zeros(2, dtype=torch.int8).to(torch.float64).dtype == torch.float64
     assert torch.zeros(2).pin_memory().tolist() == [0.0, 0.0]
     assert not torch.zeros(2, pin_memory=True).is_pinned()
-    assert (
-        torch.zeros(2).type() == "torch.FloatTensor"
-    )  # only Megatron's optimizers are told another name
+    assert torch.zeros(2).type() == "torch.FloatTensor"  # else only to Megatron's optimizers
     with pytest.raises(NotImplementedError):
         torch.zeros(2, device="meta").cuda()
 
@@ -106,11 +104,6 @@ def test_a_mode_of_a_thread_that_ended_can_be_switched_off() -> None:
     assert not cpu_device.switches.device_literals
 
 
-def test_there_are_no_other_switches() -> None:
-    with pytest.raises(AttributeError, match="device_literal"):
-        cpu_device.switches.device_literal = True  # type: ignore[attr-defined]
-
-
 def test_compiled_functions_run_as_written_and_are_compiled_again_after() -> None:
     compiled: list[str] = []
 
@@ -143,33 +136,6 @@ def test_events_keep_the_hosts_clock_and_order_nothing() -> None:
         assert cpu_device.current_stream() is stream
 
 
-def test_a_forked_random_state_comes_back_and_moves_on_by_itself() -> None:
-    class Tracker:
-        _current_state_name = "default-rng"
-
-        def __init__(self) -> None:
-            torch.manual_seed(7)
-            self.states_ = {"a": torch.get_rng_state()}
-
-    tracker = Tracker()
-    fork = replacements.fork_rng_state(lambda self, name="": None)
-    torch.manual_seed(1)
-    expected_outside = torch.rand(2)
-    torch.manual_seed(1)
-    with fork(tracker, "a"):
-        assert tracker._current_state_name == "a"
-        first = torch.rand(2)
-    outside = torch.rand(2)
-    with fork(tracker, "a"):
-        second = torch.rand(2)
-    torch.manual_seed(7)
-    assert torch.equal(torch.cat([first, second]), torch.rand(4))
-    assert torch.equal(outside, expected_outside)
-    assert tracker._current_state_name == "default-rng"
-    with pytest.raises(ValueError, match="'b' is not tracked"), fork(tracker, "b"):
-        pass
-
-
 def test_a_discarded_output_gets_its_bytes_back_without_a_compiler() -> None:
     def compile_it() -> None:
         raise AssertionError("Megatron's own extension was compiled")
@@ -189,33 +155,20 @@ def test_settings_of_a_gpu_become_those_that_compute_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    args = argparse.Namespace(
-        distributed_backend="nccl",
-        transformer_impl="transformer_engine",
-        moe_grouped_gemm=True,
-        no_persist_layer_norm=False,
-        context_parallel_size=2,
-        cp_comm_type=["p2p", "a2a"],
-        fp8=None,
-        hidden_size=64,
-    )
-    changed = cpu_arguments.adapt_arguments(args)
-    assert vars(args) == {
-        "distributed_backend": "gloo",
-        "transformer_impl": "local",
-        "moe_grouped_gemm": False,
-        "no_persist_layer_norm": True,
-        "context_parallel_size": 2,
-        "cp_comm_type": ["a2a", "a2a"],
-        "fp8": None,
-        "hidden_size": 64,
+    kept = {"context_parallel_size": 2, "fp8": None, "hidden_size": 64}
+    changes = {
+        "distributed_backend": ("nccl", "gloo"),
+        "transformer_impl": ("transformer_engine", "local"),
+        "moe_grouped_gemm": (True, False),
+        "no_persist_layer_norm": (False, True),
+        "cp_comm_type": (["p2p", "a2a"], ["a2a", "a2a"]),
     }
-    assert len(changed) == 5
+    args = argparse.Namespace(**kept, **{name: old for name, (old, _) in changes.items()})
+    changed = cpu_arguments.adapt_arguments(args)
+    assert vars(args) == kept | {name: new for name, (_, new) in changes.items()}
+    assert len(changed) == len(changes)
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert cpu_arguments.adapt_arguments(args) == []
-
-
-def test_what_no_cpu_can_serve_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"fp8: found 'hybrid', allowed: None"):
         cpu_arguments.adapt_arguments(argparse.Namespace(fp8="hybrid"))
 
@@ -229,9 +182,7 @@ def test_a_yaml_file_is_refused_by_name() -> None:
 def _program(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """What a process that has not imported Megatron does, without any of our variables but those
     given."""
-    clean = {
-        name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_FLUID")
-    }
+    clean = {name: v for name, v in os.environ.items() if not name.startswith("MEGATRON_FLUID")}
     return run_code(code, environment={**clean, **environment})
 
 
@@ -255,30 +206,30 @@ print(json.dumps([sorted(states), same, modes]))
 """
 
 
-@megatron
-def test_beside_a_gpu_nothing_of_it_is_applied() -> None:
-    code = STATES % "torch.cuda.is_available = lambda: True"
-    states, same, modes = _python(code, MEGATRON_FLUID_CPU="1")
-    # Rows that wait for modules of megatron.training, which is not imported here, are armed and
-    # then find the GPU as well.
-    assert set(states) <= {"not needed", "armed"} and "not needed" in states
-    assert same
-    assert modes == 0
+ASKED = {"MEGATRON_FLUID_CPU": "1"}
+_GPU = "torch.cuda.is_available = lambda: True"
+_FLAG = "import sys; sys.argv.append('--fluid-cpu')"
 
 
-@pytest.mark.slow
 @megatron
 @no_gpu
-def test_it_is_applied_where_it_is_asked_for_alone() -> None:
-    states, same, modes = _python(STATES % "")
-    assert set(states) <= {"not needed", "armed"} and same and modes == 0
-    states, same, modes = _python(STATES % "", MEGATRON_FLUID_CPU="1")
-    assert "applied" in states and not same and modes == 1
-    flag = "import sys; sys.argv.append('--fluid-cpu')"
-    states, same, modes = _python(STATES % flag)
-    assert "applied" in states and not same and modes == 1
-    states, same, modes = _python(STATES % "", MEGATRON_FLUID="off", MEGATRON_FLUID_CPU="1")
-    assert states == ["off"] and same and modes == 0
+@pytest.mark.parametrize(
+    ("code", "environment", "applied"),
+    [
+        pytest.param(_GPU, ASKED, False, id="beside a GPU"),
+        pytest.param("", {}, False, id="not asked for", marks=pytest.mark.slow),
+        pytest.param("", ASKED, True, id="by the variable", marks=pytest.mark.slow),
+        pytest.param(_FLAG, {}, True, id="by the flag", marks=pytest.mark.slow),
+        pytest.param("", {**ASKED, "MEGATRON_FLUID": "off"}, False, id="off"),
+    ],
+)
+def test_it_is_applied_where_it_is_asked_for_and_there_is_no_gpu(
+    code: str, environment: dict[str, str], applied: bool
+) -> None:
+    states, same, modes = _python(STATES % code, **environment)
+    assert ("applied" in states, not same, modes == 1) == (applied,) * 3
+    # Rows that wait for modules of megatron.training, which is not imported here, stay armed.
+    assert applied or set(states) <= {"not needed", "armed"} or states == ["off"]
 
 
 @pytest.mark.slow
