@@ -1,5 +1,5 @@
 # make pretrain   a GPT mixture-of-experts on real text; more flags: make pretrain ARGS="--train-iters 500"
-# make test       lint, types and every test that this machine can run, a worker a core (in one process where there are GPUs)
+# make test       lint, types and every test that this machine can run, 3 workers for 2 cores (in one process where there are GPUs)
 # make test-fast  lint, types and the tests that start no rank and no program, compile nothing, interpret no kernel
 # make test-versions  every supported minor version of Megatron-Core, from the package index
 # make bench      every benchmark on all GPUs of this host, then the tables: make bench ARGS="--only moe_layer attention"

@@ -38,8 +38,9 @@ os.environ.setdefault("MEGATRON_FLUID_CPU", "1")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: a worker a core, but one process where tests would share GPUs."""
-    return 0 if GPUS else min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+    """`-n auto`: three workers for two cores, because tests of lost ranks wait most of their time;
+    but one process where tests would share GPUs."""
+    return 0 if GPUS else min(len(os.sched_getaffinity(0)) * 3 // 2 or 1, _MOST_WORKERS)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -100,13 +100,18 @@ def commands_of(page: Path) -> list[list[str]]:
     return [shlex.split(line) for line in block.group(1).splitlines()]
 
 
-def tree_of(page: Path, folder: Path) -> tuple[Path, list[str]]:
-    """A copy of the sources with the code of a page, and the files that are new in it."""
-    tree, files, new = folder / "tree", files_of(page), []
+def sources(folder: Path) -> Path:
+    """A copy of the sources."""
     for part in ("megatron_fluid", "patches", "tests"):
-        shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, tree)
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def add(page: Path, tree: Path) -> list[str]:
+    """Put the code of a page into the sources; returns the files that are new."""
+    files, new = files_of(page), []
     for name, text in files.items():
         path = tree / name
         if path.exists():
@@ -122,22 +127,34 @@ def tree_of(page: Path, folder: Path) -> tuple[Path, list[str]]:
         assert before in text, (name, before)
         block = files.get(name, "").rstrip().removesuffix(",")
         (tree / name).write_text(text.replace(before, after.replace("{block}", block + "\n"), 1))
-    return tree, new
+    return new
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_code_of_a_page_passes_its_tests(page: Path, tmp_path: Path) -> None:
-    tree, new = tree_of(page, tmp_path)
-    [pytest_command] = [command for command in commands_of(page) if command[0] == "pytest"]
-    tests = [name for name in pytest_command[1:] if name in new]
-    assert tests, f"the last section of the page runs none of {new}"
-    chosen = pytest_command[pytest_command.index("-k") :] if "-k" in pytest_command else []
-    if chosen:  # of the other files only what the page chooses
-        tests = [name for name in pytest_command[1:] if name.endswith(".py")]
+def chosen_of(page: Path, new: list[str]) -> tuple[list[str], str]:
+    """The test files that a page's last section runs, and what of them it chooses ("": all)."""
+    [command] = [command for command in commands_of(page) if command[0] == "pytest"]
+    tests = [name for name in command[1:] if name in new]
+    assert tests, f"the last section of {page.stem} runs none of {new}"
+    if "-k" not in command:
+        return tests, ""
+    return [name for name in command[1:] if name.endswith(".py")], command[-1]
+
+
+def test_the_code_of_all_pages_passes_their_tests(tmp_path: Path) -> None:
+    """In one tree: no two pages edit the same file."""
+    tree, new, tests, choices = sources(tmp_path), [], [], []
+    for page in PAGES:
+        new += (added := add(page, tree))
+        files, choice = chosen_of(page, added)
+        tests += files
+        if choice:
+            here = " or ".join(Path(name).stem for name in files)
+            choices.append(f"({choice} or not ({here}))")
+    choose = ["-k", " and ".join(choices)] if choices else []
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     for arguments in (
         ["-m", "ruff", "check", "--select", "F", *new],
-        ["-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, *chosen],
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, *choose],
     ):
         command = [sys.executable, *arguments]
         ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
@@ -145,8 +162,8 @@ def test_the_code_of_a_page_passes_its_tests(page: Path, tmp_path: Path) -> None
             pytest.fail(ended.stdout[-3000:] + ended.stderr[-2000:])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_what_needs_a_gpu_says_so(page: Path) -> None:
-    for heading, text in sections(page).items():
-        asks = any(word in text for word in CALLS_FOR_GPU)
-        assert asks == heading.endswith(NEEDS_GPU), heading
+def test_what_needs_a_gpu_says_so() -> None:
+    for page in PAGES:
+        for heading, text in sections(page).items():
+            asks = any(word in text for word in CALLS_FOR_GPU)
+            assert asks == heading.endswith(NEEDS_GPU), (page.stem, heading)

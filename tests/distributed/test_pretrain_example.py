@@ -1,9 +1,9 @@
-"""examples/pretrain_gpt_moe.py as a user runs it: torchrun, real text, checkpoint, resume,
-evaluation, summary.
+"""examples/pretrain_gpt_moe.py as a user runs it: real text, checkpoint, resume, evaluation,
+summary.
 
-Every test reads what such runs print and leave behind. One is started by torchrun, that about
-Ctrl-C by `megatron-fluid run`; the others are forked (forked_program.py),
-because each start costs two imports of Megatron.
+Every test reads what such runs print and leave behind. That about Ctrl-C is started by
+`megatron-fluid run`; the others are forked (forked_program.py), because each start costs two
+imports of Megatron.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,23 +85,8 @@ def short_command(ranks: int, flags: Sequence[str]) -> list[str]:
     return [*launcher, str(SCRIPT), *flags]
 
 
-def run(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
-    """Train in ``folder`` with ``ranks`` processes and Megatron's full log."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc_per_node", str(ranks)]
-    done = subprocess.run(
-        [*launcher, str(SCRIPT), *flags, "--fluid-verbose"],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    return Run(done.returncode, done.stdout)
-
-
 def forked(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
-    """As :func:`run`, without a start of Megatron for each rank."""
+    """Train in ``folder`` with ``ranks`` processes and Megatron's full log."""
     return forked_short(folder, ranks, [*flags, "--fluid-verbose"])
 
 
@@ -111,11 +96,9 @@ def forked_short(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
     return Run(*run_program(SCRIPT, ranks, flags, folder, variables))
 
 
-def succeed(
-    folder: Path, ranks: int, flags: Sequence[str], how: Callable[..., Run] = forked
-) -> Run:
+def succeed(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
     """A run that must end well."""
-    done = how(folder, ranks, flags)
+    done = forked(folder, ranks, flags)
     assert done.code == 0, done.output[-6000:]
     return done
 
@@ -133,9 +116,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Run:
-    """Ten iterations on two ranks under torchrun, a checkpoint after the fifth and the last."""
+    """Ten iterations on two ranks, a checkpoint after the fifth and the last."""
     flags = shlex.split("--text-path text --train-iters 10 --save c --save-interval 5")
-    return succeed(folder, 2, [*TINY, *flags], run)
+    return succeed(folder, 2, [*TINY, *flags])
 
 
 def test_the_loss_falls_on_real_text(trained: Run) -> None:
@@ -274,15 +257,7 @@ def test_ctrl_c_saves_and_sums_up_and_the_run_resumes(folder: Path) -> None:
     assert 3 <= saved < 1000
     assert "--resume" in done.output.split("next ")[1].split("\n")[1]
 
-    done_again = subprocess.run(
-        short_command(2, [*flags, str(saved + 2), "--resume"]),
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    resumed = Run(done_again.returncode, done_again.stdout)
+    resumed = forked_short(folder, 2, [*flags, str(saved + 2), "--resume"])
     assert resumed.code == 0, resumed.output[-3000:]
     assert len(resumed.output.splitlines()) < 100, "the terminal shows little; the log has it all"
     assert f"iteration {saved + 1}/{saved + 2}  loss " in resumed.output

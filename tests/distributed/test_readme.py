@@ -15,6 +15,8 @@ import pytest
 from benchmarks.report import iterations
 from benchmarks.report.tables import suite_page
 from megatron_fluid import patches
+from tests.support.forked_program import run_program
+from tests.support.fresh_program import run_code
 from tests.support.machine import GPUS
 from tools.readme import PAGES, README, RESULT_PAGES, generated
 
@@ -66,9 +68,9 @@ ELSEWHERE = {
         "tests/distributed/test_profile_steps.py",
         "--fluid-profile-steps",
     ),
-    "torchrun --nproc_per_node 4 examples/pretrain_gpt_moe.py": (
+    "torchrun --nproc_per_node 4 examples/pretrain_gpt_moe.py": (  # `run` is torchrun
         "tests/distributed/test_pretrain_example.py",
-        "torch.distributed.run",
+        '"megatron_fluid.cli", "run"',
     ),
     "torchrun --nproc_per_node 4 tests/test_transformer_speedup.py": (
         "tests/test_transformer_speedup.py",
@@ -106,10 +108,7 @@ SMALL = (
     "--train-iters 2 --eval-iters 1 --hidden-size 32 --seq-length 32 --micro-batch-size 1 "
     "--global-batch-size 4"
 )
-MAKE = {
-    "make pretrain": f"{SMALL} --save {{tmp}}/run --text-path Makefile --text-cache {{tmp}}/text",
-    'make pretrain RANKS=2 ARGS="--help"': "--help",
-}
+MAKE = ("make pretrain", 'make pretrain RANKS=2 ARGS="--help"')
 
 
 def run(command: list[str], folder: Path = ROOT, **environ: str) -> str:
@@ -122,16 +121,23 @@ def run(command: list[str], folder: Path = ROOT, **environ: str) -> str:
     return done.stdout
 
 
-def as_here(command: str) -> list[str]:
-    """A command of the page by this interpreter, whose scripts need not be on the PATH; two
-    processes are enough."""
+def under_torchrun(command: str, folder: Path = ROOT) -> str:
+    """A command of a page by this interpreter; two processes are enough."""
     program, *rest = shlex.split(command)
-    if program == "megatron-fluid":
-        return [sys.executable, "-m", "megatron_fluid.cli", *rest]
     assert program == "torchrun", command
-    processes = str(min(2, GPUS or 2))
-    rest[rest.index("--nproc_per_node") + 1] = processes
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", *rest]
+    rest[rest.index("--nproc_per_node") + 1] = str(min(2, GPUS or 2))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return run([*launch, *rest], folder, PYTHONPATH=str(ROOT))
+
+
+def forked(text: str, folder: Path, ranks: int, *flags: str) -> str:
+    """What a program of that text prints on some ranks, which are forked: a start of its own for
+    each costs an import of torch."""
+    program = folder / "program.py"
+    program.write_text(text)
+    code, output = run_program(program, ranks, flags, folder, {"OMP_NUM_THREADS": "1"})
+    assert code == 0, output
+    return output
 
 
 def test_the_generated_parts_are_up_to_date() -> None:
@@ -152,13 +158,16 @@ def test_every_command_is_run_somewhere() -> None:
 
 @pytest.mark.parametrize("command", [c for c in QUICK if c.startswith("megatron-fluid")])
 def test_program(command: str) -> None:
-    if "megatron" in command.split()[1:] and not patches.megatron_installed():
+    _, *words = shlex.split(command)
+    if "megatron" in words and not patches.megatron_installed():
         pytest.skip("megatron-core is not installed")
-    assert run(as_here(command))
+    code = "import runpy; runpy.run_module('megatron_fluid.cli', run_name='__main__')"
+    done = run_code(code, *words, environment=os.environ)
+    assert done.returncode == 0 and done.stdout, done.stderr
 
 
 def test_correctness_under_torchrun() -> None:
-    assert "all correct" in run(as_here("torchrun --nproc_per_node 4 tests/test_correctness.py"))
+    assert "all correct" in under_torchrun("torchrun --nproc_per_node 4 tests/test_correctness.py")
 
 
 def test_the_readme_is_short() -> None:
@@ -181,43 +190,32 @@ def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     assert "Keep a Changelog" in page, "it is the file of the root"
 
 
-def test_the_ten_lines_of_the_readme_run(tmp_path: Path) -> None:
+def test_the_ten_lines_of_the_readme_run() -> None:
     [snippet] = (block for _, block in blocks("README.md") if "MoELayer" in block)
-    (tmp_path / "my_moe.py").write_text(snippet)
-    said = run([sys.executable, "my_moe.py"], folder=tmp_path, PYTHONPATH=str(ROOT))
-    assert re.search(r"loss 0\.\d+, \|dW1\| \d\.\d+", said)
+    done = run_code(snippet, environment=os.environ)
+    assert re.search(r"loss 0\.\d+, \|dW1\| \d\.\d+", done.stdout), done.stderr
 
 
 def test_the_snippet_on_plain_torch_runs(tmp_path: Path) -> None:
     snippet = next(
         block for _, block in blocks("docs/api.md") if block.count("init_process_group") == 1
     )
-    (tmp_path / "my_moe.py").write_text(snippet)
-    lines = run(
-        as_here("torchrun --nproc_per_node 2 my_moe.py"), folder=tmp_path, PYTHONPATH=str(ROOT)
-    )
+    lines = forked(snippet, tmp_path, 2)
     assert re.search(r"rank 0: loss 0\.\d+, \|dW1\| \d\.\d+", lines)
 
 
 def test_the_snippet_for_decoding_runs(tmp_path: Path) -> None:
     [(_, snippet)] = blocks("docs/decoding.md")
-    (tmp_path / "my_moe.py").write_text(snippet)
-    lines = run(
-        as_here("torchrun --nproc_per_node 2 my_moe.py"), folder=tmp_path, PYTHONPATH=str(ROOT)
-    )
+    lines = forked(snippet, tmp_path, 2)
     assert "rank 1: torch.Size([16, 256])" in lines and "all-to-all over " in lines
 
 
 def test_the_page_on_training_is_run_and_loads_on_other_ranks(tmp_path: Path) -> None:
     [program] = (block for kind, block in blocks("docs/torch_training.md") if kind == "python")
+    first, second = ON_TORCH
+    said = forked(program, tmp_path, 4, *shlex.split(first.partition("train.py")[2]))
     (tmp_path / "train.py").write_text(program)
-    said = ""
-    for command in ON_TORCH:
-        ranks, rest = command.removeprefix("torchrun --nproc_per_node ").split(" ", 1)
-        ranks = str(min(int(ranks), GPUS or int(ranks)))
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        launch += ["--nproc_per_node", ranks, *rest.split()]
-        said += run(launch, folder=tmp_path, PYTHONPATH=str(ROOT))
+    said += under_torchrun(second, tmp_path)
     saved, loaded = re.findall(r"step 10: (?:saved by|loaded on) \d ranks, ep \d, loss (\S+)", said)
     assert 0 < float(saved) < 3.0, "log(32) is 3.47"
     assert float(loaded) == pytest.approx(float(saved), abs=2e-6)
@@ -254,22 +252,22 @@ def test_the_snippets_under_megatron_run(tmp_path: Path) -> None:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     """)
-    (tmp_path / "train.py").write_text(one_line + spec + check)
-    out = run(
-        as_here("torchrun --nproc_per_node 2 train.py"), folder=tmp_path, PYTHONPATH=str(ROOT)
-    )
-    assert "layers: 2" in out
+    assert "layers: 2" in forked(one_line + spec + check, tmp_path, 2)
 
 
 @NEEDS_MEGATRON
 @pytest.mark.slow
-@pytest.mark.parametrize("command", MAKE)
-def test_make(command: str, tmp_path: Path) -> None:
+def test_make_pretrain_trains(tmp_path: Path) -> None:
     # The data and the run are kept out of the source tree.
-    flags = MAKE[command].format(tmp=tmp_path)  # "make pretrain" has none: these keep it short
+    flags = f"{SMALL} --save {tmp_path}/run --text-path Makefile --text-cache {tmp_path}/text"
     out = run(["make", "pretrain", f"PYTHON={sys.executable}", "RANKS=1", f"ARGS={flags}"])
-    if flags == "--help":
-        assert "--fluid-moe-backend" in out
-        assert "--text-path" in out
-    else:
-        assert "run complete" in out
+    assert "run complete" in out
+
+
+@NEEDS_MEGATRON
+def test_make_pretrain_hands_on_its_arguments(tmp_path: Path) -> None:
+    command = run(["make", "-n", "pretrain", f"PYTHON={sys.executable}", "RANKS=2", "ARGS=--help"])
+    assert re.search(r"--nproc-per-node 2 .*/?examples/pretrain_gpt_moe\.py --help", command, re.S)
+    script = ROOT / "examples" / "pretrain_gpt_moe.py"
+    code, out = run_program(script, 1, ["--help"], tmp_path, {})
+    assert code == 0 and "--fluid-moe-backend" in out and "--text-path" in out

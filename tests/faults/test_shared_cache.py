@@ -6,132 +6,96 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
-import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.process]
-
-KERNELS = """
-import os, sys, time
 from pathlib import Path
 from types import SimpleNamespace
+
+import pytest
 import triton
+
 from megatron_fluid.cuda import kernel_build
+from tests.support.launch import run_ranks, run_ranks_outcomes
 
-triton.knobs.cache.dir, role = sys.argv[1:]
-code = b"machine code" * 100_000
-if role == "killed":
-    def stay(number, mode):  # the file is whole but for its name
-        print("writing", flush=True)
-        time.sleep(600)
-    os.fchmod = stay
-
-def make():
-    print("making", flush=True)
-    time.sleep(0.5)
-    return code
-
-unit = SimpleNamespace(name="unit", key="k" * 64, compile=make)
-assert kernel_build._obtain(unit) == code
-print("done", flush=True)
-"""
-
-TEXT = """
-import sys, time
-from pathlib import Path
-sys.path.insert(0, "examples")
-import text_dataset as td
-
-folder, role = Path(sys.argv[1]), sys.argv[2]
-class Tokenizer(td.ByteTokenizer):
-    def encode(self, piece, source):
-        if role == "killed" and source.endswith("(piece 3)"):
-            print("writing", flush=True)
-            time.sleep(600)
-        return super().encode(piece, source)
-
-files = td.find_text_files([folder / "in"])
-built = td.build_text_dataset(files, Tokenizer(), (0.5, 0.5, 0.0), folder / "cache", 300.0)
-print("done", built.folder, sum(built.bytes.values()), flush=True)
-"""
-
-type Start = Callable[[str, Path, str], subprocess.Popen[str]]
+EXAMPLES = str(Path(__file__).resolve().parents[2] / "examples")
+CODE = b"machine code" * 100_000
+LINES = "".join(f"line number {index}\n" for index in range(2000))
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    jobs: list[subprocess.Popen[str]] = []
-
-    def begin(code: str, folder: Path, role: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        job = subprocess.Popen(
-            [sys.executable, "-c", code, str(folder), role],
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        jobs.append(job)
-        return job
-
-    yield begin
-    for job in jobs:
-        job.kill()
-        job.wait()
+def _write_and_die(folder: str) -> None:
+    """As a job that is killed a second after it began to write."""
+    Path(folder, "writing").touch()
+    time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def wait_for(job: subprocess.Popen[str], word: str) -> None:
-    assert job.stdout is not None
-    for line in job.stdout:
-        if line.startswith(word):
-            return
-    raise AssertionError(f"the job ended with {job.wait()} before it said {word!r}")
+def _wait_for_writing(folder: str) -> None:
+    while not Path(folder, "writing").exists():
+        time.sleep(0.01)
 
 
-def last_line(job: subprocess.Popen[str]) -> str:
-    out, _ = job.communicate(timeout=300)
-    assert job.returncode == 0, out
-    return out.splitlines()[-1]
+def _kernel(rank: int, jobs: int, folder: str, killed: bool = False) -> int:
+    """How often this job compiled. killed: rank 0, before the file has its name."""
+    triton.knobs.cache.dir = folder
+    made = []
+
+    def compile_() -> bytes:
+        made.append(rank)
+        time.sleep(0.5)
+        return CODE
+
+    if killed and rank == 0:
+        os.fchmod = lambda number, mode: _write_and_die(folder)
+    elif killed:
+        _wait_for_writing(folder)
+        assert not list(Path(folder, "megatron_fluid").glob("*.cubin"))
+    unit = SimpleNamespace(name="unit", key="k" * 64, compile=compile_)
+    assert kernel_build._obtain(unit) == CODE  # type: ignore[arg-type]
+    return len(made)
 
 
-def test_a_kernel_is_made_once_by_two_jobs_that_start_together(
-    tmp_path: Path, start: Start
-) -> None:
-    jobs = [start(KERNELS, tmp_path, "whole") for _ in range(2)]
-    said = [job.communicate(timeout=300)[0].split() for job in jobs]
-    assert sorted(map(len, said)) == [1, 2], said
-    assert all(words[-1] == "done" for words in said)
+def test_a_kernel_is_made_once_by_two_jobs_that_start_together(tmp_path: Path) -> None:
+    assert sorted(run_ranks(_kernel, 2, str(tmp_path), backend="")) == [0, 1]
     names = sorted(path.name for path in (tmp_path / "megatron_fluid").iterdir())
     assert names == [f"{'k' * 64}.cubin", f"{'k' * 64}.lock"]
 
 
-def test_a_job_killed_while_it_writes_a_kernel_leaves_none(tmp_path: Path, start: Start) -> None:
-    killed = start(KERNELS, tmp_path, "killed")
-    wait_for(killed, "writing")
-    assert not list((tmp_path / "megatron_fluid").glob("*.cubin"))
-    other = start(KERNELS, tmp_path, "whole")
-    time.sleep(0.5)
-    killed.send_signal(signal.SIGKILL)
-    assert last_line(other) == "done"
+def test_a_job_killed_while_it_writes_a_kernel_leaves_none(tmp_path: Path) -> None:
+    lost, other = run_ranks_outcomes(_kernel, 2, str(tmp_path), True, backend="", grace_s=60)
+    assert lost.exitcode == -signal.SIGKILL
+    assert other.value == 1, other.error
 
 
-def test_a_job_killed_while_it_tokenises_is_followed_by_the_one_that_waits(
-    tmp_path: Path, start: Start
-) -> None:
-    texts, cache = tmp_path / "in", tmp_path / "cache"
-    texts.mkdir()
-    whole = "".join(f"line number {index}\n" for index in range(2000))
-    (texts / "a.txt").write_text(whole)
-    killed = start(TEXT, tmp_path, "killed")
-    wait_for(killed, "writing")
-    assert [path for path in cache.glob("*.partial.*") if any(path.iterdir())]
-    other = start(TEXT, tmp_path, "whole")  # not before: the first to come does the work
-    time.sleep(3)
-    killed.send_signal(signal.SIGKILL)
-    said = last_line(other)
-    (folder,) = [path for path in cache.iterdir() if path.is_dir()]
-    assert said == f"done {folder} {len(whole)}"
+def _text(rank: int, jobs: int, folder: str) -> tuple[str, int]:
+    """The folder of the dataset and its bytes. Rank 0 is killed at the third piece; rank 1 asks
+    after it: the first to come does the work."""
+    sys.path.insert(0, EXAMPLES)
+    import text_dataset
+
+    class Tokenizer(text_dataset.ByteTokenizer):  # type: ignore[name-defined, misc]
+        def encode(self, piece: bytes, source: str) -> object:
+            if rank == 0 and source.endswith("(piece 3)"):
+                _write_and_die(folder)
+            return super().encode(piece, source)
+
+    if rank == 1:
+        _wait_for_writing(folder)
+        partial = list(Path(folder, "cache").glob("*.partial.*"))
+        assert any(any(path.iterdir()) for path in partial)
+    built = text_dataset.build_text_dataset(
+        text_dataset.find_text_files([Path(folder, "in")]),
+        *(Tokenizer(), (0.5, 0.5, 0.0), Path(folder, "cache"), 300.0),
+    )
+    return str(built.folder), sum(built.bytes.values())
+
+
+def test_a_job_killed_while_it_tokenises_is_followed_by_the_one_that_waits(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text(LINES)
+    lost, other = run_ranks_outcomes(_text, 2, str(tmp_path), backend="", grace_s=60)
+    assert lost.exitcode == -signal.SIGKILL
+    assert other.ok, other.error
+    (folder,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert other.value == (str(folder), len(LINES))
     assert json.loads((folder / "dataset.json").read_text())["files"] == 1

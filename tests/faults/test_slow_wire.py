@@ -4,18 +4,16 @@ comes too late ends in an error within the timeout, which names rank, hosts and 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from benchmarks.harness.emulated_hosts import EmulatedHosts, launch_environment, missing
-
-ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.process]
+from tests.support.launch import run_ranks_outcomes
+from tests.support.wire_rank import LOST, train
 
 
 @pytest.fixture
@@ -27,15 +25,20 @@ def hosts() -> Iterator[EmulatedHosts]:
 
 
 class Job:
-    """A rank on each host, with their output."""
+    """A rank on each host, with their output. `awaited`: ranks whose end is waited for."""
 
-    def __init__(self, hosts: EmulatedHosts, folder: Path, *words: str) -> None:
+    def __init__(
+        self, hosts: EmulatedHosts, folder: Path, *, steps: int, timeout_s: float,
+        late_s: float = 0, awaited: Sequence[int] = (0, 1),
+    ) -> None:  # fmt: skip
         self.logs = [folder / f"{rank}.txt" for rank in range(2)]
-        program = [sys.executable, "-m", "tests.support.wire_rank", *words]
-        self.processes: list[subprocess.Popen[bytes]] = []
-        for rank, log in enumerate(self.logs):
-            environment = launch_environment(hosts, 1, rank) | {"PYTHONPATH": str(ROOT)}
-            self.processes.append(hosts.start(rank, program, environment, log=str(log)))
+        environments = [launch_environment(hosts, 1, rank) for rank in range(2)]
+        self._outcomes = ThreadPoolExecutor(1).submit(
+            run_ranks_outcomes,
+            *(train, 2, hosts.names, environments, str(folder), steps, timeout_s, late_s),
+            backend="", timeout_s=120, grace_s=60, awaited=awaited,
+            env={"TORCHELASTIC_USE_AGENT_STORE": "False"},
+        )  # fmt: skip
 
     def said(self, rank: int) -> str:
         log = self.logs[rank]
@@ -46,11 +49,12 @@ class Job:
         deadline = time.monotonic() + 120
         while not all(text in self.said(rank) for rank in range(2)):
             assert time.monotonic() < deadline, [self.said(0), self.said(1)]
-            assert all(p.poll() in (None, 0) for p in self.processes), [self.said(0), self.said(1)]
+            assert not self._outcomes.done(), [self.said(0), self.said(1)]
             time.sleep(0.05)
 
-    def end(self) -> list[int]:
-        return [process.wait(120) for process in self.processes]
+    def end(self) -> list[int | None]:
+        """Exit statuses."""
+        return [outcome.exitcode for outcome in self._outcomes.result()]
 
     def steps(self, rank: int) -> list[tuple[float, str]]:
         """Seconds, and the sum of the gradients."""
@@ -60,10 +64,10 @@ class Job:
 
 def test_a_slow_link_only_slows(hosts: EmulatedHosts, tmp_path: Path) -> None:
     hosts.set_rate(100e6)
-    job = Job(hosts, tmp_path, "60", "60", "0")
+    job = Job(hosts, tmp_path, steps=60, timeout_s=60)
     job.wait_for("step 1 ")
     hosts.set_rate(1e6)  # 1%, while steps run
-    time.sleep(4)
+    time.sleep(1.5)
     hosts.set_rate(100e6)
     assert job.end() == [0, 0], job.said(0)
     for rank in range(2):
@@ -75,11 +79,11 @@ def test_a_slow_link_only_slows(hosts: EmulatedHosts, tmp_path: Path) -> None:
 
 
 def test_a_lost_host_is_named_within_the_timeout(hosts: EmulatedHosts, tmp_path: Path) -> None:
-    job = Job(hosts, tmp_path, "100000", "3", "0")
+    job = Job(hosts, tmp_path, steps=100_000, timeout_s=3)
     job.wait_for("step 2 ")
     hosts.cut(1)
     begun = time.monotonic()
-    assert job.end() == [3, 3], [job.said(0), job.said(1)]
+    assert job.end() == [LOST, LOST], [job.said(0), job.said(1)]
     assert time.monotonic() - begun < 60
     for rank in range(2):
         said = job.said(rank)
@@ -91,16 +95,15 @@ def test_a_lost_host_is_named_within_the_timeout(hosts: EmulatedHosts, tmp_path:
 
 
 def test_a_host_that_comes_late_is_waited_for(hosts: EmulatedHosts, tmp_path: Path) -> None:
-    job = Job(hosts, tmp_path, "3", "60", "3")
+    job = Job(hosts, tmp_path, steps=3, timeout_s=60, late_s=1.5)
     assert job.end() == [0, 0], [job.said(0), job.said(1)]
-    assert job.steps(0)[1][0] > 2.5
+    assert job.steps(0)[1][0] > 1.2
 
 
 def test_a_host_that_comes_too_late_is_an_error(hosts: EmulatedHosts, tmp_path: Path) -> None:
-    job = Job(hosts, tmp_path, "3", "2", "15")
-    job.processes[0].wait(120)
-    said = job.said(0)
-    assert job.processes[0].returncode == 3, said
+    job = Job(hosts, tmp_path, steps=3, timeout_s=2, late_s=15, awaited=[0])
+    ended, said = job.end(), job.said(0)
+    assert ended[0] == LOST, said
     assert "rank 0: no answer from its group in layer 0 moe routing" in said
     seconds = float(said.split("failed ")[1].split()[0])
     assert 2.0 <= seconds < 4.0, said  # the reports of others are waited for, too

@@ -6,13 +6,12 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_fluid.config import environment_settings
+from tests.support.fresh_program import run_code
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "frameworks.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.M | re.S)
@@ -21,11 +20,9 @@ SHELL = "".join(text for language, text in BLOCKS if language == "bash")
 
 
 @pytest.mark.parametrize("code", PYTHON)
-def test_its_python_runs(code: str, tmp_path: Path) -> None:
+def test_its_python_runs(code: str) -> None:
     pytest.importorskip("megatron.core")
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = run_code(code, environment=os.environ)
     assert done.returncode == 0, done.stderr
 
 

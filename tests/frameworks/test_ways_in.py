@@ -10,18 +10,26 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fresh_program import run_code
+
 pytest.importorskip("megatron.core")
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(code: str, folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """A program of this text, in a folder of its own."""
     program = folder / "program.py"
     program.write_text(textwrap.dedent(code))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    command = [sys.executable, "-W", "ignore", *words, str(program)]
+    command = [sys.executable, "-W", "ignore", str(program)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def forked(code: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """As `run`, in a process that has imported torch."""
+    code = f"import sys; sys.path.insert(0, {str(folder)!r})\n{textwrap.dedent(code)}"
+    return run_code(code, environment={**os.environ, **variables})
 
 
 # Megatron itself takes seconds to import: a module of its name does.
@@ -66,7 +74,7 @@ def test_a_second_copy_is_refused_by_name(tmp_path: Path) -> None:
         except ImportError as error:
             print(error)
     """
-    done = run(code, tmp_path)
+    done = forked(code, tmp_path)
     first, second = ROOT / "megatron_fluid", tmp_path / "copy" / "megatron_fluid"
     assert f"is loaded already, from {first / '__init__.py'}" in done.stdout, done.stderr
     assert f"this copy is {second / '__init__.py'}. Keep one" in done.stdout
@@ -86,7 +94,7 @@ def test_functions_that_other_packages_imported_before_are_replaced_there(tmp_pa
         megatron_fluid.patches.revert()
         print(framework.finalize_model_grads is stock[0])
     """
-    done = run(code, tmp_path)
+    done = forked(code, tmp_path)
     assert done.stdout.split() == ["True", "True"], done.stderr
 
 
@@ -98,5 +106,5 @@ def test_verls_variable_imports_it(tmp_path: Path) -> None:
             importlib.import_module(name)
         print(sys.modules["megatron_fluid"].patches.report()[0].state)
     """
-    done = run(code, tmp_path, VERL_USE_EXTERNAL_MODULES="megatron_fluid")
+    done = forked(code, tmp_path, VERL_USE_EXTERNAL_MODULES="megatron_fluid")
     assert done.stdout == "armed\n", done.stderr

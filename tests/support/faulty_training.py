@@ -42,7 +42,7 @@ __all__ = [
 
 PROGRAM = Path(__file__).resolve().parent / "pretrain_program.py"
 PHASES = ("start", "forward", "backward", "optimizer", "save", "save, files written", "last")
-RANKS, ITERATIONS, FIRST_SAVE, BOUND_S = 4, 5, 2, 15.0
+RANKS, ITERATIONS, FIRST_SAVE, BOUND_S = 4, 5, 2, 10.0
 _TRAINING = (
     *ARGUMENTS,
     *("--expert-model-parallel-size", "2"),

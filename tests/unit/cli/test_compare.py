@@ -11,9 +11,11 @@ from megatron_fluid.cli import main
 from megatron_fluid.cli.compare import prepare, read_log
 from megatron_fluid.profiling.compare_page import Comparison, Step, write_page
 
-# Writes Megatron's lines; with the package (which is imported by name only) it is twice as fast.
+# Writes Megatron's lines; with the package it is twice as fast. A script with that import is
+# started as it is, without a module that imports Megatron first.
 _TRAINING = """
 import os, sys
+# import megatron_fluid
 assert "--save" not in sys.argv and "--log-interval" in sys.argv, sys.argv
 on = not os.environ.get("MEGATRON_FLUID_DISABLE_PATCH")
 assert on or not any(word.startswith("--fluid") for word in sys.argv), sys.argv
