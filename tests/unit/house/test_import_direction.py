@@ -4,10 +4,13 @@ source, so that an import inside a function counts too.
 
 import ast
 import functools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.support.fresh_program import run_code
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -195,7 +198,7 @@ def test_torch_alone_is_enough_where_there_is_nothing_to_patch() -> None:
         "import sys; sys.modules['megatron'] = sys.modules['wrapt'] = None\n"
         "import megatron_fluid; megatron_fluid.MoELayer"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_code(code, environment=os.environ)
     assert done.returncode == 0, done.stderr
 
 
@@ -212,5 +215,5 @@ def test_the_core_imports_where_megatron_is_absent() -> None:
         "assert {row.state for row in patches.report()} == {'armed'}\n"
         f"for name in {names}: __import__(name)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_code(code, environment=os.environ)
     assert done.returncode == 0, done.stderr

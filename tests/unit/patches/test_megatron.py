@@ -3,8 +3,6 @@ Megatron is imported anew."""
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -198,9 +196,7 @@ def test_every_patch_of_a_function_of_megatron_names_its_signature() -> None:
 
 def test_help_shows_megatrons_flags_and_ours() -> None:
     code = "import megatron_fluid, megatron.training.arguments as m\nm.parse_args()"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, "--help"], capture_output=True, text=True
-    )
+    done = run_code(code, "--help", environment=os.environ)
     assert done.returncode == 0, done.stderr
     for flag in (
         "--num-experts",
