@@ -64,17 +64,12 @@ REFERENCES = [
 TWO_RANKS = [
     Case("EP2", ep=2),
     Case("EP2, overlapped MoE", ep=2, backend="rounds"),
-    Case("EP2, allgather dispatcher", ep=2, how=(("moe_token_dispatcher_type", "allgather"),)),
     Case("EP2, recompute", ep=2, how=MOE_RECOMPUTE),
-    Case("EP2, distributed optimizer", ep=2, distributed=SHARDED),
     Case("EP2, distributed optimizer, overlap", ep=2, distributed=SHARDED + OVERLAP),
     Case("EP2, overlapped gradient reduction", ep=2, distributed=OVERLAP),
     Case("DP2", distributed=()),
     Case("TP2 with sequence parallelism", tp=2),
-    Case("TP2 EP2", tp=2, ep=2),
-    Case("CP2 EP2", cp=2, ep=2),
     Case("PP2", pp=2),
-    Case("EP2, shared experts", ep=2, model=SHARED),
     Case(
         "EP2, overlapped shared experts",
         ep=2,
@@ -92,7 +87,6 @@ TWO_RANKS = [
     Case("CP2, q/k norm, core recompute", cp=2, model=NORMS, how=CORE_RECOMPUTE),
     Case("CP2, q/k norm, full recompute", cp=2, model=NORMS, how=FULL_RECOMPUTE),
     Case("CP2, overlapped reduction and gather", cp=2, distributed=SHARDED + OVERLAP),
-    Case("CP2, latent", cp=2, model=LATENT, distributed=SHARDED),
     Case("CP2, latent, main_grad", cp=2, model=LATENT, distributed=OVERLAP, fused=True),
     Case("CP2, gradients added to main_grad", cp=2, distributed=OVERLAP, fused=True),
 ]
@@ -109,7 +103,6 @@ FOUR_RANKS = [
         distributed=SHARDED + OVERLAP,
         backend="rounds",
     ),
-    Case("CP4 EP4", cp=4, ep=4),
     Case("CP4, q/k norm", cp=4, model=NORMS),
     Case("CP2 TP2, no sequence parallelism", cp=2, tp=2, model=KINDS, how=WHOLE_ROWS),
     Case("CP2 TP2, gate, offset, window", cp=2, tp=2, model=KINDS),

@@ -145,9 +145,11 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_softmaxes_gates_windows_and_norms_are_those_of_the_whole_sequence(ranks: int) -> None:
-    run_ranks(_compare, ranks, KINDS, timeout_s=200)
+@pytest.mark.parametrize(("ranks", "cases"), [(4, CASES), (2, KINDS)], ids=["basic", "kinds"])
+def test_outputs_and_every_gradient_are_those_of_todays_path_and_of_the_whole_sequence(
+    ranks: int, cases: list[Case]
+) -> None:
+    run_ranks(_compare, ranks, cases, timeout_s=200)
 
 
 def _dropout(rank: int, ranks: int) -> None:
@@ -188,13 +190,5 @@ def _dropout(rank: int, ranks: int) -> None:
         assert error_of(others["y 0"], before["y 0"], case.dtype) > 1e-3, case
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_dropout_draws_what_it_draws_around_the_exchanged_core_attention(ranks: int) -> None:
-    run_ranks(_dropout, ranks, timeout_s=120)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_outputs_and_every_gradient_are_those_of_todays_path_and_of_the_whole_sequence(
-    ranks: int,
-) -> None:
-    run_ranks(_compare, ranks, CASES, timeout_s=120)
+def test_dropout_draws_what_it_draws_around_the_exchanged_core_attention() -> None:
+    run_ranks(_dropout, 2, timeout_s=120)
