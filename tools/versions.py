@@ -14,6 +14,7 @@ import ast
 import importlib.machinery
 import json
 import os
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -119,14 +120,14 @@ def _source_file(module: str) -> Path | None:
 
 def _signatures() -> dict[str, Any]:
     """The rows of Megatron's training and core that do not fit the sources on the path, with why.
-    Imports nothing of Megatron but its version."""
+    Imports nothing of Megatron, whose packages import torch."""
     os.environ["MEGATRON_FLUID"] = "off"
-    import megatron.core.package_info as info
-
     from megatron_fluid import patches
     from megatron_fluid.patches.engine import signatures
 
-    home = Path(info.__file__).parents[2]
+    info = _source_file("megatron.core.package_info")
+    assert info is not None, "megatron-core is not installed"
+    home = info.parents[2]
     misfits: dict[str, str] = {}
     for patch in patches.PATCHES:
         source = home.joinpath(*patch.module.split("."))
@@ -139,7 +140,7 @@ def _signatures() -> dict[str, Any]:
             found = signature_in_source(patch.target)
             if not signatures.fits(signatures.parse(patch.signature), found):
                 misfits[patch.name] = f"found {signatures.describe(found)}"
-    return {"version": info.__version__, "misfits": misfits}
+    return {"version": runpy.run_path(str(info))["__version__"], "misfits": misfits}
 
 
 def _ranks() -> dict[str, Any]:
