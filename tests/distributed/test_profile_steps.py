@@ -12,7 +12,7 @@ import torch
 
 from megatron_fluid.profiling.traces import read_document
 from tests.support.launch import run_ranks
-from tools.run_megatron_pretrain_gpt import ARGUMENTS, losses
+from tests.support.pretrain_flags import ARGUMENTS, losses
 
 pytest.importorskip("megatron.training")
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import megatron_fluid  # noqa: F401 (its patches are in place before ranks are forked)
 from tests.support.launch import RankOutcome, run_ranks_outcomes
-from tools.run_megatron_pretrain_gpt import ARGUMENTS, losses
+from tests.support.pretrain_flags import ARGUMENTS, losses
 
 __all__ = [
     "FIRST_SAVE",
