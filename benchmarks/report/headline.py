@@ -10,6 +10,7 @@ from benchmarks.harness.results import RESULTS
 from benchmarks.report.descriptions import SUITES
 from benchmarks.report.tables import (
     age,
+    best_of,
     by_case,
     documents,
     hidden_shares,
@@ -31,24 +32,6 @@ _HEADLINE = (
 )
 
 
-def _chosen(folder: Path, name: str, gpus: int | None) -> Mapping[str, Any] | None:
-    """The result file of a suite: one with Megatron's own times, of today's code before an older
-    one, then of the most GPUs, then with Megatron patched."""
-    found = [
-        document
-        for _, document in documents(folder)
-        if document["suite"] == name and document["cuda"] and gpus in (None, int(document["gpus"]))
-    ]
-
-    def rank(document: Mapping[str, Any]) -> tuple[bool, bool, int, bool]:
-        there = {row["variant"] for row in document["rows"]}
-        compared = any(variant.startswith("megatron") for variant in there)
-        current, count = not age(document), int(document["gpus"])
-        return compared, current, count, "fluid_megatron" in there or name == "pretrain"
-
-    return max(found, key=rank, default=None)
-
-
 class Compared(NamedTuple):
     """The fastest of Megatron's variants and of ours in milliseconds, of one case of a file."""
 
@@ -68,10 +51,10 @@ def compared(folder: Path) -> Iterator[Compared]:
     """What the README shows, bf16 beside bf16."""
     shown: set[tuple[str, int, str]] = set()
     for name, wanted, what, gpus in _HEADLINE:
-        document = _chosen(folder, name, gpus)
-        if document is None:
+        found = best_of(folder, name, gpus, patched=True)
+        if found is None or not found[1]["cuda"]:
             continue
-        suite = SUITES[name]
+        suite, document = SUITES[name], found[1]
         for (case, mode), times in by_case(document["rows"]).items():
             bf16 = {variant: ms for variant, ms in times.items() if not variant.endswith("fp8")}
             others = others_of(suite, {v: t for v, t in bf16.items() if v.startswith("megatron")})
@@ -118,11 +101,8 @@ def headline(folder: Path = RESULTS) -> str:
     forced = any(row["config"].get("routing", "forced") == "forced" for row in rows)
     routing = "force" if forced else "an auxiliary loss"
     source = "[commits, commands and every row](docs/results.md)"
-    older = (
-        " Not measured again since the code changed."
-        if any(age(line.document) for line in lines)
-        else ""
-    )
+    older = " Not measured again since the code changed."
+    older = older if any(age(line.document) for line in lines) else ""
     said = f"Measured {measured}, in bf16, experts balanced by {routing}: {source}."
     return f"{table}\n\n{said}{older}"
 

@@ -20,9 +20,9 @@ from benchmarks.report.descriptions import FLOORS, SUITES, Suite
 __all__ = [
     "FRONT",
     "age",
+    "best_of",
     "by_case",
     "documents",
-    "front",
     "hidden_shares",
     "launched",
     "markdown",
@@ -52,7 +52,10 @@ _WORDS = {
 Document = Mapping[str, Any]
 
 
-def time_of(milliseconds: float) -> str:
+def time_of(milliseconds: float | None) -> str:
+    """Text of a time; empty for None."""
+    if milliseconds is None:
+        return ""
     return f"{milliseconds:.2f} ms" if milliseconds >= 1 else f"{1e3 * milliseconds:.1f} us"
 
 
@@ -74,64 +77,55 @@ def summary_table(document: Document) -> str:
     Its columns are the best of the others, megatron_fluid inside Megatron and on plain torch, how
     many times faster these are, and the ratio to the floor. Empty columns are left out.
     """
-    suite, cases, lines = _suite(document), by_case(document["rows"]), []
+    suite, cases = _suite(document), by_case(document["rows"])
     pattern = suite.shown(document["gpus"])
     hidden, busy = hidden_shares(document), _busy_ms(document)
-    for case, mode, label, times in _by_precision(cases):
-        if "fluid" not in times or not re.fullmatch(pattern, f"{case} {mode}"):
-            continue
-        others = others_of(suite, times) | others_of(
-            suite, cases.get((case, suite.beside.get(mode, "")), {})
-        )
-        best = min(others, key=lambda name: others[name], default=None)
+    chosen = [
+        line
+        for line in _by_precision(cases)
+        if "fluid" in line[-1] and re.fullmatch(pattern, f"{line[0]} {line[1]}")
+    ]
+    both = any("fluid_megatron" in times for *_, times in chosen)
+    rival = suite.best if not _left_out(document) else f"{suite.best}, of those run"
+    plain_words = "megatron_fluid " if suite.unoverlapped.startswith("fluid") else ""
+    lines: list[list[tuple[str, str]]] = []  # of (heading, cell)
+    for case, mode, label, times in chosen:
+        beside = cases.get((case, suite.beside.get(mode, "")), {})
+        others = others_of(suite, times) | others_of(suite, beside)
+        best = min(others, key=lambda name: others[name], default="")
+        best_ms = others.get(best)
         floor = next((times[name] for name in FLOORS if name in times), None)
         ours, inside = times["fluid"], times.get("fluid_megatron")
-        plain = times.get(suite.unoverlapped)
-        also = times.get(suite.also[0]) if suite.also else None
-        fastest = suite.also[0] if suite.also and also else "fluid"
-        work = busy.get((case, best or "")), busy.get((case, fastest) if label == mode else None)
+        variant, words = suite.also or ("", "")
+        also = times.get(variant)
+        fastest = busy.get((case, variant if also else "fluid")) if label == mode else None
+        share = hidden.get((case, mode)) if label == mode else None
         lines.append(
             [
-                case,
-                label,
-                "" if best is None else f"{time_of(others[best])}{_named(suite, best)}",
-                "" if inside is None else time_of(inside),
-                "" if inside is None or best is None else f"{others[best] / inside:.2f}",
-                "" if plain is None else time_of(plain),
-                time_of(ours),
-                "" if best is None else f"{others[best] / ours:.2f}",
-                "" if also is None else time_of(also),
-                "" if also is None or best is None else f"{others[best] / also:.2f}",
-                "" if floor is None else f"{ours / floor:.2f}",
-                f"{hidden[case, mode]:.0%}" if (case, label) in hidden else "",
-                f"{work[0] / work[1]:.2f}" if work[0] and work[1] else "",
+                ("case", case),
+                ("mode", label),
+                (rival, f"{time_of(best_ms)}{_named(suite, best)}" if best else ""),
+                ("megatron_fluid inside Megatron", time_of(inside)),
+                ("times faster", _ratio(best_ms, inside)),
+                (f"{plain_words}without overlap", time_of(times.get(suite.unoverlapped))),
+                ("megatron_fluid on plain torch" if both else "megatron_fluid", time_of(ours)),
+                ("times faster", _ratio(best_ms, ours)),
+                (words, time_of(also)),
+                ("times faster", _ratio(best_ms, also)),
+                ("over the floor", _ratio(ours, floor)),
+                ("of the wire's time hidden", "" if share is None else f"{share:.0%}"),
+                ("times less time in which a kernel runs", _ratio(busy.get((case, best)), fastest)),
             ]
         )
-    faster, ours_here = (
-        "times faster",
-        "megatron_fluid on plain torch" if any(line[3] for line in lines) else "megatron_fluid",
-    )
-    head = [
-        "case",
-        "mode",
-        suite.best if not _left_out(document) else f"{suite.best}, of those run",
-        "megatron_fluid inside Megatron",
-        faster,
-        f"{'megatron_fluid ' if suite.unoverlapped.startswith('fluid') else ''}without overlap",
-        ours_here,
-        faster,
-        suite.also[1] if suite.also else "",
-        faster,
-        "over the floor",
-        "of the wire's time hidden",
-        "times less time in which a kernel runs",
-    ]
-    filled = [i for i in range(len(head)) if any(line[i] for line in lines)]
-    return (
-        markdown([head[i] for i in filled], [[line[i] for i in filled] for line in lines])
-        if lines
-        else ""
-    )
+    if not lines:
+        return ""
+    filled = [i for i in range(len(lines[0])) if any(line[i][1] for line in lines)]
+    head = [lines[0][i][0] for i in filled]
+    return markdown(head, [[line[i][1] for i in filled] for line in lines])
+
+
+def _ratio(slow: float | None, fast: float | None) -> str:
+    return f"{slow / fast:.2f}" if slow and fast else ""
 
 
 def _by_precision(
@@ -314,23 +308,39 @@ def documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     return list(zip(titles, documents, strict=True))
 
 
-def front(folder: Path, suites: Sequence[str] = FRONT) -> list[tuple[str, Document]]:
-    """(title, document) of one result file of each suite: of today's code before an older one, then
-    of the most GPUs."""
-    best: dict[str, tuple[tuple[bool, int], tuple[str, Document]]] = {}
-    for title, document in documents(folder):
-        rank = not age(document), int(document["gpus"])
-        known = best.get(document["suite"])
-        if document["suite"] in suites and (known is None or known[0] < rank):
-            best[document["suite"]] = rank, (title, document)
-    return [best[name][1] for name in suites if name in best]
+def best_of(
+    folder: Path, suite: str, gpus: int | None = None, patched: bool = False
+) -> tuple[str, dict[str, Any]] | None:
+    """(title, document) of a suite's result file that pages show first: one with Megatron's own
+    times, of today's code before an older one, then of the most GPUs. None where there is none.
+
+    Args:
+        folder: of the result files.
+        suite: its name.
+        gpus: take files of this number of GPUs alone.
+        patched: of equals take one with times of megatron_fluid inside Megatron.
+    """
+
+    def rank(found: tuple[str, Document]) -> tuple[bool, bool, int, bool]:
+        document = found[1]
+        variants = {row["variant"] for row in document["rows"]}
+        compared = any(variant.startswith("megatron") for variant in variants)
+        inside = patched and "fluid_megatron" in variants
+        return compared, not age(document), int(document["gpus"]), inside
+
+    of_suite = [
+        (title, document)
+        for title, document in documents(folder)
+        if document["suite"] == suite and gpus in (None, int(document["gpus"]))
+    ]
+    return max(of_suite, key=rank, default=None)
 
 
 def summary(folder: Path = RESULTS, suites: Sequence[str] = FRONT) -> str:
     """For one result file of each of some suites what it is and where it comes from, and its
     summary."""
     parts = []
-    for title, document in front(folder, suites):
+    for title, document in filter(None, (best_of(folder, name) for name in suites)):
         if table := summary_table(document):
             parts.append(f"**{title}.** {_explanation(document)}\n\n{table}")
     return "\n\n".join(parts) or NOTHING
@@ -349,8 +359,7 @@ def suite_page(name: str, folder: Path = RESULTS) -> str:
             line = [row["case"], row["mode"], row["variant"], time_of(row["median_ms"]), spread]
             line.append(str(row["iters"]))
             if host:
-                host_ms = row["config"].get("host_ms")
-                line.append("" if host_ms is None else time_of(host_ms))
+                line.append(time_of(row["config"].get("host_ms")))
             lines.append(line)
         head = ["case", "mode", "variant", "median", "p10 to p90", "samples"]
         words = [f"## {title}", _explanation(document), summary_table(document)]
