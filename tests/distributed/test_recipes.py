@@ -7,7 +7,6 @@ import argparse
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,6 @@ pytest.importorskip("tqdm")
 
 pytestmark = [pytest.mark.slow]
 
-# This one is started as a user does; the ranks of the others, by the words of the same launch.sh,
-# are forked.
-FROM_THE_SHELL = "olmoe_1b_7b"
 LAUNCHER = ["-m", "megatron_fluid.cli", "run", "--nproc-per-node", "2"]
 # Arguments that make the small model another size than the real one, none that makes it another
 # model.
@@ -42,39 +38,24 @@ DEFAULTS = {"add_bias_linear", "swiglu", "moe_router_pre_softmax", "qk_layernorm
 def smoke(recipe: str, folder: Path) -> str:
     """Everything that a short smoke run prints."""
     (folder / "text.txt").write_bytes(Path(os.__file__).with_name("argparse.py").read_bytes())
-    kept = {name: value for name, value in os.environ.items() if "MEGATRON_FLUID" not in name}
-    if recipe == FROM_THE_SHELL:
-        code, output = started(recipe, folder, kept | VERBOSE | {"PYTHON": sys.executable})
-    else:
-        script, *flags = launched(recipe, folder, kept)
-        code, output = run_program(Path(script), 2, flags, folder, CPU | VERBOSE, 200)
+    script, *flags = launched(recipe, folder)
+    code, output = run_program(Path(script), 2, flags, folder, CPU | VERBOSE, 200)
     assert code == 0, output[-4000:]
     return output
 
 
-def started(recipe: str, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
-    """The exit status and the output of the recipe's script."""
-    done = subprocess.run(
-        ["bash", str(ROOT / f"examples/recipes/{recipe}.sh"), "--smoke"]
-        + ["--train-iters", "3", "--text-path", "text.txt"],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-    )
-    return done.returncode, done.stdout
-
-
-def launched(recipe: str, folder: Path, environment: dict[str, str]) -> list[str]:
+def launched(recipe: str, folder: Path) -> list[str]:
     """The program that the recipe's script starts on two ranks, and its flags."""
     shown = folder / "python"
     shown.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     shown.chmod(0o755)
-    code, output = started(recipe, folder, environment | {"PYTHON": str(shown)})
-    words = output.splitlines()
-    assert code == 0 and words[:5] == LAUNCHER, output
+    command = ["bash", str(ROOT / f"examples/recipes/{recipe}.sh"), "--smoke"]
+    command += ["--train-iters", "3", "--text-path", "text.txt"]
+    kept = {name: value for name, value in os.environ.items() if "MEGATRON_FLUID" not in name}
+    environment = kept | {"PYTHON": str(shown)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    words = done.stdout.splitlines()
+    assert done.returncode == 0 and words[:5] == LAUNCHER, done.stdout + done.stderr
     return words[5:]
 
 

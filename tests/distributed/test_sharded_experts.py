@@ -117,7 +117,7 @@ def trained(
 
 def training_body(rank: int, world: int) -> None:
     one = alone(rank, world)
-    for adam in ({}, {"foreach": True}, {"fused": True}):
+    for adam in ({"foreach": True}, {"fused": True}):
         reference = Model(one)
         trained(reference, [tokens(r) for r in range(world)], **adam)
         expected = reference.state_dict()
@@ -131,9 +131,8 @@ def training_body(rank: int, world: int) -> None:
         get_backward_scheduler().disable()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_training_with_clipping_and_adam_equals_one_process(world: int) -> None:
-    run_ranks(training_body, world, timeout_s=200)
+def test_training_with_clipping_and_adam_equals_one_process() -> None:
+    run_ranks(training_body, 4, timeout_s=200)
 
 
 def model_on(world: int, ep: int) -> Model:
@@ -185,7 +184,7 @@ def _bits(model: Model, optimizers: list[torch.optim.Optimizer]) -> dict[str, Te
 
 @pytest.mark.parametrize(
     "places",
-    [[(2, 0), (4, 0), (1, 0), (4, 0), (2, 0)], [(4, 2), (2, 1), (4, 4), (2, 0), (4, 2)]],
+    [[(2, 0), (4, 0), (1, 0), (2, 0)], [(4, 2), (2, 1), (2, 0), (4, 4)]],
     ids=["experts alone", "FSDP2"],
 )
 def test_checkpoints_load_on_other_numbers_of_ranks_bit_for_bit(
@@ -241,8 +240,11 @@ def fsdp_body(rank: int, world: int, half: bool, wide: bool) -> None:
     torch.optim.AdamW(model.parameters()).step()
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("wide", [False, True], ids=["kept", "resharded, from meta"])
+@pytest.mark.parametrize(
+    ("half", "wide"),
+    [(True, False), (False, True)],
+    ids=["bf16, kept", "fp32, from meta, resharded"],
+)
 def test_fully_shard_over_data_and_expert_parallel_ranks(half: bool, wide: bool) -> None:
     run_ranks(fsdp_body, 4, half, wide, timeout_s=200)
 

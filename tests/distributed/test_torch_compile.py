@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -116,6 +117,9 @@ def gradients(
 def compiled_body(rank: int, world: int, backend: str, names: tuple[str, ...]) -> None:
     cpu_device.switches.run_compiled_functions_eagerly = False
     cpu_device.switches.device_literals = False
+    # A pool of compilers, and a header compiled for many kernels, cost more than these few.
+    inductor_config.compile_threads = 1
+    inductor_config.cpp_cache_precompile_headers = False
     generator = torch.Generator().manual_seed(rank)
     data = [torch.randn(6, 2, H, generator=generator).requires_grad_() for _ in range(3)]
     for name in names:
