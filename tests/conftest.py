@@ -15,8 +15,11 @@ from collections.abc import Generator
 
 import pytest
 
-from tests.support.machine import GPUS, INTERPRETED
-from tests.support.tiers import WorkCounter, tiers
+# Before torch is imported: workers and ranks share the cores, and more threads of each only wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.support.machine import GPUS, INTERPRETED  # noqa: E402
+from tests.support.tiers import WorkCounter, tiers  # noqa: E402
 
 __all__ = ["GPUS"]
 
