@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_fluid.profiling.traces import read_document
 from tests.support.launch import run_ranks
 from tests.support.pretrain_flags import ARGUMENTS, losses
 
@@ -74,17 +75,31 @@ def test_it_trains_evaluates_and_logs_its_speed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode is for machines without a GPU")
+def test_the_steps_of_a_training_are_drawn_by_rank_0(tmp_path: Path) -> None:
+    board = tmp_path / "board"
+    flags = ["--expert-model-parallel-size", "2", "--train-iters", "3", "--eval-iters", "0"]
+    flags += ["--fluid-profile-steps", "2:3", "--tensorboard-dir", str(board)]
+    last = _train(tmp_path, "log", *flags)
+    assert len(losses(last)[:3]) == 3 and "steps 2 to 3" not in last
+    folder = board / "profile" / "steps-2-3"
+    first = (tmp_path / "log-0").read_text()
+    assert f"megatron_fluid: steps 2 to 3, rank 0: {folder / 'timeline.html'}" in first
+    page = (folder / "timeline.html").read_text()
+    for word in ("steps 2 to 3, rank 0", '"2 steps"', "hidden share", "sent by this rank"):
+        assert word in page
+    events = read_document(folder / "trace.json.gz")["traceEvents"]
+    (mark,) = [e for e in events if e.get("name") == "megatron_fluid.step" and e["ph"] == "X"]
+    optimizer = [e for e in events if str(e.get("name")).startswith("Optimizer.step")]
+    assert len(optimizer) == 2 * 2, "two steps, each of the dense parameters and the experts"
+    assert all(mark["ts"] <= e["ts"] <= mark["ts"] + mark["dur"] for e in optimizer)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode is for machines without a GPU")
 def test_settings_for_a_gpu_are_adapted_and_said_once(tmp_path: Path) -> None:
-    log = "log"
-    _train(
-        tmp_path, log, "--context-parallel-size", "2", "--moe-grouped-gemm", "--train-iters", "1"
-    )
-    said = [
-        line
-        for rank in (0, 1)
-        for line in (tmp_path / f"{log}-{rank}").read_text().splitlines()
-        if "CPU mode" in line
-    ]
+    flags = "--context-parallel-size 2 --moe-grouped-gemm --train-iters 1".split()
+    _train(tmp_path, "log", *flags)
+    logs = "".join((tmp_path / f"log-{rank}").read_text() for rank in (0, 1))
+    said = [line for line in logs.splitlines() if "CPU mode" in line]
     (line,) = [line for line in said if "distributed_backend" in line]
     for change in (
         "nccl -> gloo",

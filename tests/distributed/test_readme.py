@@ -65,7 +65,7 @@ ELSEWHERE = {
     ),
     "torchrun --nproc-per-node 8 examples/pretrain_gpt_moe.py --save runs/mine "
     "--fluid-profile-steps 10:12": (
-        "tests/distributed/test_profile_steps.py",
+        "tests/distributed/test_megatron_training.py",
         "--fluid-profile-steps",
     ),
     "torchrun --nproc_per_node 4 examples/pretrain_gpt_moe.py": (  # `run` is torchrun

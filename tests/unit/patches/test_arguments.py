@@ -29,15 +29,10 @@ def parse(*argv: str) -> argparse.Namespace:
     )
 
 
-def test_without_flags_the_defaults_hold() -> None:
+def test_flags_become_the_configuration() -> None:
     assert arguments.config_from_args(parse()) == FluidConfig()
-
-
-def test_every_field_has_a_flag() -> None:
-    args = parse(
-        *("--fluid-moe-backend", "rounds", "--fluid-dx-chunks", "4", "--fluid-defer-weight-grads"),
-        *("--fluid-timeout", "2.5", "--fluid-deterministic"),
-    )
+    flags = "--fluid-moe-backend rounds --fluid-dx-chunks 4 --fluid-defer-weight-grads"
+    args = parse(*flags.split(), "--fluid-timeout", "2.5", "--fluid-deterministic")
     assert arguments.config_from_args(args) == FluidConfig("rounds", 4, True, 2.5, True)
 
 
@@ -51,34 +46,25 @@ def _parsed(**settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("settings", "cpu", "reason"),
+    ("settings", "reason"),
     [
-        ({}, False, None),
-        ({"cuda_graph_impl": "full_iteration"}, False, None),
-        ({"pipeline_model_parallel_size": 2}, False, "--pipeline-model-parallel-size is above 1"),
-        ({}, True, "CPU mode has no CUDA graphs"),
-        (
-            {"fp16": True},
-            False,
-            "--fp16 without --loss-scale: the host changes the scale of the loss",
-        ),
-        ({"fp16": True, "loss_scale": 1024.0}, False, None),
-        (
-            {"save_wgrads_interval": 5},
-            False,
-            "--save-wgrads-interval: a replay runs no hooks that save",
-        ),
+        ({}, None),
+        ({"cuda_graph_impl": "full_iteration"}, None),
+        ({"fp16": True, "loss_scale": 1024.0}, None),
+        ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size is above 1"),
+        ({"cpu": True}, "CPU mode has no CUDA graphs"),
+        ({"fp16": True}, "--fp16 without --loss-scale: the host changes the scale of the loss"),
+        ({"save_wgrads_interval": 5}, "--save-wgrads-interval: a replay runs no hooks that save"),
     ],
     ids=str,
 )
 def test_fluid_graph_turns_on_what_a_graph_of_an_iteration_needs_or_says_why_not(
     settings: dict[str, Any],
-    cpu: bool,
     reason: str | None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(iteration_graph, "cpu_mode_active", lambda: cpu)
+    monkeypatch.setattr(iteration_graph, "cpu_mode_active", lambda: "cpu" in settings)
     monkeypatch.setattr(iteration_graph, "current_config", lambda: FluidConfig(graph=True))
     args = _parsed(**settings)
     iteration_graph.turn_on_graph(args)
@@ -102,14 +88,8 @@ def test_a_flag_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     config = arguments.config_from_args(parse("--no-fluid-deterministic"))
     assert config == FluidConfig(dx_chunks=3, deterministic=False)
     assert arguments.config_from_args(parse("--fluid-dx-chunks", "5")).dx_chunks == 5
-
-
-def test_arguments_that_come_from_elsewhere_may_lack_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGATRON_FLUID_DX_CHUNKS", "3")
-    config = arguments.config_from_args(
-        SimpleNamespace(num_layers=2, fluid_moe_backend="rounds")
-    )  # a YAML file, say
-    assert config == FluidConfig("rounds", 3)
+    from_a_file = SimpleNamespace(num_layers=2, fluid_moe_backend="rounds")  # lacks the others
+    assert arguments.config_from_args(from_a_file) == FluidConfig("rounds", 3, deterministic=True)
 
 
 def megatron_like(argv: list[str]) -> Callable[..., Any]:
@@ -207,22 +187,11 @@ def test_a_flag_beats_a_variable_that_cannot_be_had(
 ) -> None:
     monkeypatch.setenv("MEGATRON_FLUID_MOE_BACKEND", "foo")
     monkeypatch.setenv("MEGATRON_FLUID_DX_CHUNKS", "two")
-    given = ["--fluid-moe-backend", "rounds", "--fluid-dx-chunks", "2"]
-    assert arguments.config_from_args(parse(*given)) == FluidConfig("rounds", 2)
-    assert (
-        arguments.config_from_args(
-            SimpleNamespace(fluid_moe_backend="rounds", fluid_dx_chunks=2)
-        ).dx_chunks
-        == 2
-    )
-    with pytest.raises(
-        ConfigError, match="^MEGATRON_FLUID_MOE_BACKEND: found 'foo', allowed: auto, nvlink"
-    ):
-        arguments.config_from_args(parse("--fluid-dx-chunks", "2"))
-    with pytest.raises(
-        ConfigError, match="^MEGATRON_FLUID_DX_CHUNKS: found 'two', allowed: an integer"
-    ):
-        arguments.config_from_args(parse("--fluid-moe-backend", "rounds"))
+    backend, chunks = ("--fluid-moe-backend", "rounds"), ("--fluid-dx-chunks", "2")
+    assert arguments.config_from_args(parse(*backend, *chunks)) == FluidConfig("rounds", 2)
+    for flag, told in ((chunks, "MOE_BACKEND: found 'foo'"), (backend, "DX_CHUNKS: found 'two'")):
+        with pytest.raises(ConfigError, match=f"^MEGATRON_FLUID_{told}, allowed: a"):
+            arguments.config_from_args(parse(*flag))
     with pytest.raises(SystemExit):
         parse("--help")
     assert "MEGATRON_FLUID_DX_CHUNKS: found 'two'" in " ".join(capsys.readouterr().out.split())
@@ -242,35 +211,22 @@ def test_help_is_printed_in_spite_of_a_bare_percent_sign(
 
 
 @pytest.mark.parametrize(
-    ("text", "off"),
-    [("off", True), ("OFF", True), ("0", True), ("on", False), ("", False), (None, False)],
+    ("text", "off"), [("off", True), ("OFF", True), ("0", True), ("on", False), ("", False)]
 )
-def test_megatron_fluid_on_and_off(text: str | None, off: bool) -> None:
-    environ = {} if text is None else {"MEGATRON_FLUID": text}
-    assert switches.switched_off(environ) == ("MEGATRON_FLUID=off" if off else None)
-
-
-def test_neither_on_nor_off_is_refused() -> None:
+def test_megatron_fluid_on_and_off(text: str, off: bool) -> None:
+    said = switches.switched_off({"MEGATRON_FLUID": text})
+    assert said == ("MEGATRON_FLUID=off" if off else None)
+    assert switches.switched_off({}) is None
     with pytest.raises(ConfigError, match="MEGATRON_FLUID: found 'offf', allowed: on or off"):
         switches.switched_off({"MEGATRON_FLUID": "offf"})
 
 
 def test_switches_are_found_among_other_flags() -> None:
-    argv = [
-        "--num-layers",
-        "2",
-        "--fluid-disable-patch",
-        "a",
-        "b",
-        "--lr",
-        "1",
-        "--fluid-disable-patch",
-        "c",
-    ]
+    argv = "--num-layers 2 --fluid-disable-patch a b --lr 1 --fluid-disable-patch c".split()
     assert switches.disabled({}, argv) == ["a", "b", "c"]
-    assert switches.disabled(
-        {"MEGATRON_FLUID_DISABLE_PATCH": "x, y"}, ["--fluid-disable-patch", "c"]
-    ) == ["x", "y", "c"]
+    variable = {"MEGATRON_FLUID_DISABLE_PATCH": "x, y"}
+    assert switches.disabled(variable, argv[-2:]) == ["x", "y", "c"]
+    assert switches.disabled({}, argv[2:3]) == [], "left to the program's own parser"
     assert not switches.asked("allow_unsupported", {}, argv)
     assert switches.asked("allow_unsupported", {}, ["--fluid-allow-unsupported-megatron"])
     assert switches.asked("allow_unsupported", {"MEGATRON_FLUID_ALLOW_UNSUPPORTED": "1"}, [])
@@ -283,22 +239,21 @@ def test_the_patch_that_declares_the_flags_is_not_left_out_by_one() -> None:
     assert switches.disabled({"MEGATRON_FLUID_DISABLE_PATCH": "arguments"}, []) == ["arguments"]
 
 
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("flagged", "--fluid-disable-patch"),
+        ("listed", "MEGATRON_FLUID_DISABLE_PATCH"),
+        ("y", "patch"),
+    ],
+)
 def test_an_unknown_patch_is_refused_by_the_flag_or_the_variable_that_named_it(
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--fluid-disable-patch", "flagged"])
     monkeypatch.setenv("MEGATRON_FLUID_DISABLE_PATCH", "x, listed")
-    for name, where in {
-        "flagged": "--fluid-disable-patch",
-        "listed": "MEGATRON_FLUID_DISABLE_PATCH",
-        "y": "patch",
-    }.items():
-        with pytest.raises(ConfigError, match=f"^{where}: found '{name}', allowed: arguments"):
-            patches.disable(name)
-
-
-def test_a_malformed_command_line_is_left_to_the_programs_own_parser() -> None:
-    assert switches.disabled({}, ["--fluid-disable-patch"]) == []
+    with pytest.raises(ConfigError, match=f"^{where}: found '{name}', allowed: arguments"):
+        patches.disable(name)
 
 
 @pytest.mark.parametrize(
@@ -307,14 +262,9 @@ def test_a_malformed_command_line_is_left_to_the_programs_own_parser() -> None:
 def test_room_is_made_for_larger_microbatches_of_evaluation(
     monkeypatch: pytest.MonkeyPatch, training: int | None, evaluation: int | None, room: int
 ) -> None:
-    args = (
-        None
-        if training is None
-        else SimpleNamespace(micro_batch_size=training, eval_micro_batch_size=evaluation)
-    )
-    monkeypatch.setitem(
-        sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args)
-    )
+    args = SimpleNamespace(micro_batch_size=training, eval_micro_batch_size=evaluation)
+    module = SimpleNamespace(_GLOBAL_ARGS=args if training else None)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
     assert arguments.microbatch_room() == room
 
 

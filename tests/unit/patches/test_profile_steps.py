@@ -52,39 +52,36 @@ def test_what_cannot_be_profiled_is_refused_at_the_start(
         check_profile(asked(steps, **given))
 
 
-def test_without_the_flag_nothing_is_needed() -> None:
+def test_without_the_flag_nothing_is_needed_and_a_step_is_megatrons(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     set_config(FluidConfig())
     check_profile(SimpleNamespace())
-
-
-def test_without_the_flag_a_step_is_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_config(FluidConfig())
     monkeypatch.setattr(profile_steps, "StepProfile", None)
     step: Callable[..., Any] = profile_steps.train_step(lambda *args, **kwargs: (args, kwargs))
     assert step(1, iteration=2) == ((1,), {"iteration": 2})
 
 
-def traced(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, steps: list[int], active: bool = True
-) -> list[list[int]]:
-    """The steps of each trace of "2:3" that running `steps` writes."""
+@pytest.mark.parametrize(
+    ("ran", "active", "traces"),
+    [
+        pytest.param([1, 2, 3, 4, 5], True, [[2, 3]], id="all"),
+        pytest.param([3, 4], True, [[3]], id="a resumed run"),
+        pytest.param([4, 5], True, [], id="resumed behind them"),
+        pytest.param([1, 2, 3], False, [], id="another rank"),
+    ],
+)
+def test_the_steps_between_are_traced_once_and_by_one_rank(
+    ran: list[int], active: bool, traces: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[list[int]] = []
     monkeypatch.setattr(profile_steps, "_facts", lambda settings, steps: {})
     monkeypatch.setattr(StepProfile, "_write", lambda self, _: written.append(list(self._traced)))
-    profile = StepProfile("2:3", folder, active)
-    for step in steps:
+    profile = StepProfile("2:3", Path(), active)
+    for step in ran:
         profile.before(step)
         profile.after(step, None)
-    return written
-
-
-def test_the_steps_between_are_traced_once_and_by_one_rank(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert traced(monkeypatch, tmp_path, [1, 2, 3, 4, 5]) == [[2, 3]]
-    assert traced(monkeypatch, tmp_path, [3, 4]) == [[3]], "a resumed run"
-    assert traced(monkeypatch, tmp_path, [4, 5]) == []
-    assert traced(monkeypatch, tmp_path, [1, 2, 3], active=False) == []
+    assert written == traces
 
 
 def test_without_tensorboard_a_profiled_run_goes_on(

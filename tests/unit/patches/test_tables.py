@@ -13,12 +13,7 @@ from megatron_fluid.patches import features as recorded
 from megatron_fluid.patches import startup_report as startup
 from megatron_fluid.patches.engine.patch import Patch, Row
 from megatron_fluid.patches.moe.limits import EXPERT_LIMITS, PARTS
-from megatron_fluid.patches.startup_report import (
-    startup_lines,
-    startup_table,
-    text_table,
-    unused_settings,
-)
+from megatron_fluid.patches.startup_report import startup_lines, startup_table, unused_settings
 from tools.settings_table import limits_table, parts_table, patches_table
 
 ROWS = [
@@ -28,30 +23,12 @@ ROWS = [
 ]
 
 
-def test_columns_are_aligned() -> None:
-    assert text_table(("a", "long"), [("wide cell", "x")]).splitlines() == [
-        "a          long",
-        "---------  ----",
-        "wide cell  x",
-    ]
-
-
 def test_patches_of_cpu_mode_are_in_the_verbose_table_where_they_were_turned_off() -> None:
     short = startup_table(ROWS, [])
     assert "cpu-stream" not in short and "24" in short.splitlines()[3]
     event = Row("CPU mode", "cpu-event", "torch:cuda.Event", "off", "turned off by the user")
     mixed = startup_table([*ROWS[:2], event], [])
     assert "cpu-stream" not in mixed and "cpu-event" in mixed and event.reason in mixed
-
-
-def test_features_are_counted_by_reason() -> None:
-    text = startup_table(
-        ROWS,
-        [("overlapped MoE layer", True, "rounds", 3), ("overlapped MoE layer", False, "fp8", 1)],
-    )
-    on, off = text.splitlines()[-2:]
-    assert on.split() == ["overlapped", "MoE", "layer", "on", "3", "rounds"]
-    assert off.split() == ["overlapped", "MoE", "layer", "off", "1", "fp8"]
 
 
 @pytest.fixture
@@ -72,6 +49,7 @@ def test_the_report_is_printed_once_after_the_model_is_built(
         report = recorded.FeatureReport("overlapped MoE layer")
         for layer in layers:
             report.note(layer, True, "rounds")
+        report.note(build, False, "fp8")
         print("built")
         return args, kwargs
 
@@ -82,7 +60,10 @@ def test_the_report_is_printed_once_after_the_model_is_built(
     assert out.count("built") == 2
     if verbose:
         assert out.startswith("built\nmegatron_fluid\n") and out.count("dataset-helpers") == 1
-        assert "on     2        rounds" in out
+        assert out.splitlines()[-3:-1] == [  # before the second model is built
+            "overlapped MoE layer  on     2        rounds",
+            "overlapped MoE layer  off    1        fp8",
+        ]
     else:
         _, versions, on, off, _ = out.splitlines()
         assert versions.startswith("megatron_fluid ") and "--fluid-verbose" in versions
@@ -113,7 +94,7 @@ def test_three_lines_say_what_is_on_what_is_off_and_which_flag_changes_it() -> N
 
 
 def test_features_of_ranks_are_merged_and_those_of_some_ranks_named() -> None:
-    moe, attention = "overlapped MoE layer", "overlapped attention"
+    moe, attention = MOE, ATTENTION
     rows = startup.merged_features(
         {
             0: [(attention, True, "rounds", 2)],
@@ -144,39 +125,31 @@ def test_one_loud_line_where_no_moe_layer_is_overlapped() -> None:
     assert startup._nothing_overlapped([]) == ""
 
 
-def job(monkeypatch: pytest.MonkeyPatch, settings: FluidConfig, **changed: Any) -> SimpleNamespace:
-    """Megatron's arguments of a job with these settings."""
-    args = SimpleNamespace(
-        tensor_model_parallel_size=2,
-        sequence_parallel=False,
-        context_parallel_size=2,
-        cp_comm_type=["p2p"],
-        num_experts=None,
-        add_bias_linear=False,
-        variable_seq_lengths=False,
-        params_dtype=torch.bfloat16,
-        fp8=None,
-    )
-    vars(args).update(changed)
-    module = SimpleNamespace(_GLOBAL_ARGS=args)
-    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
-    monkeypatch.setattr("megatron_fluid.config._current", settings)
-    monkeypatch.setenv("MEGATRON_FLUID_CPU", "0")
-    return args
+MOE, ATTENTION = "overlapped MoE layer", "overlapped attention"
 
 
-def test_settings_without_effect_are_named_with_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = FluidConfig(
-        tp_overlap="on", cp_backend="rounds", dx_chunks=2, defer_weight_grads=True, timeout_s=5.0
-    )
-    args = job(monkeypatch, given)
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`job(settings, **changed)`: Megatron's arguments of a job with these settings."""
+
+    def start(settings: FluidConfig, **changed: Any) -> SimpleNamespace:
+        args = {"tensor_model_parallel_size": 2, "sequence_parallel": False, "fp8": None}
+        args |= {"context_parallel_size": 2, "cp_comm_type": ["p2p"], "num_experts": None}
+        module = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(**args | changed))
+        monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
+        monkeypatch.setattr("megatron_fluid.config._current", settings)
+        monkeypatch.setenv("MEGATRON_FLUID_CPU", "0")
+        return module._GLOBAL_ARGS
+
+    return start
+
+
+def test_settings_without_effect_are_named_with_why(job: Any) -> None:
+    given = {"tp_overlap": "on", "cp_backend": "rounds", "timeout_s": 5.0}
+    args = job(FluidConfig(**given, dx_chunks=2, defer_weight_grads=True))
     told = unused_settings()
-    assert set(told) == {
-        "--fluid-tp-overlap on",
-        "--fluid-cp-backend rounds",
-        "--fluid-dx-chunks 2",
-        "--fluid-defer-weight-grads",
-    }
+    both = {"--fluid-dx-chunks 2", "--fluid-defer-weight-grads"}
+    assert set(told) == {"--fluid-tp-overlap on", "--fluid-cp-backend rounds", *both}
     assert "--sequence-parallel" in told["--fluid-tp-overlap on"]
     assert "found p2p" in told["--fluid-cp-backend rounds"]
     args.sequence_parallel, args.cp_comm_type, args.num_experts = True, ["a2a"], 8
@@ -186,7 +159,6 @@ def test_settings_without_effect_are_named_with_why(monkeypatch: pytest.MonkeyPa
     rounds = (MOE, True, "rounds, 2 expert-parallel ranks (ranks 0-1)", 1)
     for row in (rounds, (ATTENTION, True, "heads move over NVLink", 1)):
         assert unused_settings([nvlink, row]) == {}
-    both = {"--fluid-dx-chunks 2", "--fluid-defer-weight-grads"}
     assert set(unused_settings([(MOE, False, "fp8", 1), (ATTENTION, False, "fp8", 1)])) == both
 
 
@@ -199,14 +171,10 @@ def test_settings_without_effect_are_named_with_why(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_the_precision_of_weight_gradients_says_where_nothing_reads_it(
-    monkeypatch: pytest.MonkeyPatch, fp8: str | None, whose: str, why: str | None
+    job: Any, fp8: str | None, whose: str, why: str | None
 ) -> None:
-    given = FluidConfig(moe_fp8=whose, moe_fp8_weight_grads="bf16")
-    job(monkeypatch, given, num_experts=8, fp8=fp8)
+    job(FluidConfig(moe_fp8=whose, moe_fp8_weight_grads="bf16"), num_experts=8, fp8=fp8)
     assert unused_settings().get("--fluid-moe-fp8-weight-grads bf16") == why
-
-
-MOE, ATTENTION = "overlapped MoE layer", "overlapped attention"
 
 
 def test_the_tables_of_the_docs_name_everything() -> None:
