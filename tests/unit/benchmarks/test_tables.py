@@ -16,25 +16,11 @@ from benchmarks.cases.moe_variants import MEGATRON
 from benchmarks.harness.results import NO_SUITES, RESULTS, Row, write_results
 from benchmarks.report.descriptions import FLOORS, SUITES
 from benchmarks.report.headline import between_hosts, headline, wire_shares
-from benchmarks.report.tables import launched, suite_page, summary
+from benchmarks.report.tables import launched, summary
 from benchmarks.suites.tp_backends import BACKENDS
 from tools import release_check
 
 ROOT = Path(__file__).resolve().parents[3]
-ROWS = [
-    Row(case, "forward", variant, ms, ms, ms, 7)
-    for case, times in {
-        "ag-8192-7168-8192": {
-            "fluid": 1.5,
-            "gemm_only": 1.0,
-            "torch": 3.0,
-            "flux": 2.25,
-            "fluid_fused": 0.5,
-        },
-        "ag-1024-1-1": {"fluid": 0.0125},
-    }.items()
-    for variant, ms in times.items()
-]
 
 
 def of(case: str, mode: str, times: Mapping[str, float]) -> list[Row]:
@@ -48,21 +34,10 @@ def on_gpus(path: Path, suite: str, rows: Iterable[Row], gpus: int) -> None:
     path.write_text(json.dumps(document | {"gpu": "NVIDIA H200", "cuda": "13.0"}))
 
 
-def test_the_summary_compares_with_the_floor_and_the_best_rival(tmp_path: Path) -> None:
-    on_gpus(tmp_path / "tp_overlap.json", "tp_overlap", ROWS, 4)
-    text = summary(tmp_path)
-    head = "| case | mode | best other, of those run | without overlap | megatron_fluid | times"
-    assert f"{head} faster | over the floor |" in text
-    row = "| ag-8192-7168-8192 | forward | 2.25 ms, Flux | 3.00 ms | 1.50 ms | 1.50 | 1.50 |"
-    assert row in text
-    assert "**tp_overlap, 4 H200.** " in text and "`bench tp_overlap` on NVIDIA H200" in text
-    assert "The floor is the GEMM alone." in text
-    assert "ag-1024" not in text, "the README shows the suite's highlights alone"
-
-
 def test_an_moe_layer_is_compared_with_megatrons_own_paths_inside_megatron_and_alone(
     tmp_path: Path,
 ) -> None:
+    """Floors are nobody's rivals, fp8 is compared with fp8, and what was not run is named."""
     times = {
         "fluid": 2.0,
         "fluid_megatron": 2.5,
@@ -71,41 +46,27 @@ def test_an_moe_layer_is_compared_with_megatrons_own_paths_inside_megatron_and_a
         "schedule_whole": 1.0,
     }
     rivals = {"megatron_te_alltoall": 4.0, "megatron_te_allgather": 6.0}
-    rows = (
-        of("olmoe", "train", times | rivals)
-        + of("olmoe", "phase forward", {"fc1": 1.0})
-        + of("olmoe", "host", times)
-    )
+    fp8 = {"megatron_te_fp8": 3.0, "fluid_fp8": 1.5, "fluid_megatron_fp8": 1.0}
+    rows = of("olmoe", "train", times | rivals | fp8)
+    rows += of("olmoe", "phase forward", {"fc1": 1.0}) + of("olmoe", "host", times)
+    rows += of("olmoe-zipf", "train", {"fluid": 2.0, "megatron_te_alltoall": 6.0})
     on_gpus(tmp_path / "moe_layer-2gpu.json", "moe_layer", rows, 2)
-    text = summary(tmp_path)
-    assert text.splitlines()[2:] == [
+    head, _, *table = summary(tmp_path).splitlines()
+    assert head.startswith("**moe_layer, 2 H200.** ") and "`bench moe_layer` on NVIDIA" in head
+    assert "The floor is the experts' GEMMs alone" in head
+    assert head.count("Not run of") == 1
+    assert "Not run of olmoe-zipf: allgather dispatcher, alltoall dispatcher, fp8" in head
+    assert table == [
         "| case | mode | best of the others, of those run | megatron_fluid inside Megatron | "
         "times faster | megatron_fluid without overlap | megatron_fluid on plain torch | "
         "times faster | over the floor |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         "| olmoe | train | 4.00 ms, alltoall dispatcher | 2.50 ms | 1.60 | 1.00 ms | 2.00 ms | "
         "2.00 | 1.25 |",
+        "| olmoe | train, fp8 | 3.00 ms, alltoall dispatcher, fp8 blockwise |  |  |  | 1.00 ms | "
+        "3.00 |  |",
+        "| olmoe-zipf | train | 6.00 ms, alltoall dispatcher |  |  |  | 2.00 ms | 3.00 |  |",
     ]
-
-
-def test_what_was_not_run_of_some_cases_is_named(tmp_path: Path) -> None:
-    best = {"fluid": 2.0, "megatron_te_alltoall": 6.0}
-    rows = of("olmoe", "train", best | {"megatron_te_allgather": 4.0})
-    rows += of("olmoe-zipf", "train", best) + of("mixtral-8x7b", "train", best)
-    on_gpus(tmp_path / "moe_layer.json", "moe_layer", rows, 4)
-    text = summary(tmp_path)
-    assert "Not run of olmoe-zipf: allgather dispatcher." in text
-    assert "| olmoe-zipf | train | 6.00 ms, alltoall dispatcher |" in text
-    assert text.count("Not run of") == 1
-
-
-def test_a_floor_is_nobodys_rival(tmp_path: Path) -> None:
-    times = {"fluid": 2.0, "floor": 1.0, "floor_sdpa": 0.5, "megatron_te_a2a": 3.0}
-    on_gpus(tmp_path / "attention.json", "attention", of("a", "train", times), 4)
-    text = suite_page("attention", tmp_path)
-    assert "| a | train | 3.00 ms | 2.00 ms | 1.50 | 2.00 |" in text
-    assert "| a | train | floor_sdpa | 500.0 us | 500.0 us to 500.0 us | 7 |" in text
-    assert "attention" not in summary(tmp_path) and "archive" in suite_page("block", tmp_path)
 
 
 def test_a_file_of_todays_code_is_shown_before_one_of_more_gpus(tmp_path: Path) -> None:
@@ -115,18 +76,6 @@ def test_a_file_of_todays_code_is_shown_before_one_of_more_gpus(tmp_path: Path) 
     older = json.loads((tmp_path / "moe_layer.json").read_text()) | {"code": "another"}
     (tmp_path / "moe_layer.json").write_text(json.dumps(older))
     assert "**moe_layer, 2 H200.**" in summary(tmp_path)
-
-
-def test_fp8_is_compared_with_fp8(tmp_path: Path) -> None:
-    bf16 = {"megatron_te_alltoall": 4.0, "fluid": 2.0}
-    fp8 = {"megatron_te_fp8": 3.0, "fluid_fp8": 1.5, "fluid_megatron_fp8": 1.0}
-    on_gpus(tmp_path / "moe_layer.json", "moe_layer", of("olmoe", "train", bf16 | fp8), 4)
-    text = summary(tmp_path)
-    assert "| olmoe | train | 4.00 ms, alltoall dispatcher | 2.00 ms | 2.00 |" in text
-    fp8_row = (
-        "| olmoe | train, fp8 | 3.00 ms, alltoall dispatcher, fp8 blockwise | 1.00 ms | 3.00 |"
-    )
-    assert fp8_row in text
 
 
 def test_the_headline_compares_bf16_with_bf16_and_the_best_with_the_best(tmp_path: Path) -> None:

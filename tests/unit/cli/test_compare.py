@@ -81,21 +81,6 @@ def test_a_run_that_fails_ends_the_comparison_with_its_status(
     assert not (tmp_path / "out" / "compare.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--warm-up", "9", "--steps", "10", "--", "x"], "--warm-up: found 9, allowed: 0 to 8"),
-        (["--", "torchrun", "none.py"], "names no file SCRIPT.py"),
-        (["--"], "found 'nothing'"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", *words]) == 2
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.process
 def test_a_program_that_is_no_training_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -122,13 +107,9 @@ def test_the_script_is_started_with_the_package_unless_it_imports_it(tmp_path: P
         *launcher, *runner, str(plain), *end
     ]  # fmt: skip
     assert prepare(["python", str(own)], 5, on=True) == ["python", str(own), *end]
-
-
-def test_the_example_of_the_readme_starts_itself_and_keeps_its_launcher() -> None:
     program = "megatron-fluid run --nproc-per-node 2".split()
-    script = str(ROOT / "examples/pretrain_gpt_moe.py")
-    end = ["--exit-interval", "9", "--log-interval", "1"]
-    assert prepare([*program, script], 9, on=True) == [*program, script, *end]
+    example = str(ROOT / "examples/pretrain_gpt_moe.py")  # of the README
+    assert prepare([*program, example], 5, on=True) == [*program, example, *end]
 
 
 def test_steps_without_a_gradient_norm_are_read() -> None:

@@ -18,7 +18,6 @@ from megatron_fluid.cli.arguments import install_command
 from megatron_fluid.cli.checks import CHECKS
 from megatron_fluid.cli.nvshmem_checks import Look
 from megatron_fluid.cuda import devices, nvrtc
-from tests.unit.cli.test_cli import WITHOUT_MEGATRON, run_program
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -41,27 +40,26 @@ def test_doctor_passes_here_and_says_why_something_is_missing(
         assert "required, but missing: gpu, which lacks cuda" in text.err
 
 
-def test_doctor_fails_where_something_required_is_too_old(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.9.1")
-    assert main(["doctor"]) == 1
-    text = capsys.readouterr()
-    assert "missing: core, which lacks torch: see above" in text.err
-    assert re.search(r"^torch +- +2.9.1 found, 2.10 or newer needed", text.out, re.MULTILINE)
-
-
+@pytest.mark.parametrize(
+    ("version", "status", "said"),
+    [
+        ("2.9.1", 1, r"- +2\.9\.1 found, 2\.10 or newer needed"),
+        ("2.10.0a0+b558c986e8.nv25.11", 0, r"ok +2\.10\.0a0\+b558c986e8\.nv25\.11"),
+    ],
+)
 def test_the_torch_of_nvidias_containers_is_new_enough(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    version: str, status: int, said: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """For doctor, and for pip, which would replace it otherwise."""
-    version = "2.10.0a0+b558c986e8.nv25.11"
     monkeypatch.setattr(torch, "__version__", version)
-    assert main(["doctor"]) == 0
-    assert re.search(rf"^torch +ok +{re.escape(version)}", capsys.readouterr().out, re.MULTILINE)
+    assert main(["doctor"]) == status
+    text = capsys.readouterr()
+    assert re.search(rf"^torch +{said}", text.out, re.MULTILINE)
+    assert ("missing: core, which lacks torch: see above" in text.err) is bool(status)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (wanted,) = (r for r in map(Requirement, project["dependencies"]) if r.name == "torch")
-    assert wanted.specifier.contains(version)
+    assert wanted.specifier.contains(version) is not bool(status)
 
 
 def test_doctor_survives_a_broken_installation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,15 +70,6 @@ def test_doctor_survives_a_broken_installation(monkeypatch: pytest.MonkeyPatch) 
     finding = {f.name: f for f in doctor.examine()}["nvshmem"]
     assert not finding.ok
     assert finding.detail == "OSError: libnvshmem.so: cannot open shared object file"
-
-
-@pytest.mark.skipif(torch.version.cuda is None, reason="a torch without CUDA brings no NVRTC")
-def test_doctor_finds_nvrtc_and_names_its_version() -> None:
-    finding = {f.name: f for f in doctor.examine()}["nvrtc"]
-    assert finding.ok
-    assert torch.version.cuda is not None
-    major = torch.version.cuda.split(".")[0]
-    assert re.fullmatch(rf"{major}\.\d+", finding.detail)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +91,6 @@ def test_doctor_asks_for_nvrtc_where_a_gpu_needs_it(
     monkeypatch.setattr(devices, "is_hopper", lambda index: capabilities[index] == (9, 0))
     finding = {f.name: f for f in doctor.examine()}["nvrtc"]
     assert finding.ok == ok and words in finding.detail, finding
-
-
-def test_doctor_without_megatron_says_how_to_get_it() -> None:
-    done = run_program(WITHOUT_MEGATRON, "doctor", "--require", "megatron")
-    assert done.returncode == 1
-    assert "missing: megatron, which lacks megatron-core: see above" in done.stderr
-    assert re.search(r"^megatron-core +- .*megatron-fluid\[megatron\]", done.stdout, re.MULTILINE)
 
 
 def test_doctor_fits_100_columns_and_says_what_follows_and_what_to_do(

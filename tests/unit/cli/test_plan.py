@@ -81,33 +81,13 @@ def test_flags_of_latent_attention_are_read() -> None:
         model_of_flags(["--hidden-size", "64", "--num-attention-heads", "4"])
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "give MODEL, or --from-args"),
-        (["mixtral-8x7b", "--from-args", "--x"], "give MODEL, or --from-args"),
-        (["gpt-5"], "MODEL: found 'gpt-5', allowed: deepseek-v3"),
-        (["mixtral-8x7b", "--context-parallel", "3"], "attention heads: found 32, allowed: a mult"),
-        (["mixtral-8x7b", "--expert-parallel", "3"], "experts: found 8, allowed: a multiple of 3"),
-        (["mixtral-8x7b", "--machine", "nowhere"], 'machine: found "nowhere ('),
-    ],
-)
-def test_a_wrong_command_line_is_named(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_without_a_gpu_figures_are_an_h200s_and_without_ranks_nothing_is_chosen(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["plan", *words]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_without_a_gpu_figures_are_an_h200s(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "mixtral-8x7b", "--expert-parallel", "4"]) == 0
+    assert main(["plan", "mixtral-8x7b"]) == 0
     text = capsys.readouterr().out
+    assert "nothing moves between ranks" in text
     assert GPUS or "machine: NVIDIA H200" in text
-
-
-def test_without_ranks_there_is_nothing_to_choose(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "mixtral-8x7b", "--machine", "h200"]) == 0
-    assert "nothing moves between ranks" in capsys.readouterr().out
 
 
 def test_figures_are_written_and_read_again(

@@ -99,11 +99,3 @@ def test_a_variant_that_fails_leaves_its_status_and_no_page(
     traces_lie_there(monkeypatch, fluid_status=3)
     assert main(["profile", "--compare", "--output", str(tmp_path)]) == 3
     assert not (tmp_path / "timeline.html").exists()
-
-
-@pytest.mark.parametrize("more", [["--trace", "a.json"], ["python", "train.py"]])
-def test_compare_is_refused_beside_what_it_would_ignore(
-    more: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["profile", "--compare", *more]) == 2
-    assert "are mutually exclusive" in capsys.readouterr().err

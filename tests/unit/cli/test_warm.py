@@ -60,19 +60,3 @@ def test_fp16_is_read_from_the_flags(compiled: list[Any]) -> None:
 def test_wide_layers_need_wide_tiles_too(compiled: list[Any]) -> None:
     assert main(["warm", "mixtral-8x7b"]) == 0
     assert "grouped_wide" in [unit.name for unit in compiled]
-
-
-@pytest.mark.parametrize(
-    ("command", "named"),
-    [
-        ("", "give MODEL, or --from-args"),
-        ("--from-args --hidden-size 2", "--from-args: --num-attention-heads"),
-        ("olmoe --expert-parallel 7", "olmoe: experts: found 64, allowed: a multiple of 7"),
-        ("llama-3-70b", "llama-3-70b has no experts"),
-    ],
-)
-def test_a_wrong_command_is_named(
-    compiled: list[Any], command: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["warm", *command.split()]) == 2
-    assert named in capsys.readouterr().err.replace("'", "") and not compiled

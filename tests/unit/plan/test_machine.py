@@ -16,13 +16,6 @@ from megatron_fluid.plan.machine import REFERENCE, Machine, machine_named
 CPU = REFERENCE["cpu"]
 
 
-def test_a_machine_survives_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "machine.json"
-    for machine in REFERENCE.values():
-        path.write_text(machine.dumps())
-        assert Machine.read(str(path)) == dataclasses.replace(machine, source=str(path))
-
-
 def test_names_give_reference_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, machine in REFERENCE.items():
         assert machine_named(name) is machine
@@ -38,7 +31,6 @@ def test_names_give_reference_figures(monkeypatch: pytest.MonkeyPatch) -> None:
         {"flops_per_s": 0},
         {"flops_per_s": "fast"},
         {"bytes_per_s": float("nan")},
-        {"wire_bytes_per_s": -1e9},
         {"wire_bytes_per_s": None},
         {"bytes_per_s": True},
         {"device": 3},
