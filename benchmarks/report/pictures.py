@@ -50,6 +50,14 @@ def _save(figure: Figure, path: Path) -> Path:
     return path
 
 
+def _label(axis: Axes, x: str, y: str = "", size: int = 9) -> None:
+    """Name an axis's directions, and leave out the frame above and beside it."""
+    axis.set_xlabel(x, fontsize=size)
+    axis.set_ylabel(y, fontsize=size)
+    axis.tick_params(labelsize=size)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
 def draw_overview(folder: Path = RESULTS, chart: Path = CHART) -> Path:
     """Bars of one message: how long a training iteration of each model takes, Megatron's best and
     with megatron_fluid."""
@@ -105,12 +113,8 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
         low = [rate * (1 - slow) for rate, (slow, _) in zip(rates, ratios, strict=True)]
         high = [rate * (fast - 1) for rate, (_, fast) in zip(rates, ratios, strict=True)]
         colours = [_OURS if row["variant"].startswith("fluid") else _OTHERS for row in rows]
-        names = [
-            words.get(
-                row["variant"], row["variant"].removeprefix("megatron_").replace("_", " ")
-            ).removeprefix("megatron_fluid ")
-            for row in rows
-        ]
+        names = [words.get(row["variant"], row["variant"].replace("_", " ")) for row in rows]
+        names = [re.sub(r"^megatron_fluid |,? without the checks .*", "", name) for name in names]
         axis.barh(
             range(len(rows)),
             rates,
@@ -121,14 +125,19 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
         )
         for place, (rate, more) in enumerate(zip(rates, high, strict=True)):
             axis.text(rate + more, place, f" {rate:,.1f}", va="center", fontsize=9)
-        axis.set_yticks(range(len(rows)), [textwrap.fill(_short(name), 30) for name in names])
+        axis.set_yticks(range(len(rows)), [textwrap.fill(name, 30) for name in names])
         axis.set_xlim(0, 1.2 * max(map(sum, zip(rates, high, strict=True))))
-        axis.spines[["top", "right"]].set_visible(False)
         layers = rows[0]["config"]["layers"]
         axis.set_title(f"{case}, {layers} layer{'s' if layers > 1 else ''}", fontsize=10)
-        axis.set_xlabel("thousand tokens/s (line: p10 to p90)", fontsize=9)
-        axis.tick_params(labelsize=9)
-        _draw_steps(losses, rows)
+        _label(axis, "thousand tokens/s (line: p10 to p90)")
+        for row in rows:  # Megatron's losses broad, megatron_fluid's thin above them
+            steps = range(1, len(row["config"]["losses"]) + 1)
+            fluid = row["variant"].startswith("fluid")
+            style = (
+                {"color": _OURS, "lw": 1.0, "zorder": 3} if fluid else {"color": _OTHERS, "lw": 3.5}
+            )
+            losses.plot(steps, row["config"]["losses"], **style)
+        _label(losses, "step", "loss, nats a token")
     figure.suptitle(
         f"Training iterations through Megatron's loop, {_device(document)}", fontsize=10
     )
@@ -142,25 +151,6 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
     return _save(figure, picture or Path(results).with_suffix(".png"))
 
 
-def _draw_steps(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The losses of every variant's steps: Megatron's broad, megatron_fluid thin above them."""
-    for row in rows:
-        losses, ours = row["config"]["losses"], row["variant"].startswith("fluid")
-        style: dict[str, Any] = (
-            {"color": _OURS, "lw": 1.0, "zorder": 3} if ours else {"color": _OTHERS, "lw": 3.5}
-        )
-        axis.plot(range(1, len(losses) + 1), losses, **style)
-    axis.set_xlabel("step", fontsize=9)
-    axis.set_ylabel("loss, nats a token", fontsize=9)
-    axis.tick_params(labelsize=9)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def _short(name: str) -> str:
-    """A variant's words without what all captured variants leave out."""
-    return re.sub(r",? without the checks .*", "", name)
-
-
 def draw_exposed(results: Path | str, picture: Path | None = None) -> Path:
     """Draw how much longer than its GEMM a linear under tensor parallelism takes, with
     megatron_fluid and with each rival, by the number of rows. A panel for each shape of which the
@@ -169,24 +159,22 @@ def draw_exposed(results: Path | str, picture: Path | None = None) -> Path:
     from matplotlib.figure import Figure
 
     document, suite = read_results(results), SUITES["tp_overlap"]
+    words = {**(suite.others or {}), "fluid": "megatron_fluid"}
     shown = re.compile(suite.shown(document["gpus"]))
+    rows = [row for row in document["rows"] if row["variant"] in words]
+    rows = [r for r in rows if shown.fullmatch(f"{r['case']} {r['mode']}")] or rows
     panels: dict[tuple[str, str], dict[str, list[tuple[int, float]]]] = {}
-    small: set[tuple[str, str]] = set()
-    for row in document["rows"]:
-        if row["variant"] != "fluid" and row["variant"] not in (suite.others or {}):
-            continue
+    for row in rows:
         operation, m, n, k = row["case"].split("-")
-        panel = (operation, f"N {n}, K {k}")
-        if not shown.fullmatch(f"{row['case']} {row['mode']}"):
-            small.add(panel)
-        points = panels.setdefault(panel, {}).setdefault(row["variant"], [])
-        points.append((int(m), row["config"]["exposed_ms"]))
-    panels = {
-        name: lines
-        for name, lines in panels.items()
-        if name not in small and max(map(len, lines.values())) > 1
-    } or panels
-    others = [name for name in suite.others or {} if any(name in each for each in panels.values())]
+        lines = panels.setdefault((operation, f"N {n}, K {k}"), {})
+        lines.setdefault(row["variant"], []).append((int(m), row["config"]["exposed_ms"]))
+    several = {name: lines for name, lines in panels.items() if max(map(len, lines.values())) > 1}
+    panels = several or panels
+    styles: dict[str, dict[str, Any]] = {
+        name: {"color": f"{0.25 + 0.1 * i}", "linestyle": dash, "marker": marker, "linewidth": 1.2}
+        for i, (name, dash, marker) in enumerate(zip(words, _DASHES, _MARKERS, strict=False))
+    }
+    styles["fluid"] = {"color": _OURS, "linewidth": 2.5, "marker": "o"}
     columns = min(2, len(panels))
     height = -(-len(panels) // columns)
     figure = Figure(figsize=(4.6 * columns, 3.4 * height + 0.7), layout="constrained")
@@ -195,23 +183,14 @@ def draw_exposed(results: Path | str, picture: Path | None = None) -> Path:
         axis.set_visible(False)
     drawn: dict[str, Any] = {}
     for axis, ((operation, shape), lines) in zip(axes.flat, sorted(panels.items()), strict=False):
-        for name in (*others, "fluid"):
-            points = sorted(lines.get(name, []))
-            at = others.index(name) if name in others else -1
-            style: dict[str, Any] = {"color": _OURS, "linewidth": 2.5, "marker": "o"}
-            if at >= 0:
-                style = {"color": f"{0.25 + 0.1 * at}", "linestyle": _DASHES[at]}
-                style |= {"marker": _MARKERS[at], "linewidth": 1.2}
-            if points:
-                label = "megatron_fluid" if at < 0 else (suite.others or {})[name]
-                [drawn[label]] = axis.plot(*zip(*points, strict=True), markersize=4, **style)
+        for name in filter(lines.get, words):
+            points = zip(*sorted(lines[name]), strict=True)
+            [drawn[words[name]]] = axis.plot(*points, markersize=4, **styles[name])
         axis.set_xscale("log", base=2)
         heading = "AllGather-GEMM" if operation == "ag" else "GEMM-ReduceScatter"
         axis.set_title(f"{heading}, {shape} on each GPU", fontsize=9)
-        axis.set_xlabel("M (rows)", fontsize=8)
-        axis.set_ylabel("ms longer than the GEMM alone", fontsize=8)
+        _label(axis, "M (rows)", "ms longer than the GEMM alone", 8)
         axis.axhline(0, color="0.6", linewidth=0.5)
-        axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"Communication that is not hidden, {_device(document)}", fontsize=10)
     figure.legend(
         drawn.values(), drawn, loc="outside lower center", ncols=3, fontsize=8, handlelength=3.5
@@ -245,13 +224,10 @@ def draw_losses(results: Path | str, picture: Path | None = None) -> Path:
             apart = _smooth([a - b for a, b in zip(seeds[1], seeds[0], strict=True)])
             words_of = f"{label}, another seed"
             right.plot(range(1, len(apart) + 1), apart, dash, color="0.6", lw=1, label=words_of)
-    left.set_ylabel("loss, nats a token", fontsize=9)
-    right.set_ylabel("difference, mean of 20 iterations", fontsize=9)
-    for axis in (left, right):
-        axis.set_xlabel("iteration", fontsize=9)
-        axis.legend(fontsize=7)
-        axis.tick_params(labelsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
+    _label(left, "iteration", "loss, nats a token")
+    _label(right, "iteration", "difference, mean of 20 iterations")
+    left.legend(fontsize=7)
+    right.legend(fontsize=7)
     figure.suptitle(f"Losses of training runs on real text, {_device(document)}", fontsize=10)
     return _save(figure, picture or Path(results).with_suffix(".png"))
 
