@@ -209,17 +209,17 @@ print(json.dumps([sorted(states), same, modes]))
 ASKED = {"MEGATRON_FLUID_CPU": "1"}
 _GPU = "torch.cuda.is_available = lambda: True"
 _FLAG = "import sys; sys.argv.append('--fluid-cpu')"
+alone = (pytest.mark.slow, no_gpu)
 
 
 @megatron
-@no_gpu
 @pytest.mark.parametrize(
     ("code", "environment", "applied"),
     [
         pytest.param(_GPU, ASKED, False, id="beside a GPU"),
-        pytest.param("", {}, False, id="not asked for", marks=pytest.mark.slow),
-        pytest.param("", ASKED, True, id="by the variable", marks=pytest.mark.slow),
-        pytest.param(_FLAG, {}, True, id="by the flag", marks=pytest.mark.slow),
+        pytest.param("", {}, False, id="not asked for", marks=alone),
+        pytest.param("", ASKED, True, id="by the variable", marks=alone),
+        pytest.param(_FLAG, {}, True, id="by the flag", marks=alone),
         pytest.param("", {**ASKED, "MEGATRON_FLUID": "off"}, False, id="off"),
     ],
 )
