@@ -208,3 +208,36 @@ def _refused(rank: int, ranks: int) -> None:
 
 def test_the_fused_form_refuses_what_its_kernel_cannot_multiply() -> None:
     run_ranks(_refused, 2, backend="nccl", timeout_s=100, env=TIMEOUT)
+
+
+def _captured(rank: int, ranks: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    made = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    x, up, down = (torch.randn(size, **made) for size in ((64, 128), (256, 128), (128, 256)))  # type: ignore[call-overload]
+
+    def step() -> tuple[torch.Tensor, ...]:
+        h = all_gather_matmul(x, up, group, transpose_b=True)
+        y = matmul_reduce_scatter(h, down, group, transpose_b=True)
+        return (y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, up, down]))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = step()
+    for _ in range(3):
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x))
+        graph.replay()
+        for found, expected in zip(captured, step(), strict=True):
+            error = (found.float() - expected.float()).norm() / expected.float().norm()
+            assert error < 0.01
+    close_group(group)
+
+
+@pytest.mark.skipif(SHARED, reason="gloo sends no tensors of GPUs")
+def test_a_captured_step_equals_the_eager_one() -> None:
+    run_ranks(_captured, 2, backend="nccl", timeout_s=100, env=TIMEOUT)
