@@ -67,14 +67,6 @@ def test_a_missing_peer_is_named_and_the_next_wait_gives_up_at_once() -> None:
     assert simulated.rank(0).errors.abort.item() == 1
 
 
-@pytest.mark.interpreter
-def test_ranks_that_arrived_leave_no_error() -> None:
-    simulated = SimulatedWorkspace(2, DEVICE)
-    _barrier(simulated, 0)  # gives up on rank 1, which is late in a sequential run
-    _barrier(simulated, 1)
-    simulated.rank(1).check_errors()
-
-
 def test_ranks_meet_before_and_after_memory_is_taken() -> None:
     """Else a peer writes into memory that is still to be zeroed, or that somebody still reads."""
     steps: list[str] = []
@@ -211,9 +203,7 @@ def test_a_region_enqueues_nothing(ranks: int) -> None:
 
 def test_a_region_that_does_not_fit_is_refused() -> None:
     space = SimulatedWorkspace(2).rank(0)
-    with pytest.raises(
-        FluidError, match="no space for 65537 flags of 'much': 0 of 65536 words are taken"
-    ):
+    with pytest.raises(FluidError, match="no space for 65537 flags of 'much'"):
         space.flags("much", slots=(1 << 16) + 1)
     for number in range(512):
         space.flags(f"region {number}")

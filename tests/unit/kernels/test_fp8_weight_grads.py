@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda import kernel_build
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_weight_grads.launch import (
     TurnedRows,
     add_fp8_weight_grads,
     blocks_of,
-    compile_fp8_weight_grads_ahead,
     fp8_weight_grads,
     turned_weight_grads,
 )
@@ -83,44 +82,37 @@ def test_blocks_of_bounds_the_blocks_that_rows_take() -> None:
         assert most <= blocks_of(rows, experts) <= rows // 128 + min(rows, experts)
 
 
-def _refused(name: str) -> tuple[TurnedRows, TurnedRows, Tensor]:
-    _, _, left, right = _operands()
-    match name:
-        case "dtype":
-            return TurnedRows(left.values.bfloat16(), left.scales), right, _OFFSETS
-        case "features":
-            return TurnedRows(left.values[:64], left.scales[:, :64].contiguous()), right, _OFFSETS
-        case "places":
-            return TurnedRows(left.values[:, 128:].contiguous(), left.scales), right, _OFFSETS
-        case "scales":
-            return left, TurnedRows(right.values, right.scales[1:]), _OFFSETS
-        case "scales' dtype":
-            return left, TurnedRows(right.values, right.scales.double()), _OFFSETS
-        case "strides":
-            turned = right.values.view(torch.uint8).t().contiguous().t()
-            return left, TurnedRows(turned.view(torch.float8_e4m3fn), right.scales), _OFFSETS
-        case _:
-            return left, right, _OFFSETS.long()
+def _columns(turned: TurnedRows, chosen: slice) -> TurnedRows:
+    return TurnedRows(turned.values[:, chosen].contiguous(), turned.scales)
+
+
+def _turned_strides(turned: TurnedRows) -> TurnedRows:
+    values = turned.values.view(torch.uint8).t().contiguous().t()
+    return TurnedRows(values.view(torch.float8_e4m3fn), turned.scales)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("change", "words"),
     [
-        ("dtype", "bfloat16"),
-        ("features", r"\[64, 512\]"),
-        ("places", r"\[256, 384\]"),
-        ("scales", r"\[3, 128\]"),
-        ("scales' dtype", "float64"),
-        ("strides", "contiguous"),
-        ("offsets", "int64"),
+        (lambda x: TurnedRows(x.values.bfloat16(), x.scales), "bfloat16"),
+        (lambda x: TurnedRows(x.values[:64], x.scales[:, :64].contiguous()), r"\[64, 512\]"),
+        (lambda x: _columns(x, slice(128, None)), r"\[256, 384\]"),
+        (lambda x: TurnedRows(x.values, x.scales[1:]), r"\[3, 256\]"),
+        (lambda x: TurnedRows(x.values, x.scales.double()), "float64"),
+        (_turned_strides, "contiguous"),
+        (None, "int64"),
     ],
+    ids="dtype features places scales scales'-dtype strides offsets".split(),
 )
-def test_operands_that_do_not_fit_are_refused(name: str, words: str) -> None:
-    left, right, offsets = _refused(name)
+def test_operands_that_do_not_fit_are_refused(
+    change: Callable[[TurnedRows], TurnedRows] | None, words: str
+) -> None:
+    _, _, left, right = _operands()
+    given = (left, right, _OFFSETS.long()) if change is None else (change(left), right, _OFFSETS)
     with pytest.raises(ConfigError, match=words):
-        fp8_weight_grads(left, right, offsets)
+        fp8_weight_grads(*given)
     with pytest.raises(ConfigError, match=words):
-        add_fp8_weight_grads(left, right, offsets, offsets.long(), torch.zeros(5, 256, 128))
+        add_fp8_weight_grads(*given, _OFFSETS.long(), torch.zeros(5, 256, 128))
 
 
 def test_outputs_that_do_not_fit_are_refused() -> None:
@@ -135,10 +127,3 @@ def test_outputs_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match="operands of fp8 weight gradients with"):
             add_fp8_weight_grads(left, right, _OFFSETS, places, outputs)
-
-
-def test_nothing_is_compiled_ahead_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[object] = []
-    monkeypatch.setattr(kernel_build, "start", started.append)
-    compile_fp8_weight_grads_ahead(torch.device("cpu"))
-    assert not started

@@ -14,7 +14,6 @@ from megatron_fluid.kernels.fused_gemm.launch import (
     MOST_ROWS,
     _Call,
     chunks_of_block,
-    rows_before,
     splits_of_depth,
     strips_of_block,
     tiles_of_block,
@@ -166,33 +165,9 @@ def test_k_is_cut_where_tiles_are_few_and_k_is_long() -> None:
         assert parts == 1 or 4 * tiles * parts * 2**16 <= 2**28
 
 
-def test_shards_come_whole_where_others_keep_the_tensor_cores_busy_until_they_are_there() -> None:
-    def early(rows: int, width: int, depth: int) -> list[bool]:
-        return [rows_before(rows, width, depth, 4, 66, step) < step * rows for step in (1, 2, 3)]
-
-    assert early(2048, 7168, 8192) == [False] * 3
-    assert early(256, 3072, 49152) == [True, True, False]
-    assert early(256, 512, 512) == [True] * 3, "all tiles are begun at once"
-
-
 def test_the_most_rows_have_a_chunk_for_every_strip() -> None:
     for width in (256, 1024, 57344):
         assert strips_of_block(tiles_of_block(MOST_ROWS, width, 8, 66)) <= MOST_CHUNKS
-
-
-def test_waves_of_tiles_are_whole_where_that_pays() -> None:
-    # 24 pairs of strips of features: tiles of 256 tokens make a wave and a half, which fewer tokens
-    # a tile would not mend.
-    assert tiles_of_block(512, 6144, 2, 66) == 2
-    assert wave_cost(512, 6144, 2, 66, 2) > 1.25
-    # 40 pairs, 6 units of rows: one tile a block makes 80, two waves; more would be more waves.
-    assert tiles_of_block(192, 10240, 2, 66) == 1
-    # 10 pairs, 10 units on 4 ranks: 2 tiles make 80, 3 make 120, in two waves of narrower ones.
-    assert tiles_of_block(320, 2560, 4, 66) == 3
-    for rows, width in ((4096, 14336), (4096, 6144), (2048, 49152)):
-        units = rows // 32
-        high = tiles_of_block(rows, width, 2, 66)
-        assert units / 8 <= high <= units / 6
 
 
 def test_a_call_is_laid_out_as_the_kernel_reads_it(host: ctypes.CDLL) -> None:

@@ -12,7 +12,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,9 +331,7 @@ def test_what_does_not_match_is_refused() -> None:
         grouped_matmul(x, w.transpose(1, 2), offsets)
     with pytest.raises(ConfigError, match="offsets: found 'torch.int64"):
         grouped_matmul(x, w, offsets.long())
-    with pytest.raises(
-        ConfigError, match="offsets: found 'torch.int32 .1.', allowed: torch.int32 .2."
-    ):
+    with pytest.raises(ConfigError, match="offsets: found 'torch.int32 .1.'"):
         grouped_matmul(x, w, offsets[:1])
     with pytest.raises(ConfigError, match="left has 4 rows and right 3"):
         grouped_weight_grad(x, x[:3], offsets)
@@ -420,19 +417,3 @@ def test_a_source_that_does_not_compile_shows_the_compilers_words() -> None:
         nvrtc.Unit(
             "wrong.cu", b"int wrong = nothing;\n", (), ("--gpu-architecture=sm_90a",)
         ).compile()
-
-
-@pytest.mark.parametrize("missing", ["cuda.bindings", "the library"])
-def test_without_a_compiler_its_packages_are_named(
-    monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    def nowhere(*_: object) -> Any:
-        raise ImportError("No module named 'cuda'")
-
-    def unloadable() -> None:
-        raise RuntimeError("found no libnvrtc.so.13")
-
-    library = SimpleNamespace(nvrtcVersion=unloadable)
-    monkeypatch.setattr(nvrtc, "_nvrtc", nowhere if missing == "cuda.bindings" else lambda: library)
-    with pytest.raises(FluidError, match=r"pip install cuda-bindings nvidia-cuda-nvrtc\)"):
-        nvrtc.version()

@@ -12,9 +12,8 @@ import torch
 from megatron_fluid.kernels.move_tokens.reduce_slots import reduce_slots, reduce_slots_kernel
 from tests.support.machine import NEEDS_INTERPRETER
 
-pytestmark = pytest.mark.interpreter
 
-
+@pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(4, 3, 5), (2, 33, 129), (8, 1, 4097), (3, 0, 7)])
 @pytest.mark.parametrize("with_bias", [False, True])

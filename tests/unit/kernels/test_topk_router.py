@@ -1,16 +1,12 @@
-"""Top-k and softmax in one kernel against the plain router."""
+"""Top-k and softmax in one kernel against the plain router, and what becomes of dense routing."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 
-from megatron_fluid.backward.autograd import apply, once_differentiable
-from megatron_fluid.backward.deferred_linear import deferred_linear
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.fused_router import topk_softmax
+from megatron_fluid.moe.fused_router import chosen_of, topk_softmax
 from megatron_fluid.moe.router import route
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,15 +53,6 @@ def test_numbers_that_are_none_choose_experts_that_exist_once_each() -> None:
     assert torch.allclose(probs.cpu(), expected, equal_nan=True)
 
 
-def test_logits_equal_a_linear_layer() -> None:
-    x, weight = (torch.randn(n, 16, device=DEVICE).requires_grad_() for n in (10, 6))
-    grad = torch.randn(10, 6, device=DEVICE)
-    found = torch.autograd.grad(deferred_linear(x, weight, wide=True), (x, weight), grad)
-    expected = torch.autograd.grad(x @ weight.t(), (x, weight), grad)
-    for a, b in zip(found, expected, strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
-
-
 def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ConfigError, match="top_k"):
         topk_softmax(torch.zeros(3, 6), 7)
@@ -73,24 +60,27 @@ def test_what_does_not_fit_is_named() -> None:
         topk_softmax(torch.zeros(3, 6, dtype=torch.bfloat16), 2)
 
 
-class _Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x * grad
-
-
-def test_functions_are_differentiable_once() -> None:
-    x = torch.tensor([3.0], requires_grad=True)
-    y = apply(_Square, x)
-    assert type(y.grad_fn).__name__ == "_SquareBackward"
-    (dx,) = torch.autograd.grad(y, x, retain_graph=True)
-    assert dx.item() == 6 and not dx.requires_grad
-    with pytest.raises(ConfigError, match="_Square.backward: create_graph: found True"):
-        torch.autograd.grad(y, x, torch.ones(1), create_graph=True)
+@pytest.mark.interpreter
+@pytest.mark.parametrize("turned", [False, True])
+def test_chosen_of_gives_every_choice_its_probability(turned: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    tokens, experts, top_k = 20, 8, 3
+    routing_map = torch.zeros(tokens, experts, dtype=torch.bool)
+    drawn = torch.rand(tokens, experts, generator=generator)
+    routing_map.scatter_(1, drawn.topk(top_k, -1).indices, True)
+    routing_map[4] = False
+    routing_map[5, routing_map[5].nonzero()[0]] = False
+    probs = (drawn * routing_map).to(DEVICE).requires_grad_()
+    routing_map = routing_map.to(DEVICE)
+    # Two ranks of four experts; the second keeps its own in descending order.
+    columns = torch.tensor([0, 1, 2, 3, 7, 6, 5, 4], device=DEVICE) if turned else None
+    ids, picked = chosen_of(probs, routing_map, top_k, columns)
+    expert = ids if columns is None else torch.where(ids < 0, ids, columns[ids.long()].int())
+    for t in range(tokens):
+        chosen = expert[t][ids[t] >= 0].tolist()
+        assert sorted(chosen) == routing_map[t].nonzero()[:, 0].tolist()
+        assert torch.equal(picked[t][ids[t] >= 0], probs[t, chosen])
+        assert ids[t][ids[t] >= 0].tolist() == sorted(ids[t][ids[t] >= 0].tolist())
+    assert not picked[ids < 0].any()
+    picked.sum().backward()
+    assert torch.equal(probs.grad, routing_map.float())
