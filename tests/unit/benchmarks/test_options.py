@@ -1,15 +1,23 @@
-"""Options of the benchmarks that would not be followed: refused by name, before any rank waits for
-another."""
+"""How benchmarks are started: options that would not be followed are refused by name, the rank is
+found under several launchers, and `make bench` goes on after a suite that failed."""
 
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
-from benchmarks.harness import options
+from benchmarks.harness import run_all
+from benchmarks.harness.launchers import NodeLaunch, RankLaunch, detect_launch
+from benchmarks.harness.run_all import SUITES, Job, main
+from benchmarks.report.descriptions import SUITES as WORDS
+from megatron_fluid.errors import ConfigError
 
 MODES = "found 'nosuch', allowed: some of forward, train, comma-separated"
 
@@ -45,22 +53,79 @@ def test_an_unknown_or_idle_option_is_refused(
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("suite", ["moe_layer", "grouped_gemm"])
+LOCAL = ("127.0.0.1", 29500)
+
+
+def environment(prefix: str = "", **variables: object) -> dict[str, str]:
+    return {prefix + name: str(value) for name, value in variables.items()}
+
+
+def test_each_launcher_is_understood() -> None:
+    env = environment(RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, MASTER_ADDR="a", MASTER_PORT=7)
+    assert detect_launch(env) == RankLaunch(5, 8, 1, "a", 7, "torchrun")
+    env = environment("OMPI_COMM_WORLD_", RANK=3, SIZE=4, LOCAL_RANK=3)
+    assert detect_launch(env) == RankLaunch(3, 4, 3, *LOCAL, "mpirun")
+    launch = detect_launch(
+        environment(NODE_RANK=1, WORLD_SIZE=16, WORLD_LOCAL_SIZE=8, MASTER_ADDR="10.0.0.1")
+    )
+    assert launch == NodeLaunch(1, 16, 8, "10.0.0.1", 29500)
+    assert launch.rank(2) == RankLaunch(10, 16, 2, "10.0.0.1", 29500, "nodes")
+    assert detect_launch({"PATH": "/bin"}) is None
+
+
 @pytest.mark.parametrize(
-    ("arguments", "found"), [([], "no GPU"), (["--smoke"], "--smoke without Triton's interpreter")]
+    ("env", "named"),
+    [
+        (environment(RANK="x", WORLD_SIZE=2), "RANK"),
+        (environment(RANK=2, WORLD_SIZE=2), "RANK"),
+        (environment(NODE_RANK=0, WORLD_LOCAL_SIZE=8), "WORLD_SIZE"),
+        (environment(NODE_RANK=2, WORLD_SIZE=16, WORLD_LOCAL_SIZE=8), "NODE_RANK"),
+        (environment(NODE_RANK=0, WORLD_SIZE=16, WORLD_LOCAL_SIZE=8), "MASTER_ADDR"),
+        (
+            environment("OMPI_COMM_WORLD_", RANK=9, SIZE=16, LOCAL_SIZE=8),
+            "MASTER_ADDR: not set, with 8 of 16 ranks on this node",
+        ),
+        (environment(PMI_RANK=0, PMI_SIZE=4, MPI_LOCALNRANKS=2), "MASTER_ADDR"),
+    ],
 )
-def test_without_a_gpu_a_suite_says_what_runs_instead(
-    suite: str,
-    arguments: list[str],
-    found: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_what_is_wrong_is_named(env: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        detect_launch(env)
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_every_suite_that_has_words_is_run() -> None:
+    assert {job.suite for job in SUITES} | {"slow_wire"} == set(WORDS)  # which needs no GPU
+    suites = ROOT / "benchmarks" / "suites"
+    assert all((suites / f"{job.suite}.py").is_file() for job in SUITES)
+
+
+def test_the_others_are_measured_after_one_failed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(options, "INTERPRETED", False)
-    with pytest.raises(SystemExit) as caught:
-        _program(suite).main(arguments)
-    assert caught.value.code == 2
-    said = capsys.readouterr().err
-    assert f"found {found}; one tiny case runs without a GPU" in said
-    assert f"TRITON_INTERPRET=1 NPROC=1 benchmarks/launch.sh {suite} --smoke" in said
+    seen: list[str] = []
+
+    def fake(job: Job, gpus: int, factor: float, command: Sequence[str] | None = None) -> str:
+        seen.append(job.suite)
+        return "failed, exit code 1" if job.suite == "attention" else "measured"
+
+    monkeypatch.setattr(run_all, "run", fake)
+    monkeypatch.setattr(run_all.torch.cuda, "device_count", lambda: 2)
+    assert main(["--only", "block", "attention"]) == 1
+    assert seen == ["attention", "block"]
+    assert "failed, exit code 1" in capfd.readouterr().out
+    assert main(["--only", "block"]) == 0
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("pictures", 1), ("pretrain", 1), ("moe_layer", 2)])
+def test_a_program_of_one_process_is_launched_once(name: str, ranks: int) -> None:
+    """The Python that launch.sh starts only prints its arguments."""
+    command = [str(ROOT / "benchmarks" / "launch.sh"), name, "--help"]
+    environment = {**os.environ, "NPROC": "2", "PYTHON": "/bin/echo"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    launched = f"-m torch.distributed.run --standalone --nproc_per_node {ranks}" in done.stdout
+    assert launched is (ranks > 1), done.stdout
+    assert re.search(rf"-m benchmarks\.\w+\.{name} --help$", done.stdout.strip()), done.stdout

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks.cases.tensor_parallel import SWEEPS, divided
-from benchmarks.harness import timing
+from benchmarks.harness import measured_code, timing
+from benchmarks.harness.measured_code import ROOT, fingerprint, measured_files
 from benchmarks.harness.results import (
     RESULTS,
     Row,
@@ -22,8 +20,8 @@ from benchmarks.harness.results import (
     validate,
     write_results,
 )
-from benchmarks.harness.timing import Timing, measure, quantile, rows_of, slowest_rank
-from benchmarks.suites.tp_overlap import Report, recommend
+from benchmarks.harness.timing import measure, quantile, slowest_rank
+from benchmarks.report.tables import summary
 from benchmarks.tune import tp_table
 from megatron_fluid.tensor_parallel.measured import read_table
 
@@ -65,55 +63,6 @@ def test_the_host_s_time_stands_beside_a_gpu_s(monkeypatch: pytest.MonkeyPatch) 
     assert on_cpu.host_ms is None and on_cpu.row("case", "forward", "a").config == {}
 
 
-def test_a_cpu_has_no_head_start() -> None:
-    assert timing.layer_head_start_ms(torch.device("cpu")) == 0.0
-    started = time.perf_counter()
-    measure({"a": lambda: None}, "cpu", warmup=0, iters=1, head_start_ms=60_000.0)
-    assert time.perf_counter() - started < 30
-    with pytest.raises(ValueError, match="head_start_ms -1"):
-        measure({"a": lambda: None}, "cpu", head_start_ms=-1.0)
-
-
-def test_a_result_file_has_the_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLUID_COMMIT", "abc")
-    rows = rows_of(
-        {"fluid": Timing(2.0, 1.0, 3.0, 5), "floor": Timing(1.0, 1.0, 1.0, 5)},
-        "case",
-        "forward",
-        {"h": 4},
-    )
-    document = read_results(
-        write_results("suite", rows, 4, tmp_path / "deep" / "suite.json", command="make it")
-    )
-    assert list(document) == [
-        "suite",
-        "date",
-        "commit",
-        "gpu",
-        "gpus",
-        "torch",
-        "cuda",
-        "nccl",
-        "triton",
-        "megatron_core",
-        "transformer_engine",
-        "command",
-        "code",
-        "rows",
-    ]
-    assert (document["commit"], document["gpus"], document["command"]) == ("abc", 4, "make it")
-    assert document["rows"][0] == {
-        "case": "case",
-        "mode": "forward",
-        "variant": "fluid",
-        "median_ms": 2.0,
-        "p10_ms": 1.0,
-        "p90_ms": 3.0,
-        "iters": 5,
-        "config": {"h": 4},
-    }
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -145,28 +94,6 @@ def test_a_sample_is_that_of_the_slowest_rank() -> None:
     )
 
 
-def test_exposed_and_hidden_are_relative_to_the_gemm_and_to_nccl() -> None:
-    timings = {
-        name: Timing(ms, ms, ms, 1)
-        for name, ms in {"gemm_only": 2.0, "torch": 3.0, "fluid": 2.25}.items()
-    }
-    report = Report("ag", (8, 4, 2), (8, 8, 2), timings, {"flux": "not there"}, {"fluid": 1e-3})
-    assert (report.exposed("fluid"), report.hidden("fluid"), report.hidden("torch")) == (
-        0.25,
-        0.75,
-        0.0,
-    )
-    row = next(row for row in report.rows() if row.variant == "fluid")
-    assert (row.case, row.config["exposed_ms"], row.config["hidden"]) == ("ag-8-4-2", 0.25, 0.75)
-    assert any("flux" in line and "absent: not there" in line for line in report.lines())
-    assert any(
-        line.startswith("ag-8-4-2") and " fluid " in line and "1.125" in line
-        for line in recommend([report])
-    )
-    free = Report("ag", (8, 4, 2), (8, 8, 2), {**timings, "torch": timings["gemm_only"]})
-    assert free.hidden("fluid") is None and free.rows()
-
-
 def test_a_command_does_not_tell_where_its_files_were_put(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "--profile --profile-folder here/too --iters 3 --output there/r.json --modes train"
     script = RESULTS.parent / "suites" / "tp_layer.py"
@@ -188,17 +115,8 @@ def test_the_committed_table_is_that_of_the_committed_results(path: Path) -> Non
 
 
 def test_the_table_of_backends_is_made_from_results(tmp_path: Path) -> None:
-    def row(case: str, variant: str, milliseconds: float, host_us: float | None = None) -> Row:
-        return Row(
-            case,
-            "forward",
-            variant,
-            milliseconds,
-            milliseconds,
-            milliseconds,
-            1,
-            {"host_us": host_us},
-        )
+    def row(case: str, variant: str, ms: float, host_us: float | None = None) -> Row:
+        return Row(case, "forward", variant, ms, ms, ms, 1, {"host_us": host_us})
 
     rows = [
         row("ag-8-4-4", "torch", 2.0, 1000.0),
@@ -216,29 +134,51 @@ def test_the_table_of_backends_is_made_from_results(tmp_path: Path) -> None:
     assert tp_table.main([str(results), "--output", str(tmp_path / "table.json")]) == 0
     table = [tuple(entry) for entry in json.loads((tmp_path / "table.json").read_text())]
     assert set(table) >= {entry for entry in read_table() if entry[0] != gpu}
-    ours = [entry for entry in table if entry[0] == gpu]
-    host_bound = (gpu, 4, "gather", 8, 4, 4, "collective")
-    assert ours == [
-        (gpu, 4, "gather", 8, 4, 2, "fused"),
-        host_bound,
-        (gpu, 4, "scatter", 8, 4, 2, "collective"),
+    assert [entry[2:] for entry in table if entry[0] == gpu] == [
+        ("gather", 8, 4, 2, "fused"),
+        ("gather", 8, 4, 4, "collective"),  # the host takes longer than the GPU
+        ("scatter", 8, 4, 2, "collective"),
     ]
 
 
-def test_a_case_that_the_ranks_do_not_divide_is_left_out_by_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+ROWS = [
+    Row("mixtral-8x7b", "train", variant, ms, ms, ms, 3)
+    for variant, ms in (("megatron_te_alltoall", 4.0), ("fluid", 2.0), ("fluid_megatron", 2.0))
+]
+
+
+def names(suite: str) -> set[str]:
+    return {file.relative_to(ROOT).as_posix() for file in measured_files(suite)}
+
+
+def test_a_suite_measures_what_it_imports_and_nothing_else() -> None:
+    grouped = names("grouped_gemm")
+    assert "megatron_fluid/kernels/grouped_gemm/launch.py" in grouped
+    assert "megatron_fluid/kernels/grouped_gemm/kernel.cu" in grouped, "compiled, not imported"
+    assert not any(name.startswith(("patches/", "megatron_fluid/attention")) for name in grouped)
+    layer = names("moe_layer")
+    assert "megatron_fluid/moe/layer.py" in layer, "by its public name"
+    assert "patches/moe/layer.py" in names("pretrain"), "started in another process"
+    assert not any(name.startswith("tests/") for name in layer)
+
+
+def test_every_suite_has_a_fingerprint_of_its_own() -> None:
+    suites = sorted(path.stem for path in (ROOT / "benchmarks" / "suites").glob("[a-z]*.py"))
+    found = [fingerprint(suite) for suite in suites]
+    assert None not in found and len(set(found)) == len(suites)
+    assert fingerprint("no such suite") is None
+
+
+def test_a_table_is_marked_once_measured_code_changes_but_not_its_comments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allowed = "allowed: M and N (ag), M and K (rs) that are multiples of the 3 ranks\n"
-    fits = ("ag", 66, 96, 32)
-    for rank, said in (
-        ("0", f"cases left out: found ag-66-32-96, rs-64-33-33, {allowed}"),
-        ("1", ""),
-    ):
-        monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit) as caught:
-            divided(SWEEPS["goals"], 3)
-        assert caught.value.code == (2 if said else 0)
-        capsys.readouterr()
-        assert divided([("ag", 66, 32, 96), fits, ("rs", 64, 33, 33)], 3) == [fits]
-        assert capsys.readouterr().err == said
-    assert divided(SWEEPS["layers"], 4) == SWEEPS["layers"]
+    real = measured_code.measured_files
+    changed = tmp_path / "changed.py"
+    changed.write_text("def one():\n    return 1\n")
+    monkeypatch.setattr(measured_code, "ROOT", Path("/"))
+    monkeypatch.setattr(measured_code, "measured_files", lambda suite: [*real(suite), changed])
+    write_results("moe_layer", ROWS, 1, tmp_path / "moe_layer-1gpu.json", command="x")
+    changed.write_text('def one():\n    """Return 1."""\n    return 1  # one\n')
+    assert "earlier version" not in summary(tmp_path)
+    changed.write_text("def one():\n    return 2\n")
+    assert "the measured code has changed since" in summary(tmp_path)
