@@ -47,10 +47,6 @@ WING_FLOORS = (
 )
 WING_FLOOR = {room: number for number, rooms in enumerate(WING_FLOORS) for room in rooms}
 
-# Circles that still exist, as the modules of each. To be emptied: a circle that is gone fails the
-# test until its line is taken out.
-CIRCLES: frozenset[frozenset[str]] = frozenset()
-
 
 def modules() -> Iterator[tuple[str, Path]]:
     """Every module of the package, by the name it is imported by."""
@@ -175,13 +171,7 @@ def test_imports_go_down_inside_the_megatron_wing() -> None:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    found = circles(graph())
-    assert found == CIRCLES, [sorted(circle) for circle in found ^ CIRCLES]
-
-
-def test_circles_are_found() -> None:
-    edges = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e"}}
-    assert circles(edges) == {frozenset("bc"), frozenset("e")}
+    assert not circles(graph())
 
 
 def test_importing_the_package_imports_neither_torch_nor_megatron() -> None:

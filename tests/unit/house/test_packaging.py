@@ -51,18 +51,8 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel that `pip install` builds from the source archive; without a network, so with this
     environment's setuptools."""
     folder = tmp_path_factory.mktemp("wheel")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(folder),
-        str(sdist),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, *"-m pip wheel --no-deps --no-build-isolation -w".split()]
+    done = subprocess.run([*command, str(folder), str(sdist)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return next(folder.glob("megatron_fluid-*.whl"))
 
@@ -118,8 +108,8 @@ def test_it_is_installed_in_a_clean_environment(wheel: Path, tmp_path: Path) -> 
     command += ["--no-build-isolation", "--quiet", "--ignore-installed"]
     subprocess.run([*command, str(wheel)], check=True)
     code = (
-        "import megatron_fluid, megatron_fluid.patches as p, megatron_fluid.patches.engine.engine "
-        "as e\n"
+        "import megatron_fluid, megatron_fluid.patches as p\n"
+        "import megatron_fluid.patches.engine.engine as e\n"
         "from megatron_fluid.cli import main\n"
         "import importlib.util\n"
         "assert importlib.util.find_spec('patches') is None\n"
@@ -157,26 +147,6 @@ def test_a_wheel_imports_itself_at_start_only_if_a_variable_asks(
         assert done.stdout.startswith(found), done.stderr
 
 
-def test_a_wheel_is_imported_without_being_unpacked(wheel: Path, tmp_path: Path) -> None:
-    """With the sources of its kernels, and the table that it reads."""
-    code = (
-        "import megatron_fluid.patches as p, megatron_fluid.kernels.sm90.launch as k\n"
-        "from megatron_fluid.kernels.grouped_gemm.launch import GROUPED\n"
-        "from megatron_fluid.tensor_parallel.measured import read_table\n"
-        "print(p.__file__, len(k.HEADER.read_text()) > 0 < len(GROUPED.path.read_text()))\n"
-        "print(len(read_table()) > 0)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(wheel)},
-        capture_output=True,
-        text=True,
-    )
-    inside = wheel / "megatron_fluid" / "patches" / "__init__.py"
-    assert done.stdout.split() == [str(inside), "True", "True"], done.stderr
-
-
 def test_a_source_tree_on_the_path_uses_its_own_patches(source_copy: Path, tmp_path: Path) -> None:
     code = "import megatron_fluid.patches.engine.engine as e, megatron_fluid.config as c; "
     code += "print(e.__file__, c.__file__)"
@@ -190,19 +160,10 @@ def test_a_source_tree_on_the_path_uses_its_own_patches(source_copy: Path, tmp_p
     ]
 
 
-def test_metadata() -> None:
-    assert PROJECT["name"] == "megatron-fluid"
-    assert PROJECT["requires-python"] == ">=3.12"
-    assert set(EXTRAS) == {"megatron", "te", "dev", "nvshmem"}
-    assert {re.split(r"[><=; ]", line)[0] for line in PROJECT["dependencies"]} == {
-        "torch",
-        "triton",
-        "wrapt",
-    }
+def test_the_version_is_that_of_the_changelog() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", megatron_fluid.__version__)
     released = re.findall(r"^## \[(\d[\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert released[0] == megatron_fluid.__version__
-    assert "Apache License" in (ROOT / "LICENSE").read_text()
 
 
 def test_every_extra_that_a_page_or_a_script_names_exists() -> None:

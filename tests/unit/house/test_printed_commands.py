@@ -166,12 +166,7 @@ def check_training(name: str, words: list[str]) -> None:
 def check_a_script(name: str) -> None:
     if name in SCRIPTS_OF_A_READER:
         return
-    path = ROOT / name
-    assert path.is_file(), f"there is no {name}"
-    # torchrun and python put the script's own folder on the path, and nothing else.
-    text = path.read_text()
-    imports = re.search(r"^(from|import) (benchmarks|tests)\b", text, flags=re.MULTILINE)
-    assert not imports or "sys.path.insert" in text, f"{name} does not find {imports.group(2)}"
+    assert (ROOT / name).is_file(), f"there is no {name}"
 
 
 def check_make(words: list[str]) -> None:
@@ -239,13 +234,8 @@ def check(words: list[str]) -> None:
             check_training(name, rest)
 
 
-def test_commands_are_found_in_documents_and_docstrings() -> None:
-    assert HERE in {line.split(" --")[0] for line in printed()}
-    assert "torchrun --nproc_per_node 4 tests/test_correctness.py" in printed()
-    assert sum(line.startswith("benchmarks/launch.sh") for line in printed()) > 5
-
-
 def test_every_printed_command_names_what_is_here() -> None:
+    assert HERE in {line.split(" --")[0] for line in printed()}, "docstrings are searched"
     wrong = []
     for line, place in printed().items():
         try:
@@ -266,20 +256,13 @@ def test_every_flag_of_this_package_in_a_text_is_one_it_has() -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("torchrun --nproc_per_node 2 benchmarks/suites/moe_layer.py", "does not find benchmarks"),
         ("torchrun --nproc_per_node 2 benchmarks/moe_layer.py", "there is no"),
-        ("benchmarks/launch.sh moe_layers", "no program moe_layers"),
         ("benchmarks/launch.sh tp_overlap --sweeps all", "--sweeps"),
         ("pip install '.[nothing]'", "nothing"),
         ("make pretrains", "pretrains"),
-        ("make pretrain ARGZ=--help", "ARGZ"),
         ('make pretrain ARGS="--train-itters 5"', "--train-itters"),
         ("megatron-fluid doctor --bandwith", "--bandwith"),
-        ("megatron-fluid profile --compares", "--compares"),
-        ("megatron-fluid profiles --compare", "no megatron-fluid profiles"),
         ("megatron-fluid run -m megatron_fluid.cli doctor --bandwith", "--bandwith"),
-        ("megatron-fluid run examples/pretrain_gpt.py", "there is no"),
-        ("torchrun examples/pretrain_gpt_moe.py --fluid-moe-backends rounds", "--fluid-moe-back"),
         ("pytest tests/gpus", "there is no"),
     ],
 )

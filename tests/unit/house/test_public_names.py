@@ -27,17 +27,6 @@ def test_it_resolves_to_its_modules_own(name: str) -> None:
     assert name in importlib.import_module(module).__all__
 
 
-def test_the_names_of_the_documents_are_there() -> None:
-    assert set(NAMES) >= {
-        "MoEBaseline",
-        "MultiCardOverlapContext",
-        "TransformerLayer",
-        "get_backward_scheduler",
-        "get_fluid_custom_layers",
-        "moe_multicard_p2p_overlap_forward",
-    }
-
-
 def test_type_checkers_see_the_same_names() -> None:
     tree = ast.parse(Path(megatron_fluid.__file__).read_text())
     block = next(
@@ -73,23 +62,15 @@ def _callables(name: str, value: Any) -> Iterator[tuple[str, Callable[..., Any]]
                 yield f"{name}.{method}", getattr(value, method)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_help_shows_what_can_be_given(name: str) -> None:
-    if megatron_fluid._PUBLIC[name].startswith("megatron_fluid.patches."):
-        pytest.skip("its parameters are Megatron's")
+@pytest.mark.parametrize("room", ["", ".attention", ".low_latency", ".tensor_parallel"])
+def test_help_shows_what_can_be_given(room: str) -> None:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    for shown, function in _callables(name, getattr(megatron_fluid, name)):
-        parameters = inspect.signature(function).parameters.values()
-        assert not [p.name for p in parameters if p.kind in variable], shown
-
-
-@pytest.mark.parametrize("room", ["attention", "low_latency", "tensor_parallel"])
-def test_help_shows_what_a_rooms_names_take(room: str) -> None:
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    module = importlib.import_module(f"megatron_fluid.{room}")
+    module = importlib.import_module(f"megatron_fluid{room}")
     for name in getattr(module, "__all__", ()):
-        if callable(getattr(module, name)):
-            for shown, function in _callables(name, getattr(module, name)):
+        if megatron_fluid._PUBLIC.get(name, "").startswith("megatron_fluid.patches."):
+            continue  # its parameters are Megatron's
+        if callable(value := getattr(module, name)):
+            for shown, function in _callables(name, value):
                 parameters = inspect.signature(function).parameters.values()
                 assert not [p.name for p in parameters if p.kind in variable], shown
 
@@ -111,7 +92,3 @@ def test_the_fields_of_a_config_are_shown_where_they_are_taken(
         value = getattr(value, part)
     shown = inspect.signature(value).parameters
     assert set(fields) <= set(shown) and not {"internode", "do_send"} & set(shown)
-
-
-def test_type_checkers_may_read_the_package() -> None:
-    assert (Path(megatron_fluid.__file__).parent / "py.typed").is_file()
