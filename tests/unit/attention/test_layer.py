@@ -67,30 +67,6 @@ def test_a_retained_graph_can_be_used_twice_and_another_says_so() -> None:
         y.sum().backward()
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_heads_are_let_go_in_backward_and_recomputed_once_under_a_checkpoint(
-    monkeypatch: pytest.MonkeyPatch, groups: int
-) -> None:
-    seen: list[StorageWeakRef] = []
-
-    def run(q: Tensor, *rest: Any) -> Tensor:
-        seen.append(StorageWeakRef(q.untyped_storage()))
-        return CORE_KERNELS["sdpa"].run(q, *rest)
-
-    kernel = CoreKernel("seen", lambda _: None, run)
-    monkeypatch.setattr(layer_module, "choose_kernel", lambda *_: kernel)
-    layer, x = _layer(qk_norm=True, head_groups=groups), _input()
-    y = layer(x)
-    assert len(seen) == groups and not any(heads.expired() for heads in seen)
-    y.sum().backward()
-    assert all(heads.expired() for heads in seen)
-    seen.clear()
-    y = checkpoint(layer, x, use_reentrant=False)
-    assert len(seen) == groups and all(heads.expired() for heads in seen)
-    y.sum().backward()
-    assert len(seen) == 2 * groups and all(heads.expired() for heads in seen)
-
-
 @pytest.fixture
 def storages(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
     """Weak references to the memory of packed heads, of what attention makes of them, and of what

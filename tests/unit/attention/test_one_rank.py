@@ -14,7 +14,6 @@ from megatron_fluid.attention.exchange.rounds import RoundsExchange
 from megatron_fluid.attention.layer import SelfAttention
 from megatron_fluid.attention.overlap import overlapped_attention
 from megatron_fluid.attention.packed import Rotary
-from megatron_fluid.backward.weight_grads import WeightGradScheduler
 
 
 def _layer(**settings: Any) -> SelfAttention:
@@ -65,18 +64,6 @@ def test_rows_that_are_not_contiguous_are_attended_like_others(rotary: Rotary | 
     assert torch.equal(y, expected[0]) and torch.equal(leaf.grad.transpose(0, 1), expected[1])
     for parameter, gradient in zip(layer.parameters(), expected[2:], strict=True):
         assert parameter.grad is not None and torch.equal(parameter.grad, gradient)
-
-
-def test_weight_gradients_are_queued_where_the_scheduler_asks_for_them() -> None:
-    scheduler = WeightGradScheduler()
-    layer, x = _layer(scheduler=scheduler), _input()
-    expected = _results(layer, x, layer(x))
-    layer.zero_grad()
-    scheduler.enabled, x = True, _input()
-    found = _results(layer, x, layer(x))
-    assert type(layer(x).grad_fn).__name__ == "_OverlappedAttentionBackward"
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
 
 
 def test_a_call_is_made_anew_only_where_something_changed() -> None:

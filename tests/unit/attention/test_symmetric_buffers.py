@@ -1,5 +1,5 @@
 """The receive buffers of attention over symmetric memory: who may write them when, what they keep,
-how they grow, and what a capture finds of them; the choice of a transport."""
+how they grow, and what a capture finds of them and of tables; the choice of a transport."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_fluid.attention import tables
 from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreCase
+from megatron_fluid.attention.exchange import symmetric
 from megatron_fluid.attention.exchange.protocol import Projection
 from megatron_fluid.attention.exchange.registry import symmetric_heads_unsupported_reason
 from megatron_fluid.attention.exchange.symmetric import (
@@ -24,6 +26,7 @@ from megatron_fluid.attention.exchange.symmetric import (
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.overlap import AttentionCall, overlapped_attention
 from megatron_fluid.attention.packed import Rotary
+from megatron_fluid.attention.tables import FUSED
 from megatron_fluid.errors import ConfigError, FluidError
 from tests.distributed.test_attention import Case, _layers
 from tests.support.machine import NEEDS_INTERPRETER
@@ -131,9 +134,7 @@ def test_a_capture_that_would_wait_for_what_is_not_in_it_says_so(
     )  # the current stream captures; the copy stream was not forked into the graph
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(answers))
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    with pytest.raises(
-        FluidError, match="attention heads.*one whole forward and backward before capturing"
-    ):
+    with pytest.raises(FluidError, match="attention heads.*before capturing"):
         buffers.transfer("heads", 4, torch.float32)
     assert buffers.extra_barriers == 0
 
@@ -153,3 +154,38 @@ def test_head_groups_are_worth_it_where_much_is_sent() -> None:
     assert [choose_groups(mixtral, length, 1, 2) for length in (4096, 16384, 65536)] == [1, 1, 2]
     assert choose_groups(multi_head, 16384, 1, 2) == 4
     assert choose_groups(multi_query, 1 << 20, 1, 2) == 1
+
+
+def test_tables_that_a_capture_read_are_never_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    @tables.cached_tables(1)
+    def table(length: int) -> Tensor:
+        made.append(length)
+        return torch.zeros(length)
+
+    kept: dict[int, object] = {}
+    monkeypatch.setattr(tables, "_captured", kept)
+    before = table(3)
+    assert not kept
+    monkeypatch.setattr(tables, "capturing", lambda: True)
+    assert table(3) is before
+    with pytest.raises(FluidError, match="table: run attention once at this size"):
+        table(4)
+    monkeypatch.setattr(tables, "capturing", lambda: False)
+    table(5)
+    assert made == [3, 5] and list(kept.values()) == [before]
+
+
+def test_a_capture_keeps_the_tables_of_an_exchange_that_was_used_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: dict[int, object] = {}
+    monkeypatch.setattr(tables, "_captured", kept)
+    exchange = SymmetricExchange(
+        head_buffers(SimulatedWorkspace(1).rank(0)), HeadLayout(4, 4, 8, 1), SequenceLayout(6, 1)
+    )
+    before = exchange.tables(FUSED)
+    assert exchange.tables(FUSED) is before and not kept
+    monkeypatch.setattr(symmetric, "capturing", lambda: True)
+    assert exchange.tables(FUSED) is before and list(kept.values()) == [before]
