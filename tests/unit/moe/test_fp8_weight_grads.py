@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
-from megatron_fluid.comm import group_resources
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
@@ -29,18 +27,11 @@ T, K, E, H, F = 9, 2, 4, 128, 256
 COUNTS = [5, 0, 130, 3]
 
 
-class _Group:
-    def size(self) -> int:
-        return 1
-
-
-@pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> dist.ProcessGroup:
-    monkeypatch.setattr(group_resources, "_resources", {})
-    monkeypatch.setattr(group_resources, "is_destroyed", lambda group: False)
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts in fp8 run on a CPU, with casts by their reference."""
     monkeypatch.setattr(transport, "_kernels_serve", lambda *given: False)
     emulate(monkeypatch.setattr)
-    return _Group()  # type: ignore[return-value]
 
 
 def leaves_of(seed: int = 4) -> tuple[Tensor, list[Tensor], Tensor]:
@@ -85,7 +76,7 @@ class Operands:
 
 @pytest.mark.parametrize("layout", ["out_in", "in_out"])
 @pytest.mark.parametrize("counts", [COUNTS, [0] * E])
-def test_one_projection(group: dist.ProcessGroup, counts: list[int], layout: str) -> None:
+def test_one_projection(counts: list[int], layout: str) -> None:
     given = Operands(counts, layout)
     (found,) = fp8_weight_grads.weight_grads(given.fc, *given.rows)
     assert found.dtype == torch.bfloat16 and found.shape == given.weight.shape
@@ -100,9 +91,7 @@ def test_one_projection(group: dist.ProcessGroup, counts: list[int], layout: str
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "strided"])
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("counts", [COUNTS, [0] * E])
-def test_main_grads_get_them_in_place(
-    group: dist.ProcessGroup, counts: list[int], overwrite: bool, kind: str
-) -> None:
+def test_main_grads_get_them_in_place(counts: list[int], overwrite: bool, kind: str) -> None:
     given = Operands(counts)
     (added,) = fp8_weight_grads.weight_grads(given.fc, *given.rows)
     before = float(added.abs().max()) + 1.0
@@ -119,7 +108,7 @@ def test_main_grads_get_them_in_place(
     torch.testing.assert_close(main_grads.float(), expected, rtol=1e-2, atol=1e-2 * before)
 
 
-def test_a_gradient_for_main_grads_of_fp32_is_not_rounded(group: dist.ProcessGroup) -> None:
+def test_a_gradient_for_main_grads_of_fp32_is_not_rounded() -> None:
     given = Operands(COUNTS)
     given.weight.main_grad = torch.zeros(given.weight.shape)  # type: ignore[attr-defined]
     fp8_weight_grads.add_to_main_grads(given.fc, *given.rows)
@@ -127,7 +116,7 @@ def test_a_gradient_for_main_grads_of_fp32_is_not_rounded(group: dist.ProcessGro
     assert not torch.equal(main_grad, main_grad.bfloat16().float())
 
 
-def gradients_of(group: dist.ProcessGroup, recompute: tuple[str, ...] = (), **settings: Any) -> Any:
+def gradients_of(recompute: tuple[str, ...] = (), **settings: Any) -> Any:
     ids, (x, probs, w1, w2), grad = leaves_of()
     y = local_moe(x, ids, probs, w1, w2, fp8=True, recompute=recompute, **settings)
     y.backward(grad)
@@ -135,19 +124,17 @@ def gradients_of(group: dist.ProcessGroup, recompute: tuple[str, ...] = (), **se
 
 
 @pytest.mark.parametrize("recompute", [(), ("hidden",), ("rows",), ("rows", "hidden")])
-def test_what_is_recomputed_gives_the_same_gradients(
-    group: dist.ProcessGroup, recompute: tuple[str, ...]
-) -> None:
-    kept, again = gradients_of(group), gradients_of(group, recompute)
+def test_what_is_recomputed_gives_the_same_gradients(recompute: tuple[str, ...]) -> None:
+    kept, again = gradients_of(), gradients_of(recompute)
     same = "hidden" not in recompute  # else fc1's output is not rounded to a byte
     for found, right in zip(again, kept, strict=True):
         assert torch.equal(found, right) if same else gap(found, right) < 0.06
 
 
 def test_deferred_they_are_computed_when_the_scheduler_says(
-    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept = gradients_of(group)
+    kept = gradients_of()
     ids, (x, probs, w1, w2), grad = leaves_of()
     scheduler = WeightGradScheduler()
     scheduler.enable()
@@ -165,7 +152,7 @@ def test_deferred_they_are_computed_when_the_scheduler_says(
 
 
 def test_rows_are_turned_when_a_weight_gradient_is_computed_and_never_in_bf16(
-    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     turned: list[int] = []
     plain = fp8_weight_grads.turn_rows
@@ -184,13 +171,13 @@ def test_rows_are_turned_when_a_weight_gradient_is_computed_and_never_in_bf16(
     monkeypatch.setattr(
         fp8_experts, "pack_rows", lambda *given: casts.append(1) or pack_rows(*given)
     )
-    gradients_of(group)
+    gradients_of()
     assert turned == [H, F, 2 * F, H]  # dy, a, dh, x
     assert in_both == [] and len(casts) == 2  # x and dy
     turned.clear()
-    in_bf16 = gradients_of(group, fp8_weight_grads=False)
+    in_bf16 = gradients_of(fp8_weight_grads=False)
     assert turned == [] and in_both == [1]
-    for found, right in zip(gradients_of(group)[2:], in_bf16[2:], strict=True):
+    for found, right in zip(gradients_of()[2:], in_bf16[2:], strict=True):
         assert 0.015 < gap(found, right) < 0.06
     turned.clear()
     ids, (x, probs, w1, w2), grad = leaves_of()
@@ -200,9 +187,7 @@ def test_rows_are_turned_when_a_weight_gradient_is_computed_and_never_in_bf16(
 
 
 @pytest.mark.parametrize("counts", [COUNTS, [0] * E])
-def test_rows_without_probabilities_and_no_rows_at_all(
-    group: dist.ProcessGroup, counts: list[int]
-) -> None:
+def test_rows_without_probabilities_and_no_rows_at_all(counts: list[int]) -> None:
     _, (_, _, w1, w2), _ = leaves_of()
     found = []
     for probs in (None, torch.ones(sum(counts))):

@@ -19,11 +19,6 @@ T, K, E, H, F = 11, 2, 3, 6, 5
 PARTS = (("rows",), ("hidden",), ("rows", "hidden"))
 
 
-class _Group:
-    def size(self) -> int:
-        return 1
-
-
 class _Away:
     """Copies of the tensors, and what becomes of them."""
 
@@ -118,33 +113,6 @@ def test_nothing_else_holds_the_memory_of_what_is_away(call: Made) -> None:
     gc.collect()
     assert len(offload.seen) == 2 and y.grad_fn is not None
     assert all(memory.expired() for memory in offload.seen)
-
-
-@CALLS
-def test_what_is_not_taken_over_autograd_saves(call: Made) -> None:
-    offload = _Offload(("rows", "hidden"), accepts=False)
-    y, leaves = call(offload=offload)
-    assert {(T * K, H), (T * K, 2 * F)} <= _saved(y)
-    for value, right in zip(_results(y, leaves), _results(*call()), strict=True):
-        assert torch.equal(value, right)
-    assert [entry[0] for entry in offload.log] == ["put", "put"]
-
-
-@CALLS
-def test_a_part_that_is_put_away_is_not_recomputed(call: Made) -> None:
-    recompute = ("rows", "hidden") if call is _local else ("hidden",)
-    offload = _Offload(("rows", "hidden"))
-    y, _ = call(offload=offload, recompute=recompute)
-    assert [entry[1] for entry in offload.log] == ["rows", "hidden"]
-    assert not _saved(y)
-
-
-@CALLS
-def test_a_call_without_a_backward_passes_by(call: Made) -> None:
-    offload = _Offload(("rows", "hidden"))
-    with torch.no_grad():
-        call(offload=offload)
-    assert offload.log == [("put", "rows"), ("put", "hidden")]
 
 
 def test_fp8_experts_say_that_they_put_nothing_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
 
-from megatron_fluid.backward.weight_grads import WeightGradScheduler
-from megatron_fluid.comm import group_resources
 from megatron_fluid.moe import activations
-from megatron_fluid.moe.choose import local_unsupported_reason
 from megatron_fluid.moe.local import kernel_plan, transport
 from megatron_fluid.moe.local.transport import plan_local
 from tests.support.expert_calls import local_moe
@@ -21,23 +17,6 @@ from tests.support.kernel_references import plan_reference
 from tests.support.moe_reference import moe_reference
 
 T, K, E, H, F = 11, 2, 5, 16, 8
-
-
-class _Group:
-    """Stands for a process group of so many ranks."""
-
-    def __init__(self, ranks: int = 1) -> None:
-        self.ranks = ranks
-
-    def size(self) -> int:
-        return self.ranks
-
-
-@pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> dist.ProcessGroup:
-    monkeypatch.setattr(group_resources, "_resources", {})
-    monkeypatch.setattr(group_resources, "is_destroyed", lambda group: False)
-    return _Group()  # type: ignore[return-value]
 
 
 @pytest.fixture(params=["torch", pytest.param("kernels", marks=pytest.mark.interpreter)])
@@ -91,18 +70,14 @@ KINDS = ["random", "empty", "dropped", "one expert", "same expert twice", "nothi
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_and_gradients_agree_with_the_reference(
-    group: dist.ProcessGroup, way: str, kind: str
-) -> None:
+def test_outputs_and_gradients_agree_with_the_reference(way: str, kind: str) -> None:
     ids, leaves, grad = make(kind)
     x, probs, w1, w2 = leaves
     check(gradients(local_moe(x, ids, probs, w1, w2), leaves, grad), expected_of(kind))
 
 
 @pytest.mark.parametrize("what", [("rows",), ("hidden",), ("rows", "hidden")], ids=str)
-def test_what_is_not_kept_is_computed_again(
-    group: dist.ProcessGroup, way: str, what: tuple[str, ...]
-) -> None:
+def test_what_is_not_kept_is_computed_again(way: str, what: tuple[str, ...]) -> None:
     ids, leaves, grad = make("dropped", gated=False)
     x, probs, w1, w2 = leaves
     y = local_moe(x, ids, probs, w1, w2, "relu2", recompute=what)
@@ -146,7 +121,7 @@ def test_the_plan_is_the_stable_sort_by_expert(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["dropped", "same expert twice"])
 @pytest.mark.interpreter
 def test_narrow_probabilities_are_those_that_were_widened_before_and_gradients_are_rounded_once(
-    group: dist.ProcessGroup, way: str, kind: str, dtype: torch.dtype
+    way: str, kind: str, dtype: torch.dtype
 ) -> None:
     ids, (x, probs, w1, w2), grad = make(kind)
     narrow = probs.detach().to(dtype).requires_grad_()
@@ -187,7 +162,7 @@ def test_the_guess_of_row_counts_is_spread_like_chance() -> None:
     assert counts[0] < 512 - 20 and counts[-1] > 512 + 20
 
 
-def test_a_recomputation_replays_its_plan(group: dist.ProcessGroup, way: str) -> None:
+def test_a_recomputation_replays_its_plan(way: str) -> None:
     ids, leaves, grad = make("random")
     plan = plan_local(leaves[0], ids, leaves[1], E)
 
@@ -199,30 +174,7 @@ def test_a_recomputation_replays_its_plan(group: dist.ProcessGroup, way: str) ->
     check(gradients(y, leaves, grad), expected_of("random"))
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
-def test_one_matrix_for_each_expert(
-    group: dist.ProcessGroup, way: str, deferred: bool, fused: bool
-) -> None:
-    ids, leaves, grad = make("empty")
-    x, probs, *weights = leaves
-    # Not at equal distances in memory: no stack.
-    matrices = [[m.detach().clone().requires_grad_() for m in w.flip(0)][::-1] for w in weights]
-    scheduler = WeightGradScheduler()
-    if deferred:
-        scheduler.enable()
-    for m in (*matrices[0], *matrices[1]):
-        m.main_grad = torch.ones_like(m)  # type: ignore[attr-defined]
-    y = local_moe(*(x, ids, probs, *matrices), scheduler=scheduler, fused_main_grad=fused)
-    y.backward(grad)
-    found = [
-        torch.stack([m.main_grad - 1 if fused else m.grad for m in w])  # type: ignore[attr-defined]
-        for w in matrices
-    ]
-    check([x.grad, probs.grad, *found], expected_of("empty")[1:])  # type: ignore[list-item]
-
-
-def test_any_dtype_and_any_callable(group: dist.ProcessGroup) -> None:
+def test_any_dtype_and_any_callable() -> None:
     """What the kernels do not take."""
     ids, leaves, grad = make("dropped", gated=False)
     leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -234,15 +186,10 @@ def test_any_dtype_and_any_callable(group: dist.ProcessGroup) -> None:
         check(*both)
 
 
-def test_no_tokens(group: dist.ProcessGroup) -> None:
+def test_no_tokens() -> None:
     _, (_, _, w1, w2), _ = make("random")
     x = torch.zeros(0, H, requires_grad=True)
     ids, probs = torch.zeros(0, K, dtype=torch.long), torch.zeros(0, K)
     y = local_moe(x, ids, probs, w1, w2)
     y.sum().backward()
     assert y.shape == (0, H) and w1.grad is not None and not w1.grad.any()
-
-
-def test_several_ranks_are_refused() -> None:
-    reason = local_unsupported_reason(_Group(2))  # type: ignore[arg-type]
-    assert reason == "it is for one rank, and the group has 2"

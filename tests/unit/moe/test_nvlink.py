@@ -59,41 +59,6 @@ def test_every_schedule_agrees_with_the_reference(name: str) -> None:
     buffers.workspace.check_errors()
 
 
-@pytest.mark.parametrize(
-    ("capacity", "schedule"),
-    [(None, NO_OVERLAP), (T * K, NO_OVERLAP), (None, SENT), (T * K, SENT)],
-    ids=str,
-)
-def test_the_gated_product_is_told_how_many_rows_its_experts_have(
-    monkeypatch: pytest.MonkeyPatch, capacity: int | None, schedule: Schedule
-) -> None:
-    """Its tiles are chosen by that. Bounded mode takes what is there, and never waits: here the
-    plan has run by then."""
-    buffers, ids, leaves, _ = make(schedule=schedule)
-    x, probs, w1, w2 = (leaf.detach() for leaf in leaves)
-    told = []
-    if capacity is not None:
-        monkeypatch.setattr(buffers, "read_offsets", lambda: pytest.fail("waited"))
-
-    def gated(
-        rows: Tensor,
-        matrices: Tensor,
-        offsets: Tensor,
-        prob: Tensor,
-        out: Tensor,
-        *_: Any,
-        ends: Any,
-    ) -> None:
-        told.append((ends, offsets.tolist()))
-        out.zero_()
-
-    monkeypatch.setattr(experts, "can_gate", lambda *arguments: True)
-    monkeypatch.setattr(experts, "gated_matmul", gated)
-    nvlink_moe(buffers, x, ids, probs, w1, w2, capacity=capacity)
-    [(ends, offsets)] = told
-    assert ends == offsets
-
-
 def test_offsets_that_a_plan_is_writing_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers, *_ = make()
     buffers.told.copy_(torch.tensor([7, 2, 9, 4, T]))
@@ -116,15 +81,6 @@ def test_what_is_not_kept_is_made_again(what: tuple[str, ...], schedule: Schedul
         "peers have read what landed, before the gradient lands there"
     )
     agree(found, gradients(reference(ids, leaves, "swiglu"), leaves, grad))
-
-
-def test_weights_that_change_before_the_backward_are_named() -> None:
-    buffers, ids, (x, probs, w1, w2), grad = make()
-    y = nvlink_moe(buffers, x, ids, probs, w1, w2, name="layer 7")
-    with torch.no_grad():
-        w1.mul_(2.0)
-    with pytest.raises(RuntimeError, match="layer 7: expert weights were changed in place"):
-        y.backward(grad)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -158,18 +114,6 @@ def test_one_matrix_for_each_expert(deferred: bool, fused: bool, capacity: int |
     for found, expected in zip(matrices, (dw1, dw2), strict=True):
         values = torch.stack([m.main_grad - 1 if fused else m.grad for m in found])  # type: ignore[attr-defined]
         assert torch.allclose(values, 2 * expected, atol=1e-4)
-
-
-def test_the_gradient_of_the_input_alone_leaves_deferred_weights_as_they_are() -> None:
-    buffers, ids, leaves, grad = make()
-    x, probs, w1, w2 = leaves
-    expected, *_ = gradients(reference(ids, leaves, "swiglu"), leaves, grad)[1:]
-    scheduler = WeightGradScheduler()
-    scheduler.enable()
-    y = nvlink_moe(buffers, x, ids, probs, w1, w2, scheduler=scheduler)
-    (dx,) = torch.autograd.grad(y, x, grad)
-    assert torch.allclose(dx, expected, atol=1e-4)
-    assert w1.grad is None and w2.grad is None and not scheduler.pending()
 
 
 def test_deferred_weight_gradients_run_during_the_next_layer() -> None:
@@ -215,30 +159,6 @@ def test_main_grads_of_any_stride(capacity: int | None) -> None:
     )
     for w, expected in ((w1, dw1), (w2, dw2)):
         assert torch.allclose(w.main_grad - 1, expected, atol=1e-4)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize("capacity", [None, T * K])
-def test_many_rows_are_added_to_main_grad_expert_by_expert_where_their_ends_are_known(
-    many: bool, capacity: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grouped: list[Tensor] = []
-    monkeypatch.setattr(experts, "adds_one_by_one", lambda rows, experts: many)
-    monkeypatch.setattr(experts, "can_add_weight_grads", lambda *_: True)
-    monkeypatch.setattr(experts, "add_weight_grads", lambda left, *_, **__: grouped.append(left))
-    buffers, ids, leaves, grad = make()
-    *_, dw1, dw2 = gradients(reference(ids, leaves, "swiglu"), leaves, grad)
-    x, probs, w1, w2 = leaves
-    for w in (w1, w2):
-        w.main_grad = torch.zeros_like(w)  # type: ignore[attr-defined]
-    nvlink_moe(buffers, x, ids, probs, w1, w2, "swiglu", capacity, fused_main_grad=True).backward(
-        grad
-    )
-    alone = many and capacity is None
-    assert len(grouped) == (0 if alone else 2)
-    for w, expected in ((w1, dw1), (w2, dw2)):
-        wanted = expected if alone else torch.zeros_like(expected)
-        assert torch.allclose(w.main_grad, wanted, atol=1e-4)  # type: ignore[attr-defined]
 
 
 def test_a_recomputation_replays_its_plan() -> None:

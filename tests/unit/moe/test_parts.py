@@ -301,9 +301,7 @@ def test_the_loss_is_trained_through_the_probabilities() -> None:
 def test_router_refusals() -> None:
     with pytest.raises(ConfigError, match="top_k: found 5, allowed: 1 to 4"):
         router.route(normal(3, 4), 5)
-    with pytest.raises(
-        ConfigError, match="score_function: found 'argmax', allowed: softmax, sigmoid"
-    ):
+    with pytest.raises(ConfigError, match="score_function: found 'argmax'"):
         router.TopKRouter(4, 4, 2, "argmax")
     with pytest.raises(ConfigError, match="expert_bias"):
         router.route(normal(3, 4), 2, expert_bias=normal(4))
@@ -354,9 +352,7 @@ def test_plans_that_contradict_themselves() -> None:
         ExactPlan(0, ((1, 2),), ((1, 2), (0, 0)))
     with pytest.raises(ConfigError, match="rank: found 2"):
         ExactPlan(2, ((1,), (2,)), ((1,), (2,)))
-    with pytest.raises(
-        ConfigError, match="sends \\(1,\\) rows to its own experts, but receives \\(3,\\)"
-    ):
+    with pytest.raises(ConfigError, match="sends \\(1,\\) rows to its own experts"):
         ExactPlan(0, ((1,), (2,)), ((3,), (2,)))
     with pytest.raises(ConfigError, match="num_experts: found 6, allowed: a multiple of the 4"):
         permute.local_experts(6, 4)
