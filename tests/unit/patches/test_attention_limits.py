@@ -59,12 +59,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def setting_reason(config: Any) -> str | None:
-    return first_reason(OVERLAP_LIMITS, config, FluidConfig())
-
-
-def latent_setting_reason(config: Any) -> str | None:
-    return first_reason((*OVERLAP_LIMITS, *LATENT_LIMITS), config, FluidConfig())
+def reason_of(config: Any, latent: bool = False) -> str | None:
+    limits = (*OVERLAP_LIMITS, *LATENT_LIMITS) if latent else OVERLAP_LIMITS
+    return first_reason(limits, config, FluidConfig())
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +79,38 @@ def _with(config: TransformerConfig, settings: dict[str, Any]) -> TransformerCon
     return changed
 
 
+LATENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tensor_model_parallel_size": ({"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}),
+    "recompute_modules": (
+        {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    ),
+    "cache_mla_latents": ({"cache_mla_latents": True}, {}),
+}
+
+
 def test_every_limit_is_tried_here() -> None:
-    assert [limit.setting for limit in OVERLAP_LIMITS] == list(SETTINGS)
+    for limits, tried in ((OVERLAP_LIMITS, SETTINGS), (LATENT_LIMITS, LATENT)):
+        assert [limit.setting for limit in limits] == list(tried)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_limit_names_its_setting_and_no_other(supported: TransformerConfig, setting: str) -> None:
-    hit, missed = SETTINGS[setting]
-    assert setting_reason(supported) is None
-    assert setting_reason(_with(supported, missed)) is None
-    found = setting_reason(_with(supported, hit))
+@pytest.mark.parametrize(
+    ("setting", "latent"),
+    [
+        *((s, False) for s in SETTINGS),
+        *((s, True) for s in (*LATENT, "fp8", "delay_wgrad_compute")),
+    ],
+)
+def test_a_limit_names_its_setting_and_no_other(
+    supported: TransformerConfig, setting: str, latent: bool
+) -> None:
+    config = supported
+    if latent:
+        config = MLATransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
+    hit, missed = (LATENT | SETTINGS)[setting]
+    assert reason_of(config, latent) is None
+    assert reason_of(_with(config, missed), latent) is None
+    found = reason_of(_with(config, hit), latent)
     assert found is not None and found.startswith(f"{setting}=")
 
 
@@ -120,31 +139,7 @@ def test_a_limit_names_its_setting_and_no_other(supported: TransformerConfig, se
 def test_what_a_graph_or_offloading_holds_decides(
     supported: TransformerConfig, settings: dict[str, Any], hit: bool
 ) -> None:
-    assert (setting_reason(_with(supported, settings)) is not None) == hit
-
-
-LATENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "tensor_model_parallel_size": ({"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}),
-    "recompute_modules": (
-        {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
-        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-    ),
-    "cache_mla_latents": ({"cache_mla_latents": True}, {}),
-}
-
-
-def test_every_limit_of_latent_attention_is_tried_here() -> None:
-    assert [limit.setting for limit in LATENT_LIMITS] == list(LATENT)
-
-
-@pytest.mark.parametrize("setting", [*LATENT, "fp8", "delay_wgrad_compute"])
-def test_a_limit_of_latent_attention_names_its_setting_and_no_other(setting: str) -> None:
-    latent = MLATransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
-    hit, missed = (LATENT | SETTINGS)[setting]
-    assert latent_setting_reason(latent) is None
-    assert latent_setting_reason(_with(latent, missed)) is None
-    found = latent_setting_reason(_with(latent, hit))
-    assert found is not None and found.startswith(f"{setting}=")
+    assert (reason_of(_with(supported, settings)) is not None) == hit
 
 
 def test_a_module_keeps_the_exchange_that_was_asked_for_when_it_was_built(

@@ -244,16 +244,6 @@ def test_a_patch_that_does_not_fit_is_left_out_with_those_that_need_it(fakemega:
     assert layer.forward(1) == 1
 
 
-def test_a_version_outside_the_range_turns_all_off_with_one_warning(fakemega: Any) -> None:
-    made = engine(DOUBLE, FORWARD, version="0.20.0", strict=lambda: False)
-    made.arm()
-    with pytest.warns(UserWarning, match="is off: megatron-core 0.20.0 found"):
-        functions = fakemega("functions")
-    assert functions.double(1) == 2
-    assert fakemega("layers").Layer(1).forward(1) == 1
-    assert set(states(made).values()) == {"off"}
-
-
 def test_a_factory_that_fails_takes_everything_back(fakemega: Any) -> None:
     def broken(original: object) -> object:
         raise RuntimeError("no such kernel")
@@ -267,10 +257,7 @@ def test_a_factory_that_fails_takes_everything_back(fakemega: Any) -> None:
 
 def test_an_unsupported_version_is_refused_by_name_and_may_be_overridden(fakemega: Any) -> None:
     made = engine(DOUBLE, version="0.20.0")
-    with pytest.raises(
-        PatchError,
-        match=r"megatron-core 0\.20\.0 found, 0\.19\.\* supported\. Override it with --allow",
-    ):
+    with pytest.raises(PatchError, match=r"0\.20\.0 found.*Override it with --allow"):
         made.apply()
     assert fakemega("functions").double(1) == 2
     engine(DOUBLE, version="0.20.0", allow_unsupported=lambda: True).apply()

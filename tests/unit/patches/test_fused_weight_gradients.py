@@ -167,29 +167,6 @@ def test_deferred_gradients_of_the_output_layer_find_the_kernel_and_nobody_else_
     assert APEX in found["reverted"]
 
 
-def _trained(rank: int, ranks: int) -> dict[bool, tuple[list[float], list[float]]]:
-    from tests.support import tiny_gpt
-
-    tiny_gpt.parallel()
-    found = {}
-    for fused in (False, True):
-        config = tiny_gpt.config_of(
-            num_moe_experts=None, moe_ffn_hidden_size=None, gradient_accumulation_fusion=fused
-        )
-        run = tiny_gpt.train(
-            tiny_gpt.gpt(config), iterations=8, microbatches=2, overlap_grad_reduce=True
-        )
-        found[fused] = run.losses, run.gradient_norms
-    return found
-
-
-def test_a_model_trains_as_without_the_fusion() -> None:
-    (found,) = run_ranks(_trained, 1)
-    for plain, fused in zip(found[False], found[True], strict=True):
-        assert fused == pytest.approx(plain, rel=1e-5)
-    assert found[True][0][-1] < 0.9 * found[True][0][0]
-
-
 WITH_APEX = f"""
 import megatron_fluid
 from megatron.core import utils

@@ -117,18 +117,6 @@ def test_signatures_in_the_source_are_those_of_the_imported_objects() -> None:
     assert in_source == {p.name: signatures.parse(str(p.signature)) for p in wanted}
 
 
-def test_megatron_fluid_off_leaves_megatron_untouched() -> None:
-    code = """
-import megatron_fluid, megatron.training.arguments as m
-megatron_fluid.patches.apply_all()
-states = sorted({r.state for r in megatron_fluid.patches.report()})
-print(json.dumps([m.parse_args.__code__.co_filename, states]))
-"""
-    (file, states), _ = run_python(code, MEGATRON_FLUID="off")
-    assert Path(file).parts[-3:] == ("megatron", "training", "arguments.py")
-    assert states == ["off"]
-
-
 # Another version of megatron-core: the module that tells it is replaced before anything else is
 # imported.
 OTHER_VERSION = """
@@ -162,16 +150,6 @@ def test_an_unsupported_megatron_is_left_alone_with_a_warning_or_if_strict_an_er
         "MEGATRON_FLUID=off",
     ):
         assert part in stderr
-
-
-def test_an_unsupported_megatron_may_be_tried_and_one_patch_left_out() -> None:
-    states, _ = run_python(
-        OTHER_VERSION + STATES,
-        MEGATRON_FLUID_ALLOW_UNSUPPORTED="1",
-        MEGATRON_FLUID_DISABLE_PATCH="startup-table",
-    )
-    assert states["dataset-helpers"] == "applied"
-    assert states["startup-table"] == "off"
 
 
 # They look at no argument.

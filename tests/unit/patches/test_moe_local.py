@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from megatron_fluid.errors import ConfigError
 from tests.support.launch import run_ranks
 
 CASES: dict[str, dict[str, Any]] = {
@@ -39,18 +38,3 @@ def test_losses_equal_megatrons_own() -> None:
     for name in CASES:
         assert found[name, True] == pytest.approx(found[name, False], rel=1e-6), name
         assert found[name, "path"] == (True, ("local", None)), name
-
-
-def _several(rank: int, world: int) -> None:
-    from tests.support import tiny_gpt
-
-    tiny_gpt.parallel(expert_model_parallel_size=2)
-    with (
-        tiny_gpt.plug_in(True, moe_backend="local"),
-        pytest.raises(ConfigError, match=r"moe_backend: found 'local'.*one rank.*group has 2"),
-    ):
-        tiny_gpt.gpt(tiny_gpt.config_of(expert_model_parallel_size=2))
-
-
-def test_several_ranks_are_refused_by_name() -> None:
-    run_ranks(_several, 2)

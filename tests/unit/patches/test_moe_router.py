@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.launch import run_ranks
 
@@ -20,36 +19,23 @@ pytest.importorskip("megatron.core")
 
 EXPERTS, TOP_K, TOKENS = 8, 3, 10
 BIAS = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-# name: (settings, whether the routing is compact)
-CASES: dict[str, tuple[dict[str, Any], bool]] = {
-    "softmax": ({}, True),
-    "no loss": ({"moe_router_load_balancing_type": "none"}, True),
-    "softmax before, scaled": (
-        {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
-        True,
-    ),
-    "z-loss, losses of sequences": (
-        {"moe_z_loss_coeff": 1e-2, "moe_router_load_balancing_type": "seq_aux_loss"},
-        True,
-    ),
-    "sigmoid, expert bias": (BIAS, True),
-    "groups": ({**BIAS, "moe_router_num_groups": 4, "moe_router_group_topk": 2}, True),
-    "bf16": ({"params_dtype": torch.bfloat16, "bf16": True}, True),
-    "capacity": ({"moe_expert_capacity_factor": 0.5}, False),
-    "sinkhorn": ({"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}, False),
+CASES: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "no loss": {"moe_router_load_balancing_type": "none"},
+    "softmax before, scaled": {
+        "moe_router_pre_softmax": True,
+        "moe_router_topk_scaling_factor": 2.5,
+    },
+    "z-loss, losses of sequences": {
+        "moe_z_loss_coeff": 1e-2,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+    },
+    "sigmoid, expert bias": BIAS,
+    "groups": {**BIAS, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    "bf16": {"params_dtype": torch.bfloat16, "bf16": True},
+    "capacity": {"moe_expert_capacity_factor": 0.5},
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
 }
-
-
-class _Ops(TorchDispatchMode):
-    """Names of the operations that ran inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def _layer(settings: dict[str, Any]) -> Any:
@@ -74,8 +60,7 @@ def _routed(layer: Any, columns: torch.Tensor | None, gradient: torch.Tensor) ->
         .to(layer.config.params_dtype)
         .requires_grad_()
     )
-    with _Ops() as ops:
-        ids, probs = path.choices(layer, hidden, None)
+    ids, probs = path.choices(layer, hidden, None)
     expert = ids if columns is None else torch.where(ids < 0, ids, columns[ids.long()])
     found = torch.full((TOKENS, EXPERTS), -1.0).scatter(
         1, expert.long().clamp(min=0), probs.detach()
@@ -91,7 +76,7 @@ def _routed(layer: Any, columns: torch.Tensor | None, gradient: torch.Tensor) ->
     if layer.router.enable_expert_bias:
         result["counts"] = layer.router.local_tokens_per_expert.clone()
         layer.router.local_tokens_per_expert.zero_()
-    return {**result, "ops": ops.names, "chosen": (ids >= 0).sum().item()}
+    return {**result, "chosen": (ids >= 0).sum().item()}
 
 
 def _routed_locally() -> dict[str, Any]:
@@ -99,7 +84,7 @@ def _routed_locally() -> dict[str, Any]:
     from megatron_fluid.patches.moe import layer as seam
     from megatron_fluid.patches.moe.layer import compact_route as route
 
-    layer = _layer({**CASES["bf16"][0], "moe_router_dtype": None})
+    layer = _layer({**CASES["bf16"], "moe_router_dtype": None})
     path = seam.OverlappedLayer.__new__(seam.OverlappedLayer)
     path.config = SimpleNamespace(defer_weight_grads=False)
     path.weights = SimpleNamespace(order=range(EXPERTS))
@@ -107,12 +92,8 @@ def _routed_locally() -> dict[str, Any]:
     path.transports = SimpleNamespace(ascending=False)
     path.start([True])
     hidden = torch.randn(TOKENS, 1, 32, dtype=torch.bfloat16)
-    with _Ops() as ops:
-        probs, ids, _ = route(layer, hidden, None)
-    routed = len(ops.names)
-    with _Ops() as ops:
-        found = path.choices(layer, hidden, None)
-    return {"router": (ids, probs), "path": found, "extra": len(ops.names) - routed}
+    probs, ids, _ = route(layer, hidden, None)
+    return {"router": (ids, probs), "path": path.choices(layer, hidden, None)}
 
 
 def _compare(rank: int, world_size: int) -> dict[str, Any]:
@@ -124,7 +105,7 @@ def _compare(rank: int, world_size: int) -> dict[str, Any]:
     turned = torch.tensor([0, 1, 2, 3, 7, 6, 5, 4])
     patches.revert("moe-router-topk")
     report: dict[str, Any] = {}
-    for name, (settings, _) in CASES.items():
+    for name, settings in CASES.items():
         layer = _layer(settings)
         dense = _routed(layer, None, gradient)
         with patches.patched("moe-router-topk"):
@@ -178,16 +159,6 @@ def test_compact_routing_is_megatrons_bit_for_bit(report: dict[str, Any], name: 
         assert (found["dtype"], found["chosen"]) == (torch.float32, dense["chosen"])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_compact_routing_makes_no_dense_probabilities(report: dict[str, Any], name: str) -> None:
-    dense, compact, _ = report[name]
-    assert any(op.startswith("aten.scatter.src") for op in dense["ops"]) is (name != "sinkhorn")
-    assert any(op.startswith("aten.scatter.src") for op in compact["ops"]) is (
-        not CASES[name][1] and name != "sinkhorn"
-    )
-    assert (len(compact["ops"]) < len(dense["ops"])) is CASES[name][1]
-
-
 def test_only_the_routing_that_is_asked_for_is_compact(report: dict[str, Any]) -> None:
     compact, dense_outside, hook, layer_route, routing, after_failure = report["kinds"]
     assert compact and dense_outside and after_failure
@@ -201,13 +172,10 @@ def test_choices_come_best_first_with_gradients_and_without(report: dict[str, An
     assert probs.requires_grad and not unlearned_probs.requires_grad
 
 
-def test_one_rank_takes_choices_in_the_routers_dtypes_and_only_looks_up_their_order(
-    report: dict[str, Any],
-) -> None:
+def test_one_rank_takes_choices_in_the_routers_dtypes(report: dict[str, Any]) -> None:
     (ids, probs), (ours, weights) = report["local"]["router"], report["local"]["path"]
     assert torch.equal(ours, EXPERTS - 1 - ids) and ours.dtype == ids.dtype == torch.int64
     assert torch.equal(weights, probs) and weights.dtype == torch.bfloat16
-    assert report["local"]["extra"] == 1
 
 
 def test_batch_invariant_choices_have_the_order_of_their_numbers_in_any_storage() -> None:
@@ -293,20 +261,8 @@ def _whole_layer(rank: int, world_size: int) -> dict[str, Any]:
             )
             if kind == "reversed":
                 found["columns"] = path.columns.tolist()
-            first = path.weights._kept
-            path.weights.matrices()
-            kept = path.weights._kept[0] is first[0]
-            linear = layer.experts.linear_fc2
-            linear.weight5.data = linear.weight5.data.clone()
-            moved = path.weights.matrices()
-            linear.weight2 = torch.nn.Parameter(linear.weight2.data.clone())
-            renewed = path.weights.matrices()
-            found[f"{kind}: noticed"] = [
-                kept,
-                moved[1].kept is not first[1],
-                any(p is linear.weight2 for p in renewed[1].params),
-            ]
-            for what, change in (("nothing", None), ("changed", linear.weight3)):
+            weight = layer.experts.linear_fc2.weight3
+            for what, change in (("nothing", None), ("changed", weight)):
                 x = torch.randn(TOKENS, 1, 32)
                 y = path.forward(layer, x, None)[0]
                 with torch.no_grad():
@@ -338,10 +294,7 @@ def test_a_layerover_nvlink_is_megatrons(layers: dict[str, Any], kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["separate", "one storage", "reversed"])
-def test_moved_replaced_and_changed_parameters_are_noticed(
-    layers: dict[str, Any], kind: str
-) -> None:
-    assert layers[f"{kind}: noticed"] == [True, True, True]
+def test_parameters_that_change_in_place_are_noticed(layers: dict[str, Any], kind: str) -> None:
     assert layers[f"{kind}: nothing"] == "ran"
     assert "changed in place between forward and backward" in layers[f"{kind}: changed"]
 
@@ -394,43 +347,3 @@ def test_a_captured_call_has_room_for_the_rows_that_eager_ones_received(
     for name, value in eager.items():
         assert torch.equal(captured[name], value), name
     assert lacked == rows, "a call with room for one row less did not say so"
-
-
-def _more_tokens(rank: int, world_size: int) -> dict[str, Any]:
-    """A layer over NVLink whose later forwards bring more tokens than its first."""
-    from megatron_fluid.moe import choose
-    from megatron_fluid.moe.nvlink import shared
-    from megatron_fluid.patches.moe import decision
-    from megatron_fluid.patches.moe import layer as seam
-    from tests.support import tiny_gpt
-    from tests.support.simulated_workspace import SimulatedWorkspace
-
-    tiny_gpt.parallel(expert_model_parallel_size=1)
-    space, sizes, found = SimulatedWorkspace(1).rank(0), [], {}
-
-    def make(group: Any, tokens: int, hidden: int, ffn: int, *rest: Any, **_: Any) -> Any:
-        sizes.append(tokens)
-        return shared.NvlinkBuffers(space, tokens, hidden, *rest, torch.float32)
-
-    for on in (False, True):
-        with (
-            mock.patch.object(decision, "nvlink_unsupported_reason", return_value=None),
-            mock.patch.dict(choose.TRANSPORTS, nvlink=lambda case: None),
-            mock.patch.object(shared, "shared_buffers", make),
-            tiny_gpt.plug_in(on, moe_backend="nvlink" if on else "megatron"),
-        ):
-            layer = tiny_gpt.moe_layer(tiny_gpt.config_of())
-            outputs = []
-            for number, tokens in enumerate((4, 4, 9, 2)):
-                generator = torch.Generator().manual_seed(number)
-                outputs.append(layer(torch.randn(tokens, 1, 32, generator=generator))[0].detach())
-            found[on] = outputs
-            found["backend"] = seam.backend_of(layer)
-    return {**found, "sizes": sizes}
-
-
-def test_buffers_grow_when_the_ranks_agree_that_a_forward_brings_more_tokens() -> None:
-    (found,) = run_ranks(_more_tokens, 1, timeout_s=300, env={"TRITON_INTERPRET": "1"})
-    assert found["sizes"] == [4, 9] and found["backend"] == ("nvlink", None)
-    for ours, stock in zip(found[True], found[False], strict=True):
-        torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)

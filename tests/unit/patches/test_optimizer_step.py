@@ -164,7 +164,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Any:
 def _runs(module: Any, kind: torch.dtype, between: Any, **settings: Any) -> tuple[Any, Any]:
     """Six steps of two alike optimizers, Megatron's way and ours; `between` is told each one's
     optimizer and the number of the step, after gradients are there."""
-    sizes = [1, 33, 2048, 2049, 20000, 7]
+    sizes = [1, 33, 2048, 2049, 20000, 7, 7]
     theirs, ours = (_Optimizer(sizes, kind, **settings) for _ in range(2))
     step, clip = module.step_in_one_pass(_Optimizer.step), module.clip_later(_clip)
     for number in range(6):
@@ -203,19 +203,6 @@ def test_every_tensor_is_megatrons_over_several_sizes_and_groups(
 
 
 @pytest.mark.interpreter
-def test_a_gradient_or_moment_that_was_replaced_is_seen(patched: Any) -> None:
-    def between(optimizer: _Optimizer, number: int) -> None:
-        shard = optimizer.shards[2]
-        if number == 2:
-            state = optimizer.optimizer.state[shard]
-            state["exp_avg"] = state["exp_avg"].clone()
-        if number == 4:
-            shard.grad = 2 * shard.grad
-
-    _agree(*_runs(patched, torch.bfloat16, between))
-
-
-@pytest.mark.interpreter
 def test_moments_that_are_gone_are_made_anew_after_megatrons_clipping(patched: Any) -> None:
     def between(optimizer: _Optimizer, number: int) -> None:
         state = optimizer.optimizer.state
@@ -231,17 +218,15 @@ def test_moments_that_are_gone_are_made_anew_after_megatrons_clipping(patched: A
 
 @pytest.mark.interpreter
 def test_moments_that_two_parameters_exchange_are_seen(patched: Any) -> None:
-    theirs, ours = (_Optimizer([40, 40], torch.bfloat16) for _ in range(2))
-    step = patched.step_in_one_pass(_Optimizer.step)
-    for optimizer, one in ((theirs, _Optimizer.step), (ours, step)):
-        for number in range(4):
-            optimizer.fill()
-            if number == 2:  # the order of the moments stays as it was
-                state = optimizer.optimizer.state
-                shards, moments = list(state), list(state.values())
-                state.clear()
-                state.update(zip(reversed(shards), moments, strict=True))
-            one(optimizer)
+    def between(optimizer: _Optimizer, number: int) -> None:
+        if number == 2:  # two of one size; the order of the moments stays as it was
+            state = optimizer.optimizer.state
+            *others, last, first = state
+            moments = list(state.values())
+            state.clear()
+            state.update(zip([*others, first, last], moments, strict=True))
+
+    theirs, ours = _runs(patched, torch.bfloat16, between)
     _agree(theirs, ours)
     assert ours.optimizer.steps == 2
 
@@ -254,38 +239,6 @@ def test_a_state_of_more_than_moments_is_left_to_megatron(patched: Any) -> None:
         optimizer.fill()
         step(optimizer)
     assert optimizer.optimizer.steps == 3
-
-
-@pytest.mark.interpreter
-def test_a_gradient_that_is_replaced_after_the_clipping_is_clipped_all_the_same(
-    patched: Any,
-) -> None:
-    theirs, ours = (_Optimizer([40, 50], torch.bfloat16) for _ in range(2))
-    step, clip = patched.step_in_one_pass(_Optimizer.step), patched.clip_later(_clip)
-    for optimizer, one, other in ((theirs, _Optimizer.step, _clip), (ours, step, clip)):
-        for number in range(3):
-            optimizer.fill()
-            other(list(optimizer.shards), 1.0, 100.0)
-            if number == 1:
-                optimizer.shards[0].grad = 1.0 * optimizer.shards[0].grad
-            one(optimizer)
-    _agree(theirs, ours)
-    assert ours.optimizer.steps == 2
-
-
-def test_a_gradient_that_is_missing_is_found_and_no_tensor_asked_whether_it_equals_none(
-    patched: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    optimizer = _Optimizer([40, 50], torch.bfloat16)
-    optimizer.fill()
-    patched.step_in_one_pass(_Optimizer.step)(optimizer)
-    kept = optimizer._fluid_one_pass  # type: ignore[attr-defined]
-    asked: list[Any] = []
-    monkeypatch.setattr(torch.Tensor, "__eq__", lambda tensor, other: bool(asked.append(other)))
-    assert kept.current()
-    assert not asked
-    optimizer.shards[1].grad = None
-    assert not kept.current()
 
 
 @pytest.mark.interpreter
@@ -384,18 +337,6 @@ def test_other_settings_of_adam_are_left_to_it(patched: Any, settings: dict[str,
         step(optimizer)
     assert optimizer._fluid_one_pass is None  # type: ignore[attr-defined]
     assert optimizer.optimizer.steps == 3
-
-
-def test_a_switch_without_effect_is_named_once(patched: Any) -> None:
-    patched._no_effect.cache_clear()
-    step = patched.step_in_one_pass(_Optimizer.step)
-    optimizers = [_Optimizer([40], torch.bfloat16) for _ in range(2)]
-    for optimizer in optimizers:
-        optimizer.optimizer.capturable = True
-        optimizer.fill()
-    with pytest.warns(UserWarning, match="--fluid-fused-optimizer has no effect.*capturable") as w:
-        list(map(step, optimizers))
-    assert len(w) == 1
 
 
 def test_nothing_is_patched_unless_it_is_asked_for() -> None:
