@@ -12,10 +12,8 @@ import torch.distributed as dist
 from megatron_fluid.comm import group_resources
 from megatron_fluid.comm.group_resources import close_group, is_destroyed
 from megatron_fluid.comm.lone_rank import group_or_lone_rank
-from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.layer import MoEBaseline, MoELayer, moe_multicard_p2p_overlap_forward
-from megatron_fluid.tensor_parallel.collective import CollectiveBackend
+from megatron_fluid.moe.layer import MoEBaseline, MoELayer
 from megatron_fluid.tensor_parallel.ops import all_gather_matmul
 from megatron_fluid.transformer_layer import TransformerLayer
 from tests.support.launch import run_ranks
@@ -87,22 +85,6 @@ def test_a_world_of_one_rank_is_taken() -> None:
     assert run_ranks(_initialised, 1) == [True]
 
 
-def test_layers_say_their_sizes_ranks_and_backend() -> None:
-    layer = MoELayer(MOE)
-    text = repr(layer)
-    for words in ("hidden_size=8, ffn_hidden_size=6, num_experts=4 (4 here), top_k=2", "ranks=1"):
-        assert words in text
-    assert "backend=auto (the first forward settles it), torch.float32 on cpu" in text
-    layer(torch.ones(3, 8))
-    assert "backend=local" in repr(layer)
-    assert "backend=all_to_all" in repr(MoEBaseline(MOE))
-    backend = CollectiveBackend(group_or_lone_rank(None))
-    assert repr(backend) == "CollectiveBackend(ranks=1, rank=0)"
-    text = repr(TransformerLayer(8, 2, 8, 4, 2))
-    assert "TransformerLayer(\n  hidden_size=8, cp_ranks=1, ep_ranks=1, overlap=True" in text
-    assert "heads=2, kv_heads=2, head_dim=4, ranks=1, rank=0, exchange=rounds" in text
-
-
 def test_an_input_of_another_dtype_or_device_is_refused_by_name() -> None:
     layer, block = MoELayer(MOE, layer_id=3), TransformerLayer(8, 2, 8, 4, 2)
     x = torch.ones(3, 8)
@@ -124,16 +106,6 @@ def test_an_input_of_another_dtype_or_device_is_refused_by_name() -> None:
         layer(x.bfloat16())
     with pytest.raises(ConfigError, match="found torch.bfloat16, allowed: torch.float32"):
         layer(x.bfloat16())
-
-
-def test_the_function_refuses_tokens_of_another_dtype_than_the_weights() -> None:
-    counts = ([2], [2], torch.ones(4, 8, 6), torch.ones(4, 6, 8))
-    context = MultiCardOverlapContext("cpu", 1)
-    with pytest.raises(ConfigError, match="layer 2 moe: tokens, beside weight1: found"):
-        moe_multicard_p2p_overlap_forward(
-            *(torch.ones(2, 8, dtype=F64), *counts, group_or_lone_rank(None), "gelu", context),
-            *(2, 4, [2, 0, 0, 0], [[2, 0, 0, 0]]),
-        )
 
 
 def test_operands_on_two_devices_and_no_group_are_refused_by_name() -> None:
