@@ -37,12 +37,6 @@ def test_four_ranks_as_in_the_picture() -> None:
     assert round_robin(4) == [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
 
 
-@pytest.mark.parametrize("num_ranks", [3, 5, 7])
-def test_odd_counts_rest_once_each(num_ranks: int) -> None:
-    for rank in range(num_ranks):
-        assert partners(rank, num_ranks).count(None) == 1
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=17))
 def test_domains(domains: list[int]) -> None:

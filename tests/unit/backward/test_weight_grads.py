@@ -197,14 +197,6 @@ def test_another_threads_tasks_are_left_to_its_own_backward(scheduler: WeightGra
     assert weight.grad is not None and torch.equal(weight.grad, torch.ones_like(weight))
 
 
-def test_a_parameter_used_twice(scheduler: WeightGradScheduler) -> None:
-    weights, reference = layers(1) * 2, layers(1) * 2
-    run(weights, inputs(1)[0], scheduler).sum().backward()
-    run(reference, inputs(1)[0], None).sum().backward()
-    assert reference[0].grad is not None
-    same(weights[:1], [reference[0].grad])
-
-
 class _Failing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -162,10 +162,7 @@ def test_gate_and_up_are_read_in_turns_of_8_rows(driver: Driver) -> None:
 
 
 def test_what_tma_cannot_address_is_named(driver: Driver) -> None:
-    with pytest.raises(
-        FluidError,
-        match=r"cuTensorMapEncodeTiled of sizes \[60, 96, 1\].*pitches of \[120, 11520\] bytes",
-    ):
+    with pytest.raises(FluidError, match=r"cuTensorMapEncodeTiled of sizes \[60, 96, 1\]"):
         TensorMaps(1).fill(0, in_boxes(_rows(width=60), 32))
     with pytest.raises(FluidError, match=r"cuTensorMapEncodeTiled of sizes \[60, 8, 2, 1, 1\]"):
         TensorMaps(1).fill(0, in_boxes(torch.zeros(1, 16, 60, dtype=torch.bfloat16), *GATED))

@@ -43,6 +43,8 @@ class _Driver(FakeDriver):
 def one_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 33, raising=False)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with driver_in_place(FakeDriver()):
         yield
 
@@ -126,14 +128,12 @@ class _Started:
 def test_launch_leaves_out_what_has_become_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = _Driver([8, 4, 8, 8, 8])
     monkeypatch.setattr(driver_api, "driver", lambda: driver)
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     kernel = _Started(
         {"x": "*fp32", "n": "i32", "table": "*i64", "one": "constexpr", "BLOCK": "constexpr"}
     )
     table, x = torch.zeros(2), torch.zeros(4)
     prepared = Launch(kernel, 8, {"BLOCK": 64}, (table, 1))
     stream: Any = SimpleNamespace(cuda_stream=33)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     prepared((2, 3), (x, 9), stream)
     assert not driver.launches  # Triton's
     prepared((2, 3), (x, -9), stream)
@@ -147,8 +147,6 @@ def test_launch_of_a_kernel_with_other_parameters_goes_through_triton(
 ) -> None:
     driver = _Driver([8, 8, 8])
     monkeypatch.setattr(driver_api, "driver", lambda: driver)
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     kernel = _Started({"x": "*fp32", "n": "i32", "BLOCK": "constexpr"})
     x, prepared = torch.zeros(4), Launch(kernel, 4, {"BLOCK": 64}, (9,))
     stream: Any = SimpleNamespace(cuda_stream=33)
@@ -164,8 +162,6 @@ def test_a_launcher_compiles_for_each_type_alignment_and_constant_once(
 ) -> None:
     driver = _Driver([8, 4, 8, 8])
     monkeypatch.setattr(driver_api, "driver", lambda: driver)
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     compiled: list[tuple[object, ...]] = []
 
     class _Counting(_Started):
@@ -214,7 +210,6 @@ def test_an_aligned_start_takes_absent_tensors_and_integers_behind_the_fixed_one
 ) -> None:
     driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8])
     monkeypatch.setattr(driver_api, "driver", lambda: driver)
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     kernel = _Aligned(_SIGNATURE)
     memory = torch.zeros(64)
     aligned = memory[-memory.data_ptr() // 4 % 4 :][:32]

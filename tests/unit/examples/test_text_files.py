@@ -12,14 +12,14 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from tests.unit.examples.test_text_dataset import HALF, lines, td, write
+from tests.unit.examples.test_text_dataset import build, lines, td, write
 
 
 def test_a_huggingface_tokenizer_folder(tmp_path: Path) -> None:
     folder = tokenizer_folder(tmp_path / "tokenizer")
     text = td.MegatronTextTokenizer(megatron_tokenizer(folder), str(folder))
     files = write(tmp_path / "in", a=lines(300))
-    built = td.build_text_dataset(files, text, HALF, tmp_path / "cache")
+    built = build(files, tmp_path, text)
     dataset = IndexedDataset(str(built.prefixes["train"]))
     again = megatron_tokenizer(folder)
     original = lines(300).decode()
@@ -32,7 +32,7 @@ def test_a_huggingface_tokenizer_folder(tmp_path: Path) -> None:
     # Another vocabulary under the same path is another tokenizer.
     tokenizer_folder(folder)  # of the same size, written anew
     other = td.MegatronTextTokenizer(megatron_tokenizer(folder), str(folder))
-    assert td.build_text_dataset(files, other, HALF, tmp_path / "cache").folder != built.folder
+    assert build(files, tmp_path, other).folder != built.folder
 
 
 def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
@@ -48,15 +48,15 @@ def test_text_that_a_tokenizer_cannot_read_is_named(tmp_path: Path) -> None:
         tmp_path / "in", **{"good.txt": lines(50), "latin.txt": "süß\n".encode("latin-1") * 50}
     )
     with pytest.raises(ValueError, match=r"latin.txt \(piece \d+\) is not UTF-8"):
-        td.build_text_dataset(files, text, HALF, tmp_path / "cache")
-    assert td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache").files == 2
+        build(files, tmp_path, text)
+    assert build(files, tmp_path).files == 2
 
 
 def test_binary_files_in_a_folder_are_left_out_and_listed(tmp_path: Path) -> None:
     files = write(
         tmp_path / "in", **{"text.txt": lines(100), "image.bin": b"\x89PNG\x00\x01" * 100}
     )
-    built = td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache")
+    built = build(files, tmp_path)
     assert built.files == 1
     assert built.skipped == [str((tmp_path / "in" / "image.bin").resolve())]
     assert sum(built.bytes.values()) == len(lines(100))
@@ -83,25 +83,10 @@ def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         td.find_text_files([])
     files = write(tmp_path / "in", a=b"", b=b"")
     with pytest.raises(ValueError, match=r"found no text in 2 file\(s\)"):
-        td.build_text_dataset(files, td.ByteTokenizer(), HALF, tmp_path / "cache")
+        build(files, tmp_path)
     (tmp_path / "a_file").write_text("")
     with pytest.raises(ValueError, match=r"--text-cache .* cannot be created"):
-        td.build_text_dataset(
-            write(tmp_path / "in", c=lines(9)),
-            td.ByteTokenizer(),
-            HALF,
-            tmp_path / "a_file" / "cache",
-        )
-
-
-def test_the_standard_library_is_real_text() -> None:
-    files = td.standard_library_files()
-    names = {path.name for path in files}
-    assert {"argparse.py", "os.py", "textwrap.py"} <= names
-    assert not any(
-        part in {"test", "tests", "site-packages"} for path in files for part in path.parts[-4:-1]
-    )
-    assert sum(path.stat().st_size for path in files) > 5_000_000
+        build(write(tmp_path / "in", c=lines(9)), tmp_path / "a_file")
 
 
 def megatron_tokenizer(folder: Path) -> Any:

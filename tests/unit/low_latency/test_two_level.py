@@ -3,7 +3,6 @@ reorders and drops; and gloo."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from megatron_fluid.low_latency.reference import combine_reference
 from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
 from megatron_fluid.low_latency.two_level import TwoLevel, TwoLevelLayout
 from tests.support.all_to_all_calls import (
-    bf16,
     check_close,
     check_received,
     receive,
@@ -144,9 +142,7 @@ def test_a_peer_lost_between_domains_is_named_by_its_rank(fake_nvshmem: FakeNvsh
         two.forward_in_domain()
     for fine in (0, 2, 3):
         ranks[fine].check_errors()
-    with pytest.raises(
-        PeerTimeoutError, match=r"rank 1: no answer from peer 3 in .*dispatch.*between domains"
-    ):
+    with pytest.raises(PeerTimeoutError, match=r"rank 1.*peer 3 in .*dispatch.*between domains"):
         ranks[1].check_errors()
 
 
@@ -220,22 +216,6 @@ def _bound_at_one_half(rank: int, world: int) -> None:
 
 def test_late_weights_find_their_tokens_whether_or_not_the_bound_comes_with_them() -> None:
     run_ranks(_bound_at_one_half, 4)
-
-
-def _lost_weights(rank: int, world: int) -> None:
-    ata = _open(rank, world, 4, 4, 2, 16, domain_size=1, timeout_s=1.0)
-    ids = torch.tensor([[0, 2]] * 3, dtype=torch.int32)
-    send(ata, bf16(3, 16), ids)
-    _, out, _ = receive(ata)
-    if rank == 0:
-        with pytest.raises(PeerTimeoutError, match=r"combine weights.*between domains"):
-            send_back(ata, out, torch.ones(3, 2))
-    else:
-        time.sleep(2.5)
-
-
-def test_weights_that_are_lost_are_named() -> None:
-    run_ranks(_lost_weights, 2)
 
 
 def _by_hosts(rank: int, world: int) -> None:

@@ -49,17 +49,6 @@ def test_the_copy_engine_form_moves_nothing_in_a_capture(monkeypatch: pytest.Mon
     assert not backend._gathers._addresses[0] and not backend._scatters._addresses[0]
 
 
-def test_a_gathered_shard_that_never_comes_is_reported_by_peer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    backends = fused_forms(3, monkeypatch)
-    shard = torch.randn(4, 64).to(torch.bfloat16)
-    finish = [backends[rank].start_gather(shard) for rank in (0, 2)]  # rank 1 stays away
-    finish[0]()
-    with pytest.raises(PeerTimeoutError, match="rank 0.*peer 1.*tp_fused_gather"):
-        backends[0].start_gather(shard)
-
-
 def test_a_chunk_is_not_sent_before_the_kernel_has_counted_its_tiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -93,9 +82,7 @@ def test_the_fused_form_refuses_what_its_kernel_cannot_multiply(
     half = torch.bfloat16
     with pytest.raises(ConfigError, match="K 24 and N 16 are not multiples of 16"):
         backend.matmul_scatter(torch.randn(4, 24).to(half), Gemm(torch.randn(24, 16).to(half)))
-    with pytest.raises(
-        ConfigError, match=r"B has strides \(64, 2\), allowed: one dimension contiguous"
-    ):
+    with pytest.raises(ConfigError, match=r"B has strides \(64, 2\)"):
         backend.gather_matmul(a.to(half), Gemm(torch.randn(16, 64).to(half)[:, ::2]))
     with pytest.raises(ConfigError, match="A has no rows"):
         backend.gather_matmul(a[:0].to(half), Gemm(torch.randn(16, 16).to(half)))

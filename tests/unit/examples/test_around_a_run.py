@@ -1,11 +1,11 @@
-"""The commands that the summary of a run proposes: they go on training, fit the machine, and say
-how long they take."""
+"""What the example does around a training: the commands that its summary proposes, the folders it
+accepts, and what the terminal shows of the log."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ if EXAMPLES not in sys.path:
 
 import next_commands as nc  # noqa: E402
 import pretrain_defaults as pd  # noqa: E402
+import run_output  # noqa: E402
+from run_folder import RunFolder  # noqa: E402
 
 
 def _args(folder: Path, **given: Any) -> argparse.Namespace:
@@ -55,23 +57,6 @@ def test_the_command_to_train_on_goes_on_training(
     assert kept == f"--lr 1e-3 --load {tmp_path} {length}".split()
 
 
-def test_every_command_says_how_long_it_takes(tmp_path: Path) -> None:
-    lines = nc.next_commands(_args(tmp_path), 0.3)
-    titles = [line for line in lines if not line.startswith(" ")]
-    assert titles[0] == "train on from the checkpoint (about 60 s):"
-    assert titles[1] == "your own text (about 60 s):"  # the same model, as many iterations
-    assert re.fullmatch(r"a larger model on 4 ranks \(about \d+ min\):", titles[2])
-    assert nc.next_commands(_args(tmp_path), None)[0] == "train on from the checkpoint:"
-    stopped = nc.next_commands(_args(tmp_path), 2.0, stopped=True)
-    assert stopped[0] == "go on where it stopped (about 5 min):" and "--resume" in stopped[1]
-
-
-def test_a_run_of_a_tiny_model_tells_no_time_of_a_larger_one(tmp_path: Path) -> None:
-    lines = nc.next_commands(_args(tmp_path, hidden_size=16, num_layers=1), 0.3)
-    assert lines[0] == "train on from the checkpoint (about 60 s):"
-    assert lines[2] == "your own text:"
-
-
 def _larger(lines: list[str]) -> tuple[str, list[str]]:
     title, command = lines[-2:]
     return title, command.split()
@@ -88,3 +73,57 @@ def test_no_more_ranks_than_the_machine_has(
     title, words = _larger(nc.next_commands(_args(tmp_path), 0.3))
     assert words[words.index("--nproc_per_node") + 1] == str(ranks)
     assert (f"on {ranks} ranks" in title) == (ranks > 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "save"), [("--load absent", "absent"), ("--load absent --save new", "new")]
+)
+def test_a_checkpoint_that_is_not_there_is_an_error_not_a_new_training(
+    flags: str, save: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
+    with pytest.raises(ValueError, match="--load: found no checkpoint in absent"):
+        RunFolder.choose({"load": "absent"}, "run", save, resume=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_job_that_is_started_again_and_again_begins_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--load=job", "--save=job"])
+    assert RunFolder.choose({"load": "job"}, "run", "job", resume=False).resumed is None
+
+
+ITERATION = (
+    "[2026] iteration {:8}/ 3 | elapsed time per iteration (ms): 100.0 | global batch size: 8 "
+    "| lm loss: 2.5E+00 |\n"
+)
+
+
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [io.StringIO(), Screen()])
+def test_iterations_are_a_bar_on_a_terminal_and_lines_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, terminal: io.StringIO
+) -> None:
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    output = run_output.RunOutput([])
+    output.sequence_length = 64
+    for iteration in (1, 2, 3):
+        output.write(ITERATION.format(iteration))
+    said = terminal.getvalue()
+    if terminal.isatty():
+        assert "3/3" in said and "loss 2.5000, 5,120 tokens/s" in said
+        assert said.count("\n") == 1, "one line, which ends with the training"
+    else:
+        lines = said.splitlines()
+        assert lines[0] == "iteration 1/3  loss 2.5000  5,120 tokens/s  0:00:00 left"
+        assert len(lines) == 3
