@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -39,39 +37,6 @@ def _machine_code(makes: Any) -> bytes:
     kernel_build._started.clear()
     unit: Any = FakeUnit("unit", makes)
     return kernel_build.machine_code(unit)
-
-
-def _make_once(made: Any, codes: Any) -> None:
-    def make() -> bytes:
-        time.sleep(0.3)
-        with made.get_lock():
-            made.value += 1
-        return b"code"
-
-    codes.put(_machine_code(make))
-
-
-def test_one_process_compiles_what_several_want(folder: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    made, codes = context.Value("i", 0), context.Queue()
-    ranks = [context.Process(target=_make_once, args=(made, codes)) for _ in range(4)]
-    for rank in ranks:
-        rank.start()
-    assert [codes.get(timeout=300) for _ in ranks] == [b"code"] * 4
-    for rank in ranks:
-        rank.join(300)
-    assert made.value == 1
-    assert [path.name for path in folder.glob("*.cubin")] == [f"{'unit' * 8}.cubin"]
-    assert not list(folder.glob("tmp*"))
-
-
-def test_a_compiler_that_was_killed_is_followed_by_another() -> None:
-    context = multiprocessing.get_context("fork")
-    killed = context.Process(target=_machine_code, args=(lambda: os._exit(1),))
-    killed.start()
-    killed.join(300)
-    assert killed.exitcode == 1
-    assert _machine_code(lambda: b"code") == b"code"
 
 
 def test_a_wait_for_another_compiler_is_bounded(

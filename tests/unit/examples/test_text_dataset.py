@@ -3,10 +3,8 @@ ever."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -137,32 +135,15 @@ def test_a_build_that_fails_leaves_nothing_and_can_be_repeated(tmp_path: Path) -
     assert build(files, tmp_path).tokens["train"] > 0
 
 
-def _hold(path: str, seconds: float, ready: Any) -> None:
-    with only_builder(Path(path), 1.0):
-        ready.set()
-        time.sleep(seconds)
-
-
 def test_waiting_for_a_builder_is_bounded_and_names_its_lock(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    ready = context.Event()
+    """A builder that is killed: tests/faults/test_shared_cache.py."""
     lock = tmp_path / "key.lock"
-    holder = context.Process(target=_hold, args=(str(lock), 3600.0, ready))
-    holder.start()
-    try:
-        ready.wait()
-        with (
-            pytest.raises(TimeoutError, match=f"{lock}.*--text-wait-minutes"),
-            only_builder(lock, 0.5),
-        ):
+    with only_builder(lock, 1.0):
+        said = pytest.raises(TimeoutError, match=f"{lock}.*--text-wait-minutes")
+        with said, only_builder(lock, 0.5):
             pass
-        holder.kill()  # a builder that dies must free those who wait
-        holder.join()
-        with only_builder(lock, 900.0):
-            pass
-    finally:
-        holder.kill()
-        holder.join()
+    with only_builder(lock, 1.0):
+        pass
 
 
 def damage_record(folder: Path) -> Path:

@@ -147,19 +147,6 @@ def test_a_wheel_imports_itself_at_start_only_if_a_variable_asks(
         assert done.stdout.startswith(found), done.stderr
 
 
-def test_a_source_tree_on_the_path_uses_its_own_patches(source_copy: Path, tmp_path: Path) -> None:
-    code = "import megatron_fluid.patches.engine.engine as e, megatron_fluid.config as c; "
-    code += "print(e.__file__, c.__file__)"
-    environment = {**os.environ, "PYTHONPATH": str(source_copy)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.stdout.split() == [
-        str(source_copy / "patches/engine/engine.py"),
-        str(source_copy / "megatron_fluid/config.py"),
-    ]
-
-
 def test_the_version_is_that_of_the_changelog() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", megatron_fluid.__version__)
     released = re.findall(r"^## \[(\d[\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)

@@ -1,5 +1,5 @@
-"""Commands that documents and docstrings print: each names a program, a target, an extra and flags
-that are here."""
+"""Commands that documents and docstrings print: each names a program, a target and flags that are
+here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import re
 import runpy
 import shlex
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ DOCUMENTS = sorted(
     + list(ROOT.glob("benchmarks/*.md"))
 )
 PACKAGES = ("megatron_fluid", "patches", "benchmarks", "examples", "tests", "tools")
-PROGRAMS = ("torchrun", "python", "python3", "pytest", "mpirun", "make", "megatron-fluid", "pip")
+PROGRAMS = ("torchrun", "python", "python3", "pytest", "mpirun", "make", "megatron-fluid")
 PROGRAMS += ("benchmarks/launch.sh",)
 EXAMPLE = "examples/pretrain_gpt_moe.py"
 EXAMPLE_PARSERS = ("pretrain_gpt_moe.py", "run_output.py")
@@ -208,11 +207,6 @@ def check(words: list[str]) -> None:
     program = words[0]
     if program == "make":
         check_make(words[1:])
-    elif program == "pip":
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        for extras in re.findall(r"\[([a-z,]+)\]", " ".join(words)):
-            unknown = set(extras.split(",")) - set(project["optional-dependencies"])
-            assert not unknown, f"there is no extra {', '.join(unknown)}"
     elif program == "megatron-fluid":
         check_cli(words[1:])
     elif "pytest" in words:
@@ -258,7 +252,6 @@ def test_every_flag_of_this_package_in_a_text_is_one_it_has() -> None:
     [
         ("torchrun --nproc_per_node 2 benchmarks/moe_layer.py", "there is no"),
         ("benchmarks/launch.sh tp_overlap --sweeps all", "--sweeps"),
-        ("pip install '.[nothing]'", "nothing"),
         ("make pretrains", "pretrains"),
         ('make pretrain ARGS="--train-itters 5"', "--train-itters"),
         ("megatron-fluid doctor --bandwith", "--bandwith"),

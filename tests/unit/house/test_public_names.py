@@ -73,22 +73,3 @@ def test_help_shows_what_can_be_given(room: str) -> None:
             for shown, function in _callables(name, value):
                 parameters = inspect.signature(function).parameters.values()
                 assert not [p.name for p in parameters if p.kind in variable], shown
-
-
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("SelfAttention", ("hidden_size", "num_kv_heads", "window", "group", "dtype")),
-        ("TransformerLayer", ("num_experts", "rope_theta", "ep_group", "layer_id")),
-        ("AllToAll.internode", ("max_num_tokens", "hidden_dim_scale_bytes", "domain_size")),
-        ("AllToAll.dispatch_with_hook", ("dp_x", "indices", "weights", "alignment")),
-    ],
-)
-def test_the_fields_of_a_config_are_shown_where_they_are_taken(
-    name: str, fields: tuple[str, ...]
-) -> None:
-    value: Any = megatron_fluid
-    for part in name.split("."):
-        value = getattr(value, part)
-    shown = inspect.signature(value).parameters
-    assert set(fields) <= set(shown) and not {"internode", "do_send"} & set(shown)

@@ -1,4 +1,5 @@
-"""Weight gradients of fp8 rows on a CPU, and what their functions refuse."""
+"""Weight gradients of fp8 rows on a CPU, and what their functions refuse; the rows that are turned
+for them, bit for bit against plain torch over uneven groups, with outliers, infinities and NaN."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.fp8_casts.turns import turn_rows
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.kernels.fp8_weight_grads.launch import (
     TurnedRows,
     add_fp8_weight_grads,
@@ -17,7 +20,8 @@ from megatron_fluid.kernels.fp8_weight_grads.launch import (
     fp8_weight_grads,
     turned_weight_grads,
 )
-from tests.support.turned_rows import turn_rows
+from tests.support import fp8_reference as reference
+from tests.support.turned_rows import turn_rows as turned
 
 _COUNTS = [130, 0, 1, 128, 0]
 _ENDS = list(itertools.accumulate(_COUNTS))
@@ -27,7 +31,7 @@ _OFFSETS = torch.tensor(_ENDS, dtype=torch.int32)
 def _operands(high: int = 256, wide: int = 128) -> tuple[Tensor, Tensor, TurnedRows, TurnedRows]:
     g = torch.Generator().manual_seed(1)
     x, y = (torch.randn(_ENDS[-1], width, generator=g) for width in (high, wide))
-    return x, y, turn_rows(x, _ENDS), turn_rows(y, _ENDS)
+    return x, y, turned(x, _ENDS), turned(y, _ENDS)
 
 
 def test_the_reference_is_each_experts_product_but_for_the_rounding_of_the_casts() -> None:
@@ -127,3 +131,132 @@ def test_outputs_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match="operands of fp8 weight gradients with"):
             add_fp8_weight_grads(left, right, _OFFSETS, places, outputs)
+
+
+interpreted = pytest.mark.interpreter
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def rows_of(kind: str, rows: int, width: int) -> Fp8Rows:
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(3))
+    if kind == "outliers":
+        x[::2, ::100] *= 3e4
+        x[::3] *= 1e-3
+    if kind == "zeros":
+        x[:, :130], x[:131] = 0.0, 0.0
+        x[5, 7] = -0.0
+    if kind == "denormals":
+        x = x * 2.0**-130
+        x[0] *= 2.0**20
+    if kind == "huge":
+        x = x * 2.0**120
+    if kind == "one scale":
+        x = x.clamp(1.0, 3.0)
+    if kind == "one value":
+        x[:] = 448.0
+    if kind == "not finite":
+        x[1, 130], x[140, 3], x[rows - 1, 200] = float("nan"), float("inf"), float("-inf")
+    return Fp8Rows(*reference.cast_rows(x.to(DEVICE)))
+
+
+def offsets_of(counts: list[int]) -> tuple[Tensor, list[int]]:
+    ends = list(itertools.accumulate(counts))
+    return torch.tensor(ends, dtype=torch.int32, device=DEVICE), ends
+
+
+def check(found: TurnedRows, x: Fp8Rows, ends: list[int]) -> None:
+    """That the blocks in use are those of the reference, bit for bit but for signs of NaN."""
+    rows, width = x.values.shape
+    blocks = blocks_of(rows, len(ends))
+    assert found.values.shape == (width, 128 * blocks) and found.scales.shape == (blocks, width)
+    values, scales = reference.turn_rows(x.values[: ends[-1]], x.scales, ends)
+    given = (found.values[:, : values.shape[1]].float(), values.float())
+    given += (found.scales[: len(scales)], scales)
+    for own, right in itertools.batched(given, 2):
+        nan = right.isnan()
+        assert torch.equal(own.isnan(), nan)
+        bits = [t.masked_fill(nan, 0.0).view(torch.int32) for t in (own, right)]
+        assert torch.equal(*bits)
+
+
+KINDS = ["normal", "outliers", "zeros", "denormals", "huge", "one scale", "one value", "not finite"]
+
+
+@interpreted
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_turned_as_by_the_reference(kind: str) -> None:
+    offsets, ends = offsets_of([0, 1, 130, 0, 128, 3])
+    x = rows_of(kind, ends[-1], 256)
+    check(turn_rows(x, offsets), x, ends)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "counts",
+    [[1], [128], [129], [0, 0, 127, 0], [0] * 40, [3] * 33, [0] * 1023 + [2]],
+    ids=lambda c: f"{len(c)} experts, {sum(c)} rows",
+)
+@pytest.mark.parametrize("extra", [0, 7])
+def test_every_row_finds_its_place_and_rows_of_no_expert_none(
+    counts: list[int], extra: int
+) -> None:
+    offsets, ends = offsets_of(counts)
+    x = rows_of("outliers", ends[-1] + extra, 128)
+    if ends[-1]:
+        check(turn_rows(x, offsets), x, ends)
+    else:
+        turn_rows(x, offsets)
+
+
+@interpreted
+def test_the_product_of_turned_rows_is_the_weight_gradient() -> None:
+    counts = [5, 0, 200, 129]
+    offsets, ends = offsets_of(counts)
+    left, right = rows_of("normal", ends[-1], 128), rows_of("outliers", ends[-1], 256)
+    found = turned_weight_grads(turn_rows(left, offsets), turn_rows(right, offsets), ends)
+    wide = [reference.restore_rows(*x) for x in (left, right)]
+    for expert, rows in enumerate(itertools.starmap(slice, itertools.pairwise([0, *ends]))):
+        exact = wide[0][rows].t() @ wide[1][rows]
+        error = (found[expert] - exact).norm() / exact.norm().clamp(min=1e-9)
+        assert float(error) < 2e-3  # digits of what becomes an e4m3 denormal
+
+
+@interpreted
+@pytest.mark.parametrize("gap", [16, 8, 3])
+def test_rows_may_lie_apart(gap: int) -> None:
+    offsets, ends = offsets_of([60, 150])
+    x = rows_of("outliers", ends[-1], 256)
+    packed = torch.zeros(ends[-1], 256 + gap, dtype=torch.uint8, device=DEVICE)
+    packed[:, :256] = x.values.view(torch.uint8)
+    apart = Fp8Rows(packed[:, :256].view(torch.float8_e4m3fn), x.scales)
+    assert apart.values.stride() == (256 + gap, 1)
+    check(turn_rows(apart, offsets), x, ends)
+
+
+@interpreted
+def test_a_nan_spreads_over_its_feature_of_128_places_alone() -> None:
+    offsets, ends = offsets_of([130, 20])
+    x = rows_of("normal", ends[-1], 256)
+    x.scales[1, 3] = float("nan")  # a cast has made features 128 .. 255 of this row NaN
+    wanted = torch.zeros(256, 3 * 128, dtype=torch.bool, device=DEVICE)
+    wanted[128:, :128] = True
+    if DEVICE == "cuda":  # the interpreter reads e4m3's NaN as 480
+        x.values.view(torch.uint8)[140, 77] = 0x7F
+        wanted[77, 256:] = True
+    values, scales = turn_rows(x, offsets)
+    assert torch.equal(values[:, : 3 * 128].float().isnan(), wanted)
+    assert torch.equal(scales[:3].isnan(), wanted[:, ::128].t())
+
+
+@interpreted
+def test_operands_that_cannot_be_turned_are_named() -> None:
+    offsets, _ = offsets_of([3])
+    x = rows_of("normal", 3, 128)
+    assert turn_rows(Fp8Rows(x.values[:0], x.scales), offsets).values.shape == (128, 0)
+    for values in (x.values.float(), x.values[:, :64], x.values.t()):
+        with pytest.raises(ConfigError, match="operands of turn_rows"):
+            turn_rows(Fp8Rows(values, x.scales), offsets)
+    with pytest.raises(ConfigError, match=r"scales torch.float32 \[1, 2\]"):
+        turn_rows(Fp8Rows(x.values, x.scales[:, :2].contiguous()), offsets)
+    with pytest.raises(ConfigError, match=r"offsets torch.int64"):
+        turn_rows(x, offsets.long())
