@@ -133,7 +133,7 @@ def _train(rank: int, world_size: int, folder: str, iterations: int) -> dict[str
 
 
 def test_training_with_lengths_drawn_for_each_microbatch_follows_megatrons(tmp_path: Path) -> None:
-    iterations = int(os.environ.get("MEGATRON_FLUID_TEST_ITERATIONS", "4"))
+    iterations = int(os.environ.get("MEGATRON_FLUID_TEST_ITERATIONS", "2"))
     arguments, limit_s = (str(tmp_path), iterations), 200 + 12 * iterations
     results = run_ranks(_train, 2, *arguments, timeout_s=limit_s, env={"TRITON_INTERPRET": "1"})
     for found in results:
