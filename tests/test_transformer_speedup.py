@@ -28,8 +28,6 @@ if (
 
 import dataclasses
 import math
-import os
-import subprocess
 
 import pytest
 import torch
@@ -37,6 +35,7 @@ import torch
 from benchmarks.harness.results import Row, read_results
 from benchmarks.suites import transformer_speedup
 from benchmarks.suites.transformer_speedup import MODES, SMALL, Options, Shape, run, table
+from tests.support.forked_program import run_program
 from tests.support.launch import run_ranks
 
 EXACT = dataclasses.replace(SMALL, dtype="float64")
@@ -78,34 +77,14 @@ def test_speedup_is_baseline_over_overlap() -> None:
     assert table(rows).splitlines()[2] == "| Inference | 3.00 ms | 2.00 ms | 1.50x (+50%) |"
 
 
-def test_under_torchrun_it_prints_the_table_and_writes_results(tmp_path: Path) -> None:
+def test_on_two_ranks_it_prints_the_table_and_writes_results(tmp_path: Path) -> None:
     target = tmp_path / "speed.json"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
-    command += [__file__, "--iters", "2", "--warmup", "1", "--output", str(target)]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "FLUID_COMMIT": "named-by-the-test",
-        "MEGATRON_FLUID": "off",
-    }
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=environment,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "| Mode | Baseline | Overlap | Speedup |" in done.stdout
+    variables = {"FLUID_COMMIT": "named-by-the-test", "MEGATRON_FLUID": "off"}
+    variables["TORCHELASTIC_RUN_ID"] = "as torchrun sets"
+    flags = ["--iters", "2", "--warmup", "1", "--output", str(target)]
+    code, output = run_program(Path(__file__), 2, flags, tmp_path, variables)
+    assert code == 0, output[-3000:]
+    assert "| Mode | Baseline | Overlap | Speedup |" in output
     document = read_results(target)
     assert document["suite"] == "transformer_speedup" and document["gpus"] == 2
     assert document["commit"] == "named-by-the-test"

@@ -62,8 +62,6 @@ QWEN3 = RMS | {
     "moe_aux_loss_coeff": 1e-3,
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "Mixtral 8x7B": RMS | {"num_moe_experts": 8},
-    "Qwen3-30B-A3B": QWEN3,
     "Qwen3-235B-A22B": QWEN3
     | {
         "num_layers": 3,

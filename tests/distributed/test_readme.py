@@ -74,7 +74,7 @@ ELSEWHERE = {
     ),
     "torchrun --nproc_per_node 4 tests/test_transformer_speedup.py": (
         "tests/test_transformer_speedup.py",
-        "torch.distributed.run",
+        "run_program(Path(__file__)",
     ),
 }
 ON_TORCH = (

@@ -54,17 +54,17 @@ class _Arguments:
 
 
 @pytest.mark.parametrize(
-    ("different", "said"),
+    ("different", "said", "timeout_s"),
     [
-        (("--hidden-size", "32"), "hidden_size: found 64 on rank 0, 32 on rank 1"),
-        (("--num-layers", "1"), "peer"),
+        (("--hidden-size", "32"), "hidden_size: found 64 on rank 0, 32 on rank 1", "8"),
+        (("--num-layers", "1"), "peer", "4"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_ranks_with_different_settings_are_told_apart(
-    different: tuple[str, ...], said: str, tmp_path: Path
+    different: tuple[str, ...], said: str, timeout_s: str, tmp_path: Path
 ) -> None:
-    bound = ("--fluid-timeout", "8")
+    bound = ("--fluid-timeout", timeout_s)
     started = train(tmp_path, "log", *bound, ranks=RANKS, prepare=on_rank_1(*different))
     words = last_words(started)
     assert all(said in text for text in words), words

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Life]:
     return [outcome.value for outcome in outcomes]
 
 
+@pytest.fixture(scope="module")
+def stopped(
+    whole: list[Life], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[int, tuple[Path, Future[list[RankOutcome]]]]]:
+    """What becomes of all ranks, and the folder of what they say, by seed: three worlds at a time,
+    as ranks that wait for a lost one are idle."""
+    calls = [life.calls for life in whole]
+    with ThreadPoolExecutor(3) as pool:
+        folders = {seed: tmp_path_factory.mktemp(f"seed{seed}") for seed in SEEDS}
+        yield {
+            seed: (folder, pool.submit(run, draw(seed), calls, folder))
+            for seed, folder in folders.items()
+        }
+
+
 def names(text: str, rank: int) -> bool:
     return re.search(rf"\b(peers?|ranks?) ([\d, and]*\b)?{rank}\b", text) is not None
 
@@ -53,15 +70,17 @@ def end_of(outcome: RankOutcome, log: str) -> tuple[list[float], str, float]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_all_others_name_a_rank_that_stops(seed: int, whole: list[Life], tmp_path: Path) -> None:
-    stop = draw(seed)
-    outcomes = run(stop, [life.calls for life in whole], tmp_path)
-    when, _, where = (tmp_path / "stop").read_text().partition(" ")
+def test_all_others_name_a_rank_that_stops(
+    seed: int, whole: list[Life], stopped: dict[int, tuple[Path, Future[list[RankOutcome]]]]
+) -> None:
+    stop, (folder, future) = draw(seed), stopped[seed]
+    outcomes = future.result()
+    when, _, where = (folder / "stop").read_text().partition(" ")
     print(f"{stop}\nstopped in {where}")
     for outcome in outcomes:
         if outcome.rank == stop.rank:
             continue
-        log = (tmp_path / f"{outcome.rank}.log").read_text(errors="replace")
+        log = (folder / f"{outcome.rank}.log").read_text(errors="replace")
         assert outcome.finished, f"rank {outcome.rank} did not end\n{outcome.stacks}\n{log}"
         values, said, ended_at = end_of(outcome, log)
         print(f"rank {outcome.rank}: {ended_at - float(when):.1f} s: {said[:300]}")

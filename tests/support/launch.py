@@ -33,6 +33,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,6 +54,7 @@ __all__ = [
     "take_gpu",
 ]
 
+_choosing = threading.Lock()
 _GRACE_S = 5.0  # after one rank failed, the others get this long to fail by themselves and say why
 _ROOT = str(Path(__file__).resolve().parents[2])
 _SERVER_PATH = "MEGATRON_FLUID_TEST_SERVER_PATH"  # as in rank_server.py, which takes it back
@@ -325,7 +327,7 @@ def _template(job: _Job) -> Template:
     # themselves.
     forkable = env.get("CUDA_VISIBLE_DEVICES") == "" or not os.path.exists("/dev/nvidiactl")
     module = getattr(job.fn, "__module__", "") if forkable else ""
-    with main_module_hidden():
+    with _choosing, main_module_hidden():  # worlds may be started by several threads
         return template_for(_context(), "" if module == "__main__" else module, env)
 
 

@@ -394,7 +394,7 @@ def train_both(case: Training) -> dict[str, Any]:
             layers = [m for m in model.modules() if isinstance(m, MoELayer)]
             for layer in layers if case.way == "exchange" else ():
                 keep_megatrons_experts(layer)
-            run = tiny_gpt.train(model, **{"iterations": 6, **case.options})
+            run = tiny_gpt.train(model, **{"iterations": 4, **case.options})
             result["ours" if on else "stock"] = run.losses, run.gradient_norms
             result["counts" if on else "stock counts"] = dict(counts)
             result["exchanges"] = {moe_layer.backend_of(layer)[0] for layer in layers}

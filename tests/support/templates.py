@@ -19,6 +19,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -68,11 +69,14 @@ class Template:
         module: imported before any fork, unless empty. A module that cannot be imported fails the
             forked process, which imports it again.
         env: the environment variables that are set before the import.
+
+    Several threads may ask at a time.
     """
 
     def __init__(
         self, context: multiprocessing.context.BaseContext, module: str, env: Mapping[str, str]
     ) -> None:
+        self._lock = threading.Lock()  # of a request and its answer
         self._socket, theirs = context.Pipe(duplex=True)
         # A daemon: otherwise the end of pytest waits for it.
         self._process = context.Process(
@@ -91,15 +95,17 @@ class Template:
         pipe: multiprocessing.connection.Connection,
     ) -> ForkedProcess:
         """Run ``target(*args, pipe)`` in a process forked from the template. It must not return."""
-        self._socket.send(("fork", pickle.dumps((target, args))))
-        reduction.send_handle(self._socket, pipe.fileno(), self._process.pid)
-        return ForkedProcess(self, self._socket.recv())
+        with self._lock:
+            self._socket.send(("fork", pickle.dumps((target, args))))
+            reduction.send_handle(self._socket, pipe.fileno(), self._process.pid)
+            return ForkedProcess(self, self._socket.recv())
 
     def exit_code(self, pid: int) -> int | None:
         """The exit code of a forked process (minus the signal that ended it), None while it
         runs."""
-        self._socket.send(("poll", pid))
-        return self._socket.recv()
+        with self._lock:
+            self._socket.send(("poll", pid))
+            return self._socket.recv()
 
     def close(self) -> None:
         """End the template. Processes that it forked end with it."""
