@@ -1,5 +1,6 @@
-"""`megatron-fluid`: check a machine, list patches, start, plan and profile trainings."""
+"""Check a machine, list what is patched in Megatron; start, plan, compare and profile trainings."""
 
+import argparse
 import logging
 import sys
 import warnings
@@ -8,12 +9,13 @@ from collections.abc import Sequence
 from megatron_fluid import __version__
 from megatron_fluid.cli import compare, doctor, patches, plan, profile, run, warm
 from megatron_fluid.cli.arguments import BriefParser
+from megatron_fluid.errors import ConfigError, FluidError
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; the exit status is 0 when it succeeded.
+    """Run one subcommand; the exit status is 0 when it succeeded, and 2 after an error of one line.
 
     Args:
         argv: the command line without the program's name, `sys.argv[1:]` by default.
@@ -21,12 +23,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = BriefParser(prog="megatron-fluid", description=__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (doctor, compare, patches, plan, profile, run, warm):
-        module.add_parser(commands)
+    raw = argparse.RawDescriptionHelpFormatter
+    for module in (doctor, compare, patches, plan, profile, warm):
+        name = module.__name__.rpartition(".")[2]
+        command = commands.add_parser(
+            name, help=module.HELP, description=module.__doc__, formatter_class=raw
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    commands.add_parser("run", help=run.HELP, add_help=False)  # which parses torchrun's flags
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["run"]:
         return run.run(words[1:])
     args = parser.parse_args(words)
     warnings.simplefilter("ignore")  # Megatron warns about each missing optional package
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # torch, without a GPU
-    return int(args.run(args))
+    try:
+        return int(args.run(args))
+    except (ConfigError, FluidError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2

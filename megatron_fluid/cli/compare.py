@@ -29,7 +29,9 @@ from megatron_fluid.cli.arguments import positive, run_command
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.profiling.compare_page import Comparison, Step, write_page
 
-__all__ = ["add_parser", "prepare", "read_log", "run"]
+__all__ = ["HELP", "add_arguments", "prepare", "read_log", "run"]
+
+HELP = "train some steps of a command with and without this package, and compare them"
 
 _VALUE = r"\s*:?\s*([-+.\deE]+|(?i:-?(?:nan|inf)))"
 _ITERATION = re.compile(r"\biteration\s+(\d+)/\s*\d+ \|")
@@ -46,11 +48,8 @@ _TABLE = re.compile(
 )
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the subcommand."""
-    what = "train some steps of a command with and without this package, and compare them"
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser("compare", help=what, description=__doc__, formatter_class=raw)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the subcommand takes."""
     add = parser.add_argument
     add("--steps", type=positive, default=20, help="steps of each run (default: %(default)s)")
     warm_up = "first steps that no time is taken of (default: %(default)s)"
@@ -61,50 +60,47 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--output", type=Path, default=Path("compare"), help=folder)
     program = "a Megatron training command"
     add("program", nargs=argparse.REMAINDER, metavar="COMMAND", help=program)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train three times, write the page, and say what it says.
 
     Returns:
-        0 if the numbers agree, 1 if not, 2 for a wrong command line, or the status of a run that
-        failed.
+        0 if the numbers agree, 1 if not, or the status of a run that failed.
+
+    Raises:
+        ConfigError: the command line is wrong, or the command is no training.
     """
-    try:
-        if not 0 <= args.warm_up <= args.steps - 2:
-            allowed = f"0 to {max(args.steps - 2, 0)}, two less than --steps"
-            raise ConfigError.of("--warm-up", args.warm_up, allowed)
-        words = args.program[1:] if args.program[:1] == ["--"] else args.program
-        commands = {on: prepare(words, args.steps, on) for on in (False, True)}
-        args.output.mkdir(parents=True, exist_ok=True)
-        if not torch.cuda.is_available():
-            print(
-                "no GPU: ranks share this machine's memory, which leaves no wire to hide. Losses "
-                "can be compared; times say nothing of GPUs"
+    if not 0 <= args.warm_up <= args.steps - 2:
+        allowed = f"0 to {max(args.steps - 2, 0)}, two less than --steps"
+        raise ConfigError.of("--warm-up", args.warm_up, allowed)
+    words = args.program[1:] if args.program[:1] == ["--"] else args.program
+    commands = {on: prepare(words, args.steps, on) for on in (False, True)}
+    args.output.mkdir(parents=True, exist_ok=True)
+    if not torch.cuda.is_available():
+        print(
+            "no GPU: ranks share this machine's memory, which leaves no wire to hide. Losses "
+            "can be compared; times say nothing of GPUs"
+        )
+    runs: list[_Log] = []
+    for name, active in (("off", False), ("on", True), ("off again", False)):
+        log = args.output / f"{name.replace(' ', '_')}.log"
+        print(f"{name} ({len(runs) + 1} of 3): log in {log}", flush=True)
+        started = time.monotonic()
+        with log.open("w") as file:
+            status = run_command(commands[active], _environment(active), file)
+        runs.append(read_log(log.read_text(errors="replace")))
+        found = len(runs[-1].steps)
+        print(f"  {found} steps, {time.monotonic() - started:.0f} s", flush=True)
+        if status:
+            print("\n".join(log.read_text(errors="replace").splitlines()[-15:]))
+            print(f"the run {name!r} ended with status {status}", file=sys.stderr)
+            return status if status > 0 else 128 - status  # ended by a signal
+        if found < args.warm_up + 2:
+            raise ConfigError(
+                f"COMMAND: found {found} lines 'iteration N/M | ...' in {log}, at least "
+                f"{args.warm_up + 2} are needed: it must be a Megatron training"
             )
-        runs: list[_Log] = []
-        for name, active in (("off", False), ("on", True), ("off again", False)):
-            log = args.output / f"{name.replace(' ', '_')}.log"
-            print(f"{name} ({len(runs) + 1} of 3): log in {log}", flush=True)
-            started = time.monotonic()
-            with log.open("w") as file:
-                status = run_command(commands[active], _environment(active), file)
-            runs.append(read_log(log.read_text(errors="replace")))
-            found = len(runs[-1].steps)
-            print(f"  {found} steps, {time.monotonic() - started:.0f} s", flush=True)
-            if status:
-                print("\n".join(log.read_text(errors="replace").splitlines()[-15:]))
-                print(f"the run {name!r} ended with status {status}", file=sys.stderr)
-                return status if status > 0 else 128 - status  # ended by a signal
-            if found < args.warm_up + 2:
-                raise ConfigError(
-                    f"COMMAND: found {found} lines 'iteration N/M | ...' in {log}, at least "
-                    f"{args.warm_up + 2} are needed: it must be a Megatron training"
-                )
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
     off, fluid, again = runs
     comparison = Comparison(
         off=off.steps, on=fluid.steps, again=again.steps, warm_up=args.warm_up,

@@ -10,7 +10,9 @@ from typing import NamedTuple
 from megatron_fluid.cli.checks import CHECKS
 from megatron_fluid.cli.tables import paragraph, wrapped_table
 
-__all__ = ["ABILITIES", "Ability", "Finding", "add_parser", "examine", "run"]
+__all__ = ["ABILITIES", "HELP", "Ability", "Finding", "add_arguments", "examine", "run"]
+
+HELP = "what this machine can do, and why not"
 
 
 class Ability(NamedTuple):
@@ -52,11 +54,8 @@ ABILITIES = {
 }  # fmt: skip
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the subcommand."""
-    parser = commands.add_parser(
-        "doctor", help="what this machine can do, and why not", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the subcommand takes."""
     parser.add_argument(
         "--require",
         nargs="+",
@@ -68,7 +67,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "'core' is always required.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -69,7 +69,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that name models, for `wanted_models`."""
     add = parser.add_argument
     add("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
-    add("--expert-parallel", dest="expert", type=positive, help="expert-parallel ranks (1)")
+    add("--expert-parallel", dest="expert", type=positive, metavar="RANKS", help="(1)")
     flags = "the flags of a Megatron training in place of MODEL; given last"
     add("--from-args", nargs=argparse.REMAINDER, metavar="FLAGS", help=flags)
 

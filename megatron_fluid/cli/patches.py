@@ -12,16 +12,14 @@ from megatron_fluid.cli.tables import WIDTH, paragraph
 from megatron_fluid.errors import PatchError
 from megatron_fluid.patches.engine.patch import Row
 
-__all__ = ["add_parser", "run"]
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "what is patched in Megatron, and why"
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the subcommand."""
-    parser = commands.add_parser(
-        "patches", help="what is patched in Megatron, and why", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the subcommand takes."""
     parser.add_argument("--json", action="store_true", help="print one JSON object per patch")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import importlib.resources
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +23,9 @@ from megatron_fluid.cli.tables import paragraph, wrapped_table
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.plan.machine import REFERENCE, Machine, machine_named
 
-__all__ = ["Part", "add_parser", "parts_of", "run"]
+__all__ = ["HELP", "Part", "add_arguments", "parts_of", "run"]
+
+HELP = "say what auto takes for each part of a model, and why"
 
 
 class Part(NamedTuple):
@@ -35,39 +36,28 @@ class Part(NamedTuple):
     why: str = ""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the subcommand."""
-    parser = commands.add_parser(
-        "plan",
-        help="say what auto takes for each part of a model, and why",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the subcommand takes."""
     add_models(parser)
     add = parser.add_argument
     length, batch = "positions of a sequence (4096)", "sequences of a microbatch (1)"
-    add("--seq-length", dest="sequence", type=positive, help=length)
-    add("--micro-batch-size", dest="batch", type=positive, help=batch)
+    add("--seq-length", dest="sequence", type=positive, metavar="N", help=length)
+    add("--micro-batch-size", dest="batch", type=positive, metavar="N", help=batch)
     for name in ("context", "tensor"):
-        add(f"--{name}-parallel", dest=name, type=positive, help="ranks (1)")
+        add(f"--{name}-parallel", dest=name, type=positive, metavar="RANKS", help="(1)")
     names = ", ".join(REFERENCE)
     add("--machine", default="auto", help=f"figures: auto (this GPU's), {names} or a file")
     add("--write", type=Path, metavar="FILE", help="write the figures to a file")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the choices; 2 if the command line is wrong."""
-    try:
-        models = wanted_models(args)
-        for name, model in models.items():
-            _check(name, model)
-        machine = machine_named(args.machine)
-        if args.write is not None:
-            args.write.write_text(machine.dumps())
-    except (ConfigError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    """Print the choices. Raises ConfigError for models that the ranks do not divide."""
+    models = wanted_models(args)
+    for name, model in models.items():
+        _check(name, model)
+    machine = machine_named(args.machine)
+    if args.write is not None:
+        args.write.write_text(machine.dumps())
     figures = (
         f"machine: {machine.device}, {machine.flops_per_s / 1e12:.4g} TFLOP/s, memory "
         f"{machine.bytes_per_s / 1e9:.4g} GB/s, between ranks "
@@ -93,11 +83,12 @@ def _iterations(name: str, model: Model) -> str:
         routing = "balanced by force" if found["routing"] == "forced" else "by an auxiliary loss"
         where += f", routing {routing}{', one CUDA graph' if found['graph'] else ''}"
         lines.append(
-            f"expected iteration: {before:.1f} -> {after:.1f} ms, {before / after:.2f} times as "
-            f"fast ({where}; measured {found['date']} beside Megatron's fastest flags)"
+            f"measured {found['date']}: an iteration takes {before:.1f} ms with Megatron's fastest "
+            f"flags and {after:.1f} ms with this package, {before / after:.2f} times as fast "
+            f"({where})"
         )
     if not lines:
-        lines = ["expected iteration: not measured for this model; `megatron-fluid compare` does"]
+        lines = ["iterations of this model were not measured; `megatron-fluid compare` does it"]
     return "\n".join(paragraph(line, "  ", "") for line in lines)
 
 
@@ -171,5 +162,6 @@ def _report(name: str, model: Model, machine: Machine) -> str:
     )
     parts = list(parts_of(model, machine))
     if not parts:
-        return f"{paragraph(ranks)}\nnothing moves between ranks: give --context-parallel, ..."
+        none = "nothing moves between ranks: give --expert-parallel, --context-parallel or "
+        return f"{paragraph(ranks)}\n{none}--tensor-parallel"
     return f"{paragraph(ranks)}\n\n{wrapped_table(('part', 'auto takes', 'why'), parts)}"

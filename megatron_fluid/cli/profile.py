@@ -30,7 +30,9 @@ from megatron_fluid.profiling.draw import draw
 from megatron_fluid.profiling.timeline import Timeline, read_timeline
 from megatron_fluid.profiling.traces import read_document
 
-__all__ = ["add_parser", "run"]
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "trace a training command, or one MoE layer, and say how much communication was hidden"
 
 _LAYER_TRACE = "moe_layer.json.gz"  # profile_layer.py writes it
 _TRACE = "trace for https://ui.perfetto.dev: {}"
@@ -42,11 +44,8 @@ _WIRE = (
 )
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the subcommand."""
-    what = "trace a training command, or one MoE layer, and say how much communication was hidden"
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser("profile", help=what, description=__doc__, formatter_class=raw)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the subcommand takes."""
     add = parser.add_argument
     output = "folder for traces and pictures (default: profile)"
     add("--output", type=Path, default=Path("profile"), help=output)
@@ -56,42 +55,40 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add("--ranks", type=positive, help=ranks)
     compare = "draw the MoE layer with a plain all-to-all and with this package, on one page"
     add("--compare", action="store_true", help=compare)
-    steps = "steps of the training to profile (default: 4 6)"
+    steps = "steps of the training to trace, END not included (default: 4 6)"
     add("--steps", type=int, nargs=2, default=(4, 6), metavar=("FIRST", "END"), help=steps)
     program = "a Megatron training command"
     add("program", nargs=argparse.REMAINDER, metavar="COMMAND", help=program)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Trace and summarise.
 
     Returns:
-        0, the traced program's exit status, or 2 for a wrong command line or a missing trace.
+        0, or the traced program's exit status.
+
+    Raises:
+        ConfigError: a wrong command line, or no trace.
     """
-    try:
-        first, end = args.steps
-        if not 0 <= first < end:
-            allowed = "FIRST of 0 or more, and END larger than FIRST"
-            raise ConfigError.of("--steps", f"{first} {end}", allowed)
-        if sum(map(bool, (args.compare, args.trace, args.program))) > 1:
-            raise ConfigError("--compare, --trace and COMMAND are mutually exclusive")
-        if args.compare:
-            return _compare(args)
-        status, traces = 0, args.trace
-        if args.program:
-            status, traces = _trace_training(args)
-        elif not traces:
-            status, traces = _trace_layer(args.output, args.ranks), [args.output / _LAYER_TRACE]
-        if status:
-            return status
-        for path in traces:
-            print(_TRACE.format(path))
-            timeline = read_timeline(read_document(path), path.name)
-            print("\n".join(timeline.lines()), flush=True)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    first, end = args.steps
+    if not 0 <= first < end:
+        allowed = "FIRST of 0 or more, and END larger than FIRST"
+        raise ConfigError.of("--steps", f"{first} {end}", allowed)
+    if sum(map(bool, (args.compare, args.trace, args.program))) > 1:
+        raise ConfigError("--compare, --trace and COMMAND are mutually exclusive")
+    if args.compare:
+        return _compare(args)
+    status, traces = 0, args.trace
+    if args.program:
+        status, traces = _trace_training(args)
+    elif not traces:
+        status, traces = _trace_layer(args.output, args.ranks), [args.output / _LAYER_TRACE]
+    if status:
+        return status
+    for path in traces:
+        print(_TRACE.format(path))
+        timeline = read_timeline(read_document(path), path.name)
+        print("\n".join(timeline.lines()), flush=True)
     return 0
 
 

@@ -15,16 +15,11 @@ from typing import Any
 
 from megatron_fluid.cli.arguments import BriefParser, positive
 
-__all__ = ["add_parser", "run"]
+__all__ = ["HELP", "run"]
+
+HELP = "start a script on several ranks: torchrun, with short errors"
 
 _GRACE_S = 600
-
-
-def add_parser(commands: Any) -> None:
-    """Add this subcommand to the help. Its flags are torchrun's, so :func:`run` parses them."""
-    commands.add_parser(
-        "run", help="start a script on several ranks: torchrun, with short errors", add_help=False
-    )
 
 
 def run(words: Sequence[str]) -> int:

@@ -11,43 +11,33 @@ model also runs forward and backward, which compiles Triton's kernels.
 
 import argparse
 import os
-import sys
 import time
 from typing import Any
 
 from megatron_fluid.cli.models import Model, add_models, wanted_models
-from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.errors import ConfigError
 
-__all__ = ["add_parser", "run"]
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "compile a model's kernels ahead of its first step"
 
 _TOKENS = 256
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the subcommand."""
-    parser = commands.add_parser(
-        "warm",
-        help="compile a model's kernels ahead of its first step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the subcommand takes."""
     add_models(parser)
     dtype = "dtype of the experts (bf16, or that of the flags)"
     parser.add_argument("--dtype", choices=("bf16", "fp16"), help=dtype)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile; returns 2 if the command line is wrong or a kernel cannot be compiled."""
+    """Compile for each model. Raises ConfigError or FluidError if a kernel cannot be compiled."""
     dtype = args.dtype or ("fp16" if "--fp16" in (args.from_args or ()) else "bf16")
-    try:
-        for name, model in wanted_models(args).items():
-            if not model.experts:
-                raise ConfigError(f"warm: {name} has no experts, and so no kernels to compile")
-            _warm(model, dtype)
-    except (ConfigError, FluidError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    for name, model in wanted_models(args).items():
+        if not model.experts:
+            raise ConfigError(f"warm: {name} has no experts, and so no kernels to compile")
+        _warm(model, dtype)
     return 0
 
 
