@@ -197,15 +197,6 @@ def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
     assert driver.contexts_set == before + 1 and len(driver.launches) == 2
 
 
-def test_another_current_device_is_left_as_it_was(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = HopperKernels(GROUPED, torch.bfloat16)
-    monkeypatch.setattr(Machine, "device", 3)
-    _launch(module)
-    assert len(driver.launches) == 1 and Machine.device == 3
-
-
 def test_loading_inside_a_capture_is_allowed_and_the_mode_put_back(driver: Driver) -> None:
     module = HopperKernels(GROUPED, torch.bfloat16)
     _launch(module)

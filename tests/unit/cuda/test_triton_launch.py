@@ -13,7 +13,7 @@ import torch
 import triton
 
 from megatron_fluid.cuda import driver_api
-from megatron_fluid.cuda.triton_launch import Launch, Launcher, direct_launch, power_of_two
+from megatron_fluid.cuda.triton_launch import Launch, Launcher, direct_launch
 from megatron_fluid.errors import ConfigError, FluidError
 from tests.support.cuda_driver import FakeDriver, driver_in_place, word
 
@@ -224,10 +224,6 @@ def test_an_aligned_start_takes_absent_tensors_and_integers_behind_the_fixed_one
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="address of x: found '4 above a multiple of 16'"):
         launch.start_aligned(9, (aligned[1:], None, aligned), (128, 1))
-
-
-def test_power_of_two() -> None:
-    assert [power_of_two(n) for n in (0, 1, 2, 3, 4, 5, 129)] == [1, 1, 2, 4, 4, 8, 256]
 
 
 def _addresses(*tensors: torch.Tensor) -> list[int]:

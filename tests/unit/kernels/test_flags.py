@@ -97,10 +97,8 @@ def test_buffers_keep_their_address_and_are_seen_by_peers() -> None:
     assert torch.equal(
         simulated.rank(0).peer_view("x", 1, (4, 8), torch.float32), torch.full((4, 8), 3.0)
     )
-    assert (
-        simulated.rank(0).peer_pointers("x").tolist()
-        == simulated.rank(1).peer_pointers("x").tolist()
-    )
+    first, second = (simulated.rank(rank).peer_pointers("x").tolist() for rank in range(2))
+    assert first == second
     with pytest.raises(ConfigError, match="no-such"):
         simulated.rank(0).peer_pointers("no-such")
 
@@ -110,9 +108,8 @@ def test_attention_s_barrier_is_one_of_its_zone_and_of_an_open_workspace() -> No
     simulated = SimulatedWorkspace(2, DEVICE)
     domains = [head_buffers(simulated.rank(rank)) for rank in range(2)]
     for generation in (1, 2, 3):
-        for (
-            domain
-        ) in domains:  # the first gives up on the second, which is late in a sequential run
+        # The first gives up on the second, which is late in a sequential run.
+        for domain in domains:
             domain.barrier("heads")
             domain.workspace.errors.abort.zero_()
         domains[1].workspace.check_errors()
@@ -187,11 +184,8 @@ def test_a_region_enqueues_nothing(ranks: int) -> None:
         assert found.addresses[1] == found.flags.data_ptr()
         assert found.addresses.data_ptr() % 16 == 0
         assert not found.flags.any() and not found.counter.any()
-    assert (
-        region.addresses.shape == (ranks,)
-        and region.counter.shape == (3,)
-        and region.flags.shape == (40,)
-    )
+    shapes = [tensor.shape for tensor in (region.addresses, region.counter, region.flags)]
+    assert shapes == [(ranks,), (3,), (40,)]
     # No two regions share a line of 128 bytes.
     for name in ("flags", "counter"):
         starts = [getattr(found, name).data_ptr() for found in (first, region, third)]

@@ -66,13 +66,7 @@ def _same_as_training(rank: int, world: int, changes: dict[str, object]) -> None
         {"activation": torch.nn.functional.elu, "top_k": 6},
         {"activation": gelu},
     ],
-    ids=[
-        "swiglu",
-        "sigmoid scores, gelu",
-        "shared expert",
-        "any callable, all experts",
-        "a callable of a known name",
-    ],
+    ids="swiglu sigmoid-scores-gelu shared-expert any-callable callable-of-a-known-name".split(),
 )
 def test_it_computes_what_the_training_layer_does(changes: dict[str, object]) -> None:
     run_ranks(_same_as_training, 3 if not changes else 2, changes)

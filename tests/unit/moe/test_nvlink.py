@@ -98,19 +98,8 @@ def test_one_matrix_for_each_expert(deferred: bool, fused: bool, capacity: int |
         m.main_grad = torch.ones_like(m)  # type: ignore[attr-defined]
     prepared = [ExpertWeights(w, E) for w in matrices]
     for w1, w2 in (matrices, prepared):
-        y = nvlink_moe(
-            buffers,
-            x,
-            ids,
-            probs,
-            w1,
-            w2,
-            "swiglu",
-            capacity,
-            scheduler=scheduler,
-            fused_main_grad=fused,
-        )
-        y.backward(grad)
+        settings = {"capacity": capacity, "scheduler": scheduler, "fused_main_grad": fused}
+        nvlink_moe(buffers, x, ids, probs, w1, w2, **settings).backward(grad)
     for found, expected in zip(matrices, (dw1, dw2), strict=True):
         values = torch.stack([m.main_grad - 1 if fused else m.grad for m in found])  # type: ignore[attr-defined]
         assert torch.allclose(values, 2 * expected, atol=1e-4)
@@ -125,9 +114,8 @@ def test_deferred_weight_gradients_run_during_the_next_layer() -> None:
     scheduler.enable()
     y = x
     for _ in range(4):
-        y.register_hook(
-            lambda _: queued.append(scheduler.pending())
-        )  # behind the layer's own backward
+        # Called behind the layer's own backward.
+        y.register_hook(lambda _: queued.append(scheduler.pending()))
         y = nvlink_moe(buffers, y, ids, probs, w1, w2, scheduler=scheduler)
     y.backward(grad)
     assert queued == [2] * 4 and not scheduler.pending()
@@ -139,11 +127,8 @@ def test_deferred_weight_gradients_run_during_the_next_layer() -> None:
         z = nvlink_moe(buffers, z, ids, probs, w1, w2, scheduler=WeightGradScheduler())
     z.backward(grad)
     for value, leaf in zip(found, leaves, strict=True):
-        assert (
-            value is not None
-            and leaf.grad is not None
-            and torch.allclose(value, leaf.grad, rtol=1e-4)
-        )
+        assert value is not None and leaf.grad is not None
+        assert torch.allclose(value, leaf.grad, rtol=1e-4)
 
 
 @pytest.mark.parametrize("capacity", [None, T * K])

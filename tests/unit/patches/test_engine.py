@@ -264,14 +264,11 @@ def test_an_unsupported_version_is_refused_by_name_and_may_be_overridden(fakemeg
     assert fakemega("functions").double(1) == -2
 
 
-@pytest.mark.parametrize("version", ["0.19.0", "0.19.0rc1", "0.19.7", "0.19.2+local"])
-def test_every_release_of_the_supported_series_is_accepted(version: str) -> None:
-    assert engine(version=version).version_problem() is None
-
-
-@pytest.mark.parametrize("version", ["0.18.9", "0.20.0rc1", "1.0", "0.190.0"])
-def test_other_series_are_not(version: str) -> None:
-    assert version in (engine(version=version).version_problem() or "")
+def test_every_release_of_the_supported_series_and_no_other_is_accepted() -> None:
+    for version in ("0.19.0", "0.19.0rc1", "0.19.7", "0.19.2+local"):
+        assert engine(version=version).version_problem() is None
+    for version in ("0.18.9", "0.20.0rc1", "1.0", "0.190.0"):
+        assert version in (engine(version=version).version_problem() or "")
 
 
 def test_a_condition_decides_and_is_reported(fakemega: Any) -> None:

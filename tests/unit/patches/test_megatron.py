@@ -94,15 +94,8 @@ def test_the_order_of_the_imports_does_not_matter(order: str) -> None:
     lines += ["a = m.parse_args()", "c = megatron_fluid.current_config()"]
     lines += ["states = {row.patch: row.state for row in megatron_fluid.patches.report()}"]
     lines += ["print(json.dumps([a.fluid_dx_chunks, c.dx_chunks, a.num_layers, states]))"]
-    flags = (
-        "--fluid-dx-chunks",
-        "3",
-        "--num-layers",
-        "2",
-        "--fluid-disable-patch",
-        "dataset-helpers",
-    )
-    (*values, states), _ = run_python("\n".join(lines), *flags)
+    flags = "--fluid-dx-chunks 3 --num-layers 2 --fluid-disable-patch dataset-helpers"
+    (*values, states), _ = run_python("\n".join(lines), *flags.split())
     assert values == [3, 3, 2]
     assert states["arguments"] == "applied"
     assert states["dataset-helpers"] == "off"
