@@ -89,10 +89,8 @@ def test_copies_go_where_a_receive_buffer_is_after_it_has_grown() -> None:
     kept = []  # so that memory is not given out again
     for numel in (16, 1 << 16):
         kept.append(workspace.reserve("attention heads", numel, torch.float32))
-        assert (
-            buffers.addresses("heads", torch.float32)
-            == buffers.pointers("heads", torch.float32).tolist()
-        )
+        told = buffers.pointers("heads", torch.float32).tolist()
+        assert buffers.addresses("heads", torch.float32) == told
     assert kept[0].data_ptr() != kept[1].data_ptr() == buffers.addresses("heads", torch.float32)[0]
 
 
@@ -129,9 +127,8 @@ def test_a_capture_that_would_wait_for_what_is_not_in_it_says_so(
     buffers = head_buffers(SimulatedWorkspace(1).rank(0))
     buffers.transfer("heads", 4, torch.float32)  # begun, and never taken
     buffers.side = object()  # type: ignore[assignment]
-    answers = iter(
-        [True, False]
-    )  # the current stream captures; the copy stream was not forked into the graph
+    # The current stream captures; the copy stream was not forked into the graph.
+    answers = iter([True, False])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(answers))
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     with pytest.raises(FluidError, match="attention heads.*before capturing"):

@@ -229,9 +229,8 @@ def test_a_failed_backward_leaves_nothing_behind(scheduler: WeightGradScheduler)
     assert all(weight.grad is None for weight in weights), "tasks of the failed backward ran"
     run(weights, inputs(1)[0], scheduler).sum().backward()
     same(weights, expected(4, inputs(1)))
-    assert (
-        caught.value.__traceback__ is not None
-    )  # alive until here: it must not keep the tasks alive
+    # Alive until here: it must not keep the tasks alive.
+    assert caught.value.__traceback__ is not None
 
 
 class _Submit(torch.autograd.Function):
@@ -289,12 +288,10 @@ def test_run_during_runs_while_the_exchange_is_in_flight(scheduler: WeightGradSc
 
     x = inputs(1)[0].requires_grad_()
     # Backward goes from the last to the first.
-    x = _Submit.apply(
-        x, [weights[4]], task(4), beside([], None), scheduler
-    )  # nothing in flight: nothing runs
-    x = _Submit.apply(
-        x, [weights[3]], task(3), beside([Exchange(1)], None), scheduler
-    )  # it ends after one task
+    # Nothing in flight: nothing runs.
+    x = _Submit.apply(x, [weights[4]], task(4), beside([], None), scheduler)
+    # It ends after one task.
+    x = _Submit.apply(x, [weights[3]], task(3), beside([Exchange(1)], None), scheduler)
     x = _Submit.apply(x, [weights[2]], task(2), nothing, scheduler)
     x = _Submit.apply(x, [weights[1]], task(1), beside([Exchange()], 1), scheduler)
     x = _Submit.apply(x, [weights[0]], task(0), nothing, scheduler)

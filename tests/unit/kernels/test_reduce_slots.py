@@ -39,9 +39,8 @@ def test_slots_are_added_in_fp32_in_rank_order(
 @NEEDS_INTERPRETER
 def test_slots_may_lie_farther_apart_than_int32_counts() -> None:
     numel, block = 1 << 30, 64
-    buffer = torch.empty(
-        (1 << 31) + 3 * numel, dtype=torch.int8
-    )  # few of its pages are ever touched
+    # Few of its pages are ever touched.
+    buffer = torch.empty((1 << 31) + 3 * numel, dtype=torch.int8)
     slots = buffer[1 << 31 :]
     buffer[:block] = 100  # where an offset that wrapped around would read
     for w in range(3):

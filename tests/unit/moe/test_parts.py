@@ -236,9 +236,8 @@ def test_sigmoid_scores() -> None:
     biased = router.route(logits, 2, "sigmoid", expert_bias=bias)
     assert torch.equal(biased.ids, (gates + bias).topk(2).indices)
     raw = gates.gather(1, biased.ids)
-    torch.testing.assert_close(
-        biased.probs, raw / raw.sum(1, keepdim=True)
-    )  # the bias chooses, and weighs nothing
+    # The bias chooses, and weighs nothing.
+    torch.testing.assert_close(biased.probs, raw / raw.sum(1, keepdim=True))
 
 
 def test_low_precision_logits_are_scored_in_fp32() -> None:
@@ -257,9 +256,8 @@ def test_load_balancing_loss() -> None:
     loss = router.load_balancing_loss(routing_of, 0.1)
     shares = torch.bincount(routing_of.ids.reshape(-1), minlength=4).double() / 20
     torch.testing.assert_close(loss, 0.1 * 4 * (shares * logits.softmax(1).mean(0)).sum())
-    assert (
-        router.load_balancing_loss(router.route(torch.empty(0, 4, dtype=F64), 2), 1.0).item() == 0.0
-    )
+    nothing = router.route(torch.empty(0, 4, dtype=F64), 2)
+    assert router.load_balancing_loss(nothing, 1.0).item() == 0.0
 
 
 def test_the_loss_has_the_weight_that_it_is_given() -> None:

@@ -107,10 +107,8 @@ def test_annotations_and_values_of_defaults_do_not_count() -> None:
     assert signatures.of(function) == signatures.parse(
         "(self, x, /, y: bytes = b'', *args, group=0, **rest) -> int"
     )
-    assert (
-        signatures.describe(signatures.of(function))
-        == "(self, x, /, y=..., *args, group=..., **rest)"
-    )
+    described = signatures.describe(signatures.of(function))
+    assert described == "(self, x, /, y=..., *args, group=..., **rest)"
 
 
 @pytest.mark.parametrize(

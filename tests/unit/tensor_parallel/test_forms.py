@@ -108,11 +108,8 @@ def test_the_fused_form_lends_what_it_gathers_without_a_gemm(
         )
         for backend, shard, push, gemm in zip(backends, others, pushed, gemms, strict=True):
             c, whole = backend._gather_matmul(shard, push, gemm, keep=True, lend=True)
-            assert (
-                whole is not None
-                and torch.equal(whole, torch.cat(others))
-                and whole.data_ptr() == push[0].data_ptr()
-            )
+            assert whole is not None and torch.equal(whole, torch.cat(others))
+            assert whole.data_ptr() == push[0].data_ptr()
             _close(c, whole.double() @ b.double())
 
 
