@@ -48,7 +48,7 @@ def test_a_file_with_a_figure_out_of_range_is_refused_by_name(
 
 def test_a_file_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
-    for text in ("", "[]", "not JSON"):
+    for text in ("[]", "not JSON"):
         path.write_text(text)
         with pytest.raises(ConfigError, match="allowed: a file that"):
             Machine.read(str(path))
