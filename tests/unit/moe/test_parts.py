@@ -29,30 +29,6 @@ def normal(*shape: int, seed: int = 0, grad: bool = False) -> Tensor:
 # ---- activations
 
 
-@pytest.mark.parametrize("name", sorted(activations.ACTIVATIONS))
-@pytest.mark.parametrize("with_probs", [False, True])
-def test_activations_against_autograd(name: str, with_probs: bool) -> None:
-    act = activations.resolve_activation(name)
-    h, p, da = (
-        normal(9, 8, grad=True),
-        normal(9, seed=1, grad=True),
-        normal(9, 8 // act.gates, seed=2),
-    )
-    probs = p if with_probs else None
-    a = act.forward(h) * (p.unsqueeze(1) if with_probs else 1.0)
-    a.backward(da)
-    found = experts.activation_forward(act, h.detach(), None if probs is None else probs.detach())
-    torch.testing.assert_close(found, a.detach(), rtol=1e-12, atol=1e-14)
-    dh, again, dp = experts.activation_backward(
-        act, h.detach(), da, None if probs is None else probs.detach()
-    )
-    torch.testing.assert_close(dh, h.grad, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(again, a.detach(), rtol=1e-12, atol=1e-14)
-    assert (dp is None) == (not with_probs)
-    if dp is not None:
-        torch.testing.assert_close(dp, p.grad, rtol=1e-10, atol=1e-12)
-
-
 def test_activation_formulas() -> None:
     g, u = normal(5, 4), normal(5, 4, seed=1)
     h = torch.cat([g, u], dim=1)
