@@ -1,6 +1,8 @@
-"""Train one job twice and compare the bits: every loss and every tensor of the last checkpoint.
+"""Compare the bits of two runs of one job: every loss and every tensor of the last checkpoint.
 
-    python -m tools.compare_two_runs [--nproc-per-node 1] [-- FLAGS of examples/pretrain_gpt_moe.py]
+    megatron-fluid run examples/pretrain_gpt_moe.py --save first
+    megatron-fluid run examples/pretrain_gpt_moe.py --save second
+    python -m tools.compare_two_runs first second
 
 The exit status is 0 if nothing differs. On a GPU, --deterministic-mode keeps Megatron and
 Transformer Engine from sums of their own whose order is not fixed; this package's have one anyway.
@@ -8,14 +10,9 @@ Transformer Engine from sums of their own whose order is not fixed; this package
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import os
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +22,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 __all__ = ["differences", "main"]
 
-ROOT = Path(__file__).resolve().parent.parent
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -75,42 +71,16 @@ def _digest(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Train twice, print what differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks")
-    parser.add_argument("flags", nargs="*", help="of the training, after --")
-    options = parser.parse_args(arguments)
-    environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory(prefix="two-runs-") as temporary:
-        runs = [Path(temporary) / name for name in ("first", "second")]
-        for run in runs:
-            launcher = [sys.executable, "-m", "megatron_fluid.cli", "run"]
-            launcher += ["--nproc-per-node", str(options.nproc_per_node)]
-            script = str(ROOT / "examples" / "pretrain_gpt_moe.py")
-            began = time.monotonic()
-            done = subprocess.run(
-                [*launcher, script, *options.flags, "--save", str(run)],
-                cwd=temporary,
-                env=environment | {"PYTHONPATH": str(ROOT)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            if done.returncode:
-                print(done.stdout[-4000:])
-                print(f"the {run.name} run ended with status {done.returncode}")
-                return 1
-            print(f"the {run.name} run took {time.monotonic() - began:.0f} s", flush=True)
-        lines = differences(*runs)
-        losses = json.loads((runs[0] / "losses.json").read_text())
-        count = sum(map(len, losses.values()))
+def main(arguments: Sequence[str]) -> int:
+    """Print what differs between two folders of runs."""
+    if len(arguments) != 2:
+        raise SystemExit(f"found {len(arguments)} folders, needed: two\n\n{__doc__}")
+    first, second = map(Path, arguments)
+    lines = differences(first, second)
+    count = sum(map(len, json.loads((first / "losses.json").read_text()).values()))
     print("\n".join(lines) or f"the same bits: {count} losses and the last checkpoint")
     return 1 if lines else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -7,8 +7,7 @@ import dataclasses
 
 import pytest
 
-from megatron_fluid.patches.moe.limits import PARTS
-from tools.settings_table import SETTINGS, is_ours, unlisted
+from tools.settings_table import SETTINGS, unlisted
 
 pytest.importorskip("megatron.core")
 
@@ -28,18 +27,3 @@ def test_every_row_is_a_setting_of_this_megatron_once() -> None:
     names = [setting.name for setting in SETTINGS]
     assert len(names) == len(set(names))
     assert set(names) <= set(_fields())
-
-
-def test_what_the_overlapped_path_does_not_honour_is_called_so() -> None:
-    states = {setting.name: setting.state for setting in SETTINGS}
-    words = {
-        ("Megatron's", "Megatron's"): "left to Megatron",
-        ("Megatron's", "megatron_fluid's"): "megatron_fluid's experts",
-        ("megatron_fluid's", "Megatron's"): "megatron_fluid's exchange",
-        ("megatron_fluid's", "megatron_fluid's, phase by phase"): "phase by phase",
-    }
-    for exchange, experts, limits in PARTS:
-        state = words[exchange, experts]
-        for limit in limits:
-            if is_ours(limit.setting):
-                assert states[limit.setting] == state
