@@ -21,10 +21,6 @@ from benchmarks.harness.results import NO_SUITES, RESULTS, read_results
 
 __all__ = ["main", "problem"]
 
-NEEDED = ("pretrain", "moe_layer", "block", "slow_wire", "tp_overlap")
-"""Suites of the README's figures and of the pictures: their older files stay until there are newer
-ones, and are marked."""
-
 
 def problem(path: Path) -> str | None:
     """Why the figures of a result file are not those of this version, or None."""
@@ -51,21 +47,14 @@ def main(arguments: Sequence[str] | None = None, results: Path = RESULTS) -> int
     if options.archive:
         archive = results / "archive"
         archive.mkdir(exist_ok=True)
-        good = {read_results(p)["suite"] for p in results.glob("*.json") if _current(p, wrong)}
         for path in [path for path in wrong if path.name not in NO_SUITES]:
-            suite = read_results(path)["suite"]
-            if suite not in NEEDED or suite in good:
-                for file in results.glob(f"{path.stem}.*"):
-                    file.replace(archive / file.name)
-                print(f"archived: {path.name}")
-                del wrong[path]
+            for file in results.glob(f"{path.stem}.*"):
+                file.replace(archive / file.name)
+            print(f"archived: {path.name}")
+            del wrong[path]
     for path, why in wrong.items():
         print(f"{path.name}: {why}", file=sys.stderr)
     return int(bool(wrong))
-
-
-def _current(path: Path, wrong: dict[Path, str]) -> bool:
-    return path.name not in NO_SUITES and path not in wrong
 
 
 if __name__ == "__main__":

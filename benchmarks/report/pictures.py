@@ -249,11 +249,14 @@ def draw_later(draw: Callable[[], Path], command: str) -> None:
 
 def draw_all(results: Path = RESULTS, folder: Path = CHART.parent) -> list[Path]:
     """The chart of README.md and the pictures of docs/results.md, from the result files."""
-    return [
-        draw_overview(results, folder / CHART.name),
-        draw_pretrain(results / "pretrain-1gpu.json", folder / "pretrain.png"),
-        draw_exposed(results / "tp_overlap.json", folder / "tp_overlap.png"),
-    ]
+    drawn = [draw_overview(results, folder / CHART.name)]
+    for draw, name, picture in (
+        (draw_pretrain, "pretrain-1gpu.json", "pretrain.png"),
+        (draw_exposed, "tp_overlap.json", "tp_overlap.png"),
+    ):
+        if (results / name).is_file():
+            drawn.append(draw(results / name, folder / picture))
+    return drawn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

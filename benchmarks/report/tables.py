@@ -35,6 +35,10 @@ __all__ = [
 
 FRONT = ("pretrain", "moe_layer", "all_to_all", "tp_overlap", "slow_wire")
 """Suites of which docs/results.md has a table."""
+_PICTURES = {
+    "pretrain": ("pretrain.png", "Training iterations with Megatron and with megatron_fluid"),
+    "tp_overlap": ("tp_overlap.png", "Communication of tensor parallelism that is not hidden"),
+}
 NOTHING = (
     "Nothing yet: the code has changed since the last measurement, and its figures are not those "
     "of this version. They are kept in `benchmarks/results/archive/`."
@@ -338,11 +342,14 @@ def best_of(
 
 def summary(folder: Path = RESULTS, suites: Sequence[str] = FRONT) -> str:
     """For one result file of each of some suites what it is and where it comes from, and its
-    summary."""
+    summary, and its picture if docs/ has one."""
     parts = []
     for title, document in filter(None, (best_of(folder, name) for name in suites)):
         if table := summary_table(document):
             parts.append(f"**{title}.** {_explanation(document)}\n\n{table}")
+            picture, words = _PICTURES.get(document["suite"], ("", ""))
+            if picture and (folder.parents[1] / "docs" / picture).is_file():
+                parts.append(f"![{words}]({picture})")
     return "\n\n".join(parts) or NOTHING
 
 

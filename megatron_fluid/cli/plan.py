@@ -81,11 +81,12 @@ def _iterations(name: str, model: Model) -> str:
         if found["experts"] != model.experts:
             where += f" with {found['experts']} of {model.experts} experts"
         routing = "balanced by force" if found["routing"] == "forced" else "by an auxiliary loss"
+        version = " with an earlier version" if found["earlier"] else ""
         where += f", routing {routing}{', one CUDA graph' if found['graph'] else ''}"
         lines.append(
-            f"measured {found['date']}: an iteration takes {before:.1f} ms with Megatron's fastest "
-            f"flags and {after:.1f} ms with this package, {before / after:.2f} times as fast "
-            f"({where})"
+            f"measured {found['date']}{version}: an iteration takes {before:.1f} ms with "
+            f"Megatron's fastest flags and {after:.1f} ms with this package, "
+            f"{before / after:.2f} times as fast ({where})"
         )
     if not lines:
         lines = ["iterations of this model were not measured; `megatron-fluid compare` does it"]

@@ -153,10 +153,9 @@ def test_a_release_takes_figures_of_todays_code_at_one_commit_alone(
     said = capsys.readouterr().err
     assert "attention-1gpu.json: of older code" in said and "moe_layer.json: of older" in said
     assert "attention-2gpu.json: found commit aaaa" in said and "attention.json" not in said
-    assert release_check.main(["--archive"], tmp_path) == 1
+    assert release_check.main(["--archive"], tmp_path) == 0
     kept = {path.name for path in tmp_path.glob("*.json")}
-    assert kept == {"attention.json", "moe_layer.json"}, "the README needs the latter"
-    assert len(list((tmp_path / "archive").iterdir())) == 2
+    assert kept == {"attention.json"} and len(list((tmp_path / "archive").iterdir())) == 3
 
 
 @pytest.mark.parametrize("name", list(SUITES))
