@@ -217,18 +217,21 @@ def test_moments_that_are_gone_are_made_anew_after_megatrons_clipping(patched: A
 
 
 @pytest.mark.interpreter
-def test_moments_that_two_parameters_exchange_are_seen(patched: Any) -> None:
+def test_moments_that_are_exchanged_or_replaced_are_seen(patched: Any) -> None:
     def between(optimizer: _Optimizer, number: int) -> None:
+        state = optimizer.optimizer.state
         if number == 2:  # two of one size; the order of the moments stays as it was
-            state = optimizer.optimizer.state
             *others, last, first = state
             moments = list(state.values())
             state.clear()
             state.update(zip([*others, first, last], moments, strict=True))
+        if number == 4:
+            moment = state[optimizer.shards[2]]
+            moment["exp_avg"] = moment["exp_avg"].clone()
 
     theirs, ours = _runs(patched, torch.bfloat16, between)
     _agree(theirs, ours)
-    assert ours.optimizer.steps == 2
+    assert ours.optimizer.steps == 3
 
 
 def test_a_state_of_more_than_moments_is_left_to_megatron(patched: Any) -> None:
