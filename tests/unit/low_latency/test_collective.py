@@ -65,21 +65,14 @@ def _odd(rank: int, world: int) -> None:
     assert int(counts) == (3 if rank == 0 else 0)
     if rank == 0 and out_scale is not None:
         assert out_scale.flatten().tolist()[:3] == [1.0, 2.0, 3.0]
-
-
-def test_one_scale_a_row_travels_from_a_column_and_from_no_tokens() -> None:
-    run_ranks(_odd, 2)
-
-
-def _wide_ids(rank: int, world: int) -> None:
-    ata = _open(rank, world)
-    ids = torch.tensor([[1], [1 << 40], [-(1 << 40)], [-1]])
+    # Ids beyond 32 bits are no expert.
+    ata, ids = _open(rank, world), torch.tensor([[1], [1 << 40], [-(1 << 40)], [-1]])
     send(ata, torch.ones(4, 16, dtype=torch.bfloat16), ids, ONES)
     assert int(receive(ata)[0]) == (0 if rank == 0 else 2)
 
 
-def test_ids_beyond_32_bits_are_no_expert() -> None:
-    run_ranks(_wide_ids, 2)
+def test_scales_of_a_column_and_of_no_tokens_travel_and_wide_ids_are_no_expert() -> None:
+    run_ranks(_odd, 2)
 
 
 def _outside(rank: int, world: int, named: dict[str, Any]) -> None:
