@@ -25,15 +25,13 @@ def write_trace(
 
     Collective over all ranks. Each is called once before its trace starts.
     """
-    activities, timelines = [torch.profiler.ProfilerActivity.CPU], []
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    timelines = []
     folder = trace.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     for name, call in calls.items():
         call()
         dist.barrier()
-        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        with torch.profiler.profile(acc_events=True) as profiler:
             call()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

@@ -63,17 +63,11 @@ def main() -> int:
 
     for _ in range(5):
         step()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if on_gpu:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-        torch.cuda.synchronize()
     dist.barrier()
     # FLOPs of a rank if the rows of the experts are spread evenly over the ranks.
     weights = model.weight1[0].numel() + model.weight2[0].numel()
     forward = 2 * tokens * (layer.top_k * weights + model.router.weight.numel())
-    with torch.profiler.profile(
-        activities=activities, acc_events=True, record_shapes=True
-    ) as profiler:
+    with torch.profiler.profile(acc_events=True, record_shapes=True) as profiler:
         add_facts(profiler, flops=3 * forward, dtype=str(dtype).removeprefix("torch."))
         for _ in range(3):
             step()
