@@ -18,8 +18,7 @@ class Suite:
 
     Attributes:
         what: what one row measures. floor: what its floor is, if it has one.
-        others: variants of others -> what they are. None: all but floors and those whose
-            name begins with "fluid".
+        others: variants of others -> what they are.
         ours: more variants of megatron_fluid -> what they are; with these nothing is compared.
         rivals: others that no variant measures yet; tables say that they were not run.
         best: heading of the column that shows the fastest of `others`.
@@ -31,9 +30,9 @@ class Suite:
         shown: number of GPUs -> "case mode" pattern of what the README shows.
     """
 
-    what: str = ""
+    what: str
+    others: Mapping[str, str]
     floor: str = ""
-    others: Mapping[str, str] | None = None
     ours: Mapping[str, str] = field(default_factory=dict)
     rivals: Mapping[str, str] = field(default_factory=dict)
     best: str = "best other"

@@ -98,7 +98,7 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
 
     document, suite = read_results(results), SUITES["pretrain"]
     plain = dict.fromkeys(("megatron", "fluid"), "without CUDA graphs")
-    words = {**(suite.others or {}), **suite.ours, **plain}
+    words = {**suite.others, **suite.ours, **plain}
     cases = list(dict.fromkeys(row["case"] for row in document["rows"]))
     numbers = [sum(row["case"] == case for row in document["rows"]) for case in cases]
     heights = [1.0 + 0.62 * number for number in numbers]
@@ -114,7 +114,9 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
         high = [rate * (fast - 1) for rate, (_, fast) in zip(rates, ratios, strict=True)]
         colours = [_OURS if row["variant"].startswith("fluid") else _OTHERS for row in rows]
         names = [words.get(row["variant"], row["variant"].replace("_", " ")) for row in rows]
-        names = [re.sub(r"^megatron_fluid |,? without the checks .*", "", name) for name in names]
+        names = [
+            re.sub(r"^megatron(_fluid)? |,? without the checks .*", "", name) for name in names
+        ]
         axis.barh(
             range(len(rows)),
             rates,
@@ -159,7 +161,7 @@ def draw_exposed(results: Path | str, picture: Path | None = None) -> Path:
     from matplotlib.figure import Figure
 
     document, suite = read_results(results), SUITES["tp_overlap"]
-    words = {**(suite.others or {}), "fluid": "megatron_fluid"}
+    words = {**suite.others, "fluid": "megatron_fluid"}
     shown = re.compile(suite.shown(document["gpus"]))
     rows = [row for row in document["rows"] if row["variant"] in words]
     rows = [r for r in rows if shown.fullmatch(f"{r['case']} {r['mode']}")] or rows
@@ -206,7 +208,7 @@ def draw_losses(results: Path | str, picture: Path | None = None) -> Path:
     from matplotlib.figure import Figure
 
     document, suite = read_results(results), SUITES["losses"]
-    words = {**(suite.others or {}), **suite.ours, "fluid": "megatron_fluid, bf16"}
+    words = {**suite.others, **suite.ours, "fluid": "megatron_fluid, bf16"}
     curves = {row["variant"]: row["config"]["losses"] for row in document["rows"]}
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -71,17 +71,13 @@ def by_case(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str
     return cases
 
 
-def _suite(document: Document) -> Suite:
-    return SUITES.get(document["suite"], Suite())
-
-
 def summary_table(document: Document) -> str:
     """Return a table with a line for each case and mode that the page shows.
 
     Its columns are the best of the others, megatron_fluid inside Megatron and on plain torch, how
     many times faster these are, and the ratio to the floor. Empty columns are left out.
     """
-    suite, cases = _suite(document), by_case(document["rows"])
+    suite, cases = SUITES[document["suite"]], by_case(document["rows"])
     pattern = suite.shown(document["gpus"])
     hidden, busy = hidden_shares(document), _busy_ms(document)
     chosen = [
@@ -186,19 +182,11 @@ def kernel_table(document: Document) -> str:
 
 def others_of(suite: Suite, times: Mapping[str, float]) -> dict[str, float]:
     """Those of the variants that are not megatron_fluid, nor a floor."""
-    if suite.others is not None:
-        return {name: ms for name, ms in times.items() if name in suite.others}
-    return {
-        name: ms
-        for name, ms in times.items()
-        if not name.startswith("fluid") and name not in FLOORS
-    }
+    return {name: ms for name, ms in times.items() if name in suite.others}
 
 
 def _named(suite: Suite, variant: str) -> str:
     """Which of several others this is; nothing where a suite has one alone."""
-    if suite.others is None:
-        return f", {variant}"
     return f", {suite.others[variant]}" if len(suite.others) > 1 else ""
 
 
@@ -228,8 +216,8 @@ def _sentence(words: str) -> str:
 
 def _explanation(document: Document) -> str:
     """What was measured, and by what."""
-    suite = _suite(document)
-    what = f"{_sentence(suite.what)} " if suite.what else ""
+    suite = SUITES[document["suite"]]
+    what = f"{_sentence(suite.what)} "
     if suite.floor and any(row["variant"] in FLOORS for row in document["rows"]):
         what += f"The floor is {suite.floor}. "
     for name, usual in suite.told.items():
@@ -253,12 +241,12 @@ def _explanation(document: Document) -> str:
 def _left_out(document: Document) -> list[str]:
     """What the suite can measure of others, and the file does not hold."""
     there = {row["variant"] for row in document["rows"]}
-    return [words for name, words in (_suite(document).others or {}).items() if name not in there]
+    return [words for name, words in SUITES[document["suite"]].others.items() if name not in there]
 
 
 def _absent(document: Document) -> str:
     """The rivals that the suite names and the file does not hold, also of some cases alone."""
-    absent = [*_left_out(document), *_suite(document).rivals.values()]
+    absent = [*_left_out(document), *SUITES[document["suite"]].rivals.values()]
     words = f"Not run: {', '.join(absent)}. " if absent else ""
     for others, cases in _left_out_of_cases(document).items():
         words += f"Not run of {', '.join(cases)}: {', '.join(others)}. "
@@ -268,7 +256,7 @@ def _absent(document: Document) -> str:
 def _left_out_of_cases(document: Document) -> dict[tuple[str, ...], list[str]]:
     """Others that ran of a case, but not of its variant (`olmoe`, `olmoe-zipf`) -> these
     variants."""
-    others, cases = _suite(document).others or {}, by_case(document["rows"])
+    others, cases = SUITES[document["suite"]].others, by_case(document["rows"])
     found: dict[tuple[str, ...], list[str]] = {}
     for (case, mode), times in cases.items():
         base = cases.get((case.rpartition("-")[0], mode), {})
@@ -287,8 +275,8 @@ def age(document: Document) -> str:
 
 def _legend(document: Document) -> str:
     """What the variants of a file are, where words are known for them."""
-    suite = _suite(document)
-    known = {**_WORDS, **suite.ours, **(suite.others or {})}
+    suite = SUITES[document["suite"]]
+    known = {**_WORDS, **suite.ours, **suite.others}
     found = dict.fromkeys(row["variant"] for row in document["rows"])
     return "; ".join(f"`{name}`: {known[name]}" for name in found if name in known)
 
@@ -299,9 +287,8 @@ def documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     """
     order = list(SUITES)
 
-    def place(document: Document) -> tuple[int, str, int]:
-        suite = document["suite"]
-        return (order.index(suite) if suite in order else len(order)), suite, document["gpus"]
+    def place(document: Document) -> tuple[int, int]:
+        return order.index(document["suite"]), document["gpus"]
 
     files = (path for path in sorted(folder.glob("*.json")) if path.name not in NO_SUITES)
     documents = sorted(map(read_results, files), key=place)

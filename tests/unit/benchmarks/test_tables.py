@@ -172,18 +172,18 @@ def test_the_words_are_about_variants_that_the_suite_measures(name: str) -> None
     source = "".join((ROOT / "benchmarks" / f"{path}.py").read_text() for path in paths)
     spelled = dict.fromkeys(("fluid_even", "torch_even"), "{variant}_even")
     suite = SUITES[name]
-    for variant in (*(suite.others or {}), *suite.ours):
+    for variant in (*suite.others, *suite.ours):
         wanted = spelled.get(variant, f'"{variant}"')
         assert wanted in source, f"{name} measures no {variant}"
     assert (ROOT / "benchmarks" / "suites" / f"{name}.py").is_file()
 
 
 def test_no_rival_is_forgotten() -> None:
-    assert set(SUITES["moe_layer"].others or ()) == {
+    assert set(SUITES["moe_layer"].others) == {
         *(name for name in MEGATRON if not name.startswith("fluid")),
         *RIVALS,
     }
-    assert set(SUITES["tp_overlap"].others or ()) == {
+    assert set(SUITES["tp_overlap"].others) == {
         b for b in BACKENDS if not b.startswith("fluid") and b not in FLOORS
     }
 
