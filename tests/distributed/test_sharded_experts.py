@@ -117,7 +117,7 @@ def trained(
 
 def training_body(rank: int, world: int) -> None:
     one = alone(rank, world)
-    for adam in ({"foreach": True}, {"fused": True}):
+    for adam in ({}, {"foreach": True}, {"fused": True}):
         reference = Model(one)
         trained(reference, [tokens(r) for r in range(world)], **adam)
         expected = reference.state_dict()
