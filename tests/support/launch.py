@@ -54,6 +54,7 @@ __all__ = [
     "take_gpu",
 ]
 
+_UNPATCHED = "tests.support.before_patches"  # looks at Megatron before it imports the package
 _choosing = threading.Lock()
 _GRACE_S = 5.0  # after one rank failed, the others get this long to fail by themselves and say why
 _ROOT = str(Path(__file__).resolve().parents[2])
@@ -327,8 +328,9 @@ def _template(job: _Job) -> Template:
     # themselves.
     forkable = env.get("CUDA_VISIBLE_DEVICES") == "" or not os.path.exists("/dev/nvidiactl")
     module = getattr(job.fn, "__module__", "") if forkable else ""
+    bare = bool(set(job.env) - {"CUDA_VISIBLE_DEVICES"}) or module in ("", "__main__", _UNPATCHED)
     with _choosing, main_module_hidden():  # worlds may be started by several threads
-        return template_for(_context(), "" if module == "__main__" else module, env)
+        return template_for(_context(), "" if module == "__main__" else module, env, bare)
 
 
 def _context() -> multiprocessing.context.ForkServerContext:

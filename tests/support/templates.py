@@ -2,6 +2,9 @@
 
 The ranks of one module then share what was imported, copy-on-write, and nothing else: each is a
 process of its own that no test has used before. A template runs no test code beyond the import.
+
+Templates themselves are forked from one that has imported megatron_fluid and armed its patches,
+which takes longer than all other imports of a test, unless the environment is to change before.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import inspect
@@ -65,7 +69,7 @@ class Template:
     """The pytest process's end of a template.
 
     Args:
-        context: of the server of processes.
+        start: starts the process.
         module: imported before any fork, unless empty. A module that cannot be imported fails the
             forked process, which imports it again.
         env: the environment variables that are set before the import.
@@ -74,18 +78,23 @@ class Template:
     """
 
     def __init__(
-        self, context: multiprocessing.context.BaseContext, module: str, env: Mapping[str, str]
-    ) -> None:
+        self, start: multiprocessing.context.BaseContext | Template, module: str,
+        env: Mapping[str, str],
+    ) -> None:  # fmt: skip
         self._lock = threading.Lock()  # of a request and its answer
-        self._socket, theirs = context.Pipe(duplex=True)
-        # A daemon: otherwise the end of pytest waits for it.
-        self._process = context.Process(
-            target=_template_main, args=(theirs, module, dict(env)), daemon=True
-        )
-        # A test's own imports come first, and not this package, which reaches children by this.
-        data = inspect.unwrap(spawn.get_preparation_data)
-        with mock.patch.object(spawn, "get_preparation_data", data):
-            self._process.start()
+        self._socket, theirs = multiprocessing.Pipe(duplex=True)
+        self._process: Any
+        if isinstance(start, Template):
+            self._process = start.fork(_forked_main, (module, dict(env)), theirs)
+        else:
+            # A daemon: otherwise the end of pytest waits for it.
+            self._process = start.Process(  # type: ignore[attr-defined]
+                target=_template_main, args=(theirs, module, dict(env)), daemon=True
+            )
+            # A test's own imports come first, and not this package, which reaches children by this.
+            data = inspect.unwrap(spawn.get_preparation_data)
+            with mock.patch.object(spawn, "get_preparation_data", data):
+                self._process.start()
         theirs.close()
 
     def fork(
@@ -111,18 +120,28 @@ class Template:
         """End the template. Processes that it forked end with it."""
         self._socket.close()
         self._process.join()
-        self._process.close()
 
 
 _templates: collections.OrderedDict[tuple[Any, ...], Template] = collections.OrderedDict()
 
 
+@functools.cache
+def _with_the_package(context: multiprocessing.context.ForkServerContext) -> Template:
+    return Template(context, "megatron_fluid", {})
+
+
 def template_for(
-    context: multiprocessing.context.ForkServerContext, module: str, env: Mapping[str, str]
+    context: multiprocessing.context.ForkServerContext,
+    module: str,
+    env: Mapping[str, str],
+    bare: bool,
 ) -> Template:
-    """The template of a module and environment; the ones that were asked for last are kept."""
+    """The template of a module and environment; the ones that were asked for last are kept. bare:
+    it must not have imported megatron_fluid before that module."""
     key = (module, *sorted(env.items()))
-    template = _templates.pop(key, None) or Template(context, module, env)
+    template = _templates.pop(key, None)
+    if template is None:
+        template = Template(context if bare else _with_the_package(context), module, env)
     _templates[key] = template
     while len(_templates) > _KEPT:
         _templates.popitem(last=False)[1].close()
@@ -133,6 +152,12 @@ def die_with_parent() -> None:
     """Ask the system to kill this process when its parent ends, however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _forked_main(
+    module: str, env: Mapping[str, str], pipe: multiprocessing.connection.Connection
+) -> None:
+    _template_main(multiprocessing.connection.Connection(os.dup(pipe.fileno())), module, env)
 
 
 def _template_main(
