@@ -63,7 +63,6 @@ def _gap(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 def _world(rank: int, world_size: int) -> dict[str, Any]:
     logging.getLogger("megatron").setLevel(logging.WARNING)
-    os.environ.update(SWITCH)  # before Megatron is imported, and patched
     from megatron_fluid import patches
     from tests.support import tiny_gpt
 
@@ -88,7 +87,7 @@ def _world(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_training_is_megatrons_and_every_step_but_the_first_is_one_launch() -> None:
-    for rank in run_ranks(_world, 2):
+    for rank in run_ranks(_world, 2, env=SWITCH):  # before the package arms its patches
         for dtype, found in rank.items():
             assert found["clipped"], "no gradient was clipped"
             assert found["made"] and all(found["made"])
