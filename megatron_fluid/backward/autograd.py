@@ -299,7 +299,9 @@ def readiness_of(*groups: Sequence[Tensor]) -> Readiness:
     """How gradients of these leaves are delivered. Each group is written by one call."""
     owners = [owner for group in groups if (owner := gradient_owner(group[0])) is not None]
     if not owners:
-        return Readiness()
+        # Their hooks want the sum of all uses, which autograd has and a delivery for each has not.
+        hooked = any(p._post_accumulate_grad_hooks for group in groups for p in group)
+        return Readiness(bypass=not hooked)
     owner = owners[0]
     if not owner.accepts():
         captured = owner.accepts_in_graphs() and all(map(_takes_main_grads, groups))

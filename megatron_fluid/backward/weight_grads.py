@@ -101,10 +101,9 @@ class _Deliver(torch.autograd.Function):
 def deliver_gradients(params: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Add gradients to leaves as their own backward would.
 
-    They go through the leaves' AccumulateGrad nodes, so tensor hooks, post-accumulate hooks and
-    those of DistributedDataParallel (torch's and Megatron's, which hang on that node) fire with the
-    gradient in place: once for each use of the leaf. All in one backward: to start one takes longer
-    than a leaf does.
+    They go through the leaves' AccumulateGrad nodes, so tensor hooks and those of Megatron's
+    DistributedDataParallel (which hang on that node) fire with the gradient in place: once for each
+    use of the leaf. All in one backward: to start one takes longer than a leaf does.
 
     Args:
         params: leaves. [any shape] Those that meanwhile require no gradient are left out, as
@@ -157,6 +156,20 @@ def _sharded_by_fsdp() -> bool:
     return bool(getattr(fsdp, "cls_to_fsdp_cls", None))
 
 
+_replicated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # seen by _inside_ddp
+
+
+def _inside_ddp() -> bool:
+    """Whether this forward is inside torch's DDP, which reduces a gradient when it comes for the
+    first time in a backward: there would be one for each use. A forward that is recomputed runs
+    outside of DDP's: in a backward it is taken for one of those seen."""
+    ddp = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if ddp is None:
+        return bool(_replicated) and torch._C._current_graph_task_id() != -1
+    _replicated.add(ddp)
+    return True
+
+
 class WeightGradScheduler:
     """Queue of weight gradients to run during exchanges. `get_backward_scheduler` gives the
     process-wide one.
@@ -183,8 +196,8 @@ class WeightGradScheduler:
         self.finish_batch()
 
     def is_enabled(self) -> bool:
-        """Whether weight gradients are deferred."""
-        return self.enabled
+        """Whether weight gradients of this forward are deferred: not inside torch's DDP."""
+        return self.enabled and not _inside_ddp()
 
     def pending(self) -> int:
         """Number of queued tasks: 0 whenever no backward is running."""

@@ -36,7 +36,7 @@ def hooks_body(rank: int, world: int, deferred: bool) -> None:
     for name, parameter in layer.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, n=name: hook(n, p))
     for turn in range(1, 3):
-        layer(tokens_of(rank)).sum().backward()
+        sum(layer(tokens_of(rank, use)).sum() for use in range(2)).backward()
         assert fired == {name: turn for name, _ in layer.named_parameters()}, fired
 
 
@@ -70,6 +70,18 @@ def test_activation_checkpointing(deferred: bool) -> None:
     run_ranks(checkpoint_body, 2, deferred, timeout_s=LIMIT_S)
 
 
+class Recomputed(nn.Module):
+    """A layer under activation checkpointing, used twice."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.layer, x, use_reentrant=False)
+        return (found + self.layer(x)) / 2
+
+
 def ddp_body(rank: int, world: int, kind: type[nn.Module]) -> None:
     """Two replicas of one rank each: torch's DistributedDataParallel averages, deferred or not."""
     single = [dist.new_group([r]) for r in range(world)][rank]
@@ -86,10 +98,19 @@ def ddp_body(rank: int, world: int, kind: type[nn.Module]) -> None:
     for x in itertools.chain(*data):
         layer(x).square().sum().backward()
     expected = [p.grad / world for p in layer.parameters() if p.grad is not None]
-    for deferred in (False, True):
+    counted: dict[str, bool]
+    for deferred, recomputed, counted in (
+        (False, False, {}),
+        (True, False, {}),
+        (True, False, {"static_graph": True}),
+        (True, True, {}),
+        (True, True, {"static_graph": True}),
+        (True, False, {"find_unused_parameters": True}),
+    ):
+        root = Recomputed(layer) if recomputed else layer
+        model = nn.parallel.DistributedDataParallel(root, **counted)
         (get_backward_scheduler().enable if deferred else get_backward_scheduler().disable)()
         layer.zero_grad()
-        model = nn.parallel.DistributedDataParallel(layer)
         for x in data[rank]:
             model(x).square().sum().backward()
         for p, wanted in zip(layer.parameters(), expected, strict=True):
