@@ -103,7 +103,8 @@ def headline(folder: Path = RESULTS) -> str:
     source = "[commits, commands and every row](docs/results.md)"
     older = " Not measured again since the code changed."
     older = older if any(age(line.document) for line in lines) else ""
-    said = f"Measured {measured}, in bf16, experts balanced by {routing}: {source}."
+    balanced = f"iterations balanced by {routing}, single layers evenly"
+    said = f"Measured {measured}, in bf16, {balanced}: {source}."
     return f"{table}\n\n{said}{older}"
 
 

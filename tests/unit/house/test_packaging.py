@@ -147,6 +147,23 @@ def test_a_wheel_imports_itself_at_start_only_if_a_variable_asks(
         assert done.stdout.startswith(found), done.stderr
 
 
+def test_a_wheel_is_imported_without_being_unpacked(wheel: Path, tmp_path: Path) -> None:
+    """With the sources of its kernels, and the table that it reads."""
+    code = (
+        "import megatron_fluid.patches as p, megatron_fluid.kernels.sm90.launch as k\n"
+        "from megatron_fluid.kernels.grouped_gemm.launch import GROUPED\n"
+        "from megatron_fluid.tensor_parallel.measured import read_table\n"
+        "print(p.__file__, len(k.HEADER.read_text()) > 0 < len(GROUPED.path.read_text()))\n"
+        "print(len(read_table()) > 0)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(wheel)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    inside = wheel / "megatron_fluid" / "patches" / "__init__.py"
+    assert done.stdout.split() == [str(inside), "True", "True"], done.stderr
+
+
 def test_the_version_is_that_of_the_changelog() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", megatron_fluid.__version__)
     released = re.findall(r"^## \[(\d[\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
