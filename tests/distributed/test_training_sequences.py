@@ -2,9 +2,9 @@
 those of Megatron's own path, to fp32 rounding.
 
 A rule-based machine of Hypothesis asks long-lived ranks (tests/support/training_world.py), so that
-a sequence that fails is shrunk. Seven sequences always, of two ranks and of four (two
+a sequence that fails is shrunk. Ten sequences always, of two ranks and of four (two
 expert-parallel groups of two, with two ranks for each expert); `MEGATRON_FLUID_TEST_DRAWS=200`
-draws as many, and FIRST:LAST takes the seeds FIRST to LAST, each of seven sequences.
+draws as many, and FIRST:LAST takes the seeds FIRST to LAST, each of ten sequences.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode"),
 ]
 
-SEQUENCES = {2: 5, 4: 2}  # of a seed, by the number of ranks
+SEQUENCES = {2: 7, 4: 3}  # of a seed, by the number of ranks
 PER_SEED, STEPS = sum(SEQUENCES.values()), 8
 CLOSE = 1e-5  # of losses, norms and parameters; what is found without a defect is below 1e-6
 _DRAWS = os.environ.get("MEGATRON_FLUID_TEST_DRAWS", "")
