@@ -295,13 +295,27 @@ def gate_with(param: Tensor) -> ReadyGate | None:
     return None if owner is None else owner.gate_with(param)
 
 
+_replicated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # seen by _inside_ddp
+
+
+def _inside_ddp() -> bool:
+    """Whether this forward is inside torch's DDP, which reduces a gradient when it comes for the
+    first time in a backward: there would be one for each use. A forward that is recomputed runs
+    outside of DDP's: in a backward it is taken for one of those seen."""
+    ddp = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if ddp is None:
+        return bool(_replicated) and _running() != -1
+    _replicated.add(ddp)
+    return True
+
+
 def readiness_of(*groups: Sequence[Tensor]) -> Readiness:
     """How gradients of these leaves are delivered. Each group is written by one call."""
     owners = [owner for group in groups if (owner := gradient_owner(group[0])) is not None]
     if not owners:
         # Their hooks want the sum of all uses, which autograd has and a delivery for each has not.
         hooked = any(p._post_accumulate_grad_hooks for group in groups for p in group)
-        return Readiness(bypass=not hooked)
+        return Readiness(bypass=not (hooked or _inside_ddp()))
     owner = owners[0]
     if not owner.accepts():
         captured = owner.accepts_in_graphs() and all(map(_takes_main_grads, groups))

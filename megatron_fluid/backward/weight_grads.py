@@ -156,20 +156,6 @@ def _sharded_by_fsdp() -> bool:
     return bool(getattr(fsdp, "cls_to_fsdp_cls", None))
 
 
-_replicated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # seen by _inside_ddp
-
-
-def _inside_ddp() -> bool:
-    """Whether this forward is inside torch's DDP, which reduces a gradient when it comes for the
-    first time in a backward: there would be one for each use. A forward that is recomputed runs
-    outside of DDP's: in a backward it is taken for one of those seen."""
-    ddp = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-    if ddp is None:
-        return bool(_replicated) and torch._C._current_graph_task_id() != -1
-    _replicated.add(ddp)
-    return True
-
-
 class WeightGradScheduler:
     """Queue of weight gradients to run during exchanges. `get_backward_scheduler` gives the
     process-wide one.
@@ -196,8 +182,9 @@ class WeightGradScheduler:
         self.finish_batch()
 
     def is_enabled(self) -> bool:
-        """Whether weight gradients of this forward are deferred: not inside torch's DDP."""
-        return self.enabled and not _inside_ddp()
+        """Whether weight gradients are deferred where nothing keeps them in autograd
+        (backward/autograd.py: Readiness)."""
+        return self.enabled
 
     def pending(self) -> int:
         """Number of queued tasks: 0 whenever no backward is running."""

@@ -142,7 +142,7 @@ def _state_of(call: ExpertCall, experts: PlainExperts, transport: TokenTransport
     leaves = learning and fc1.deferrable() and fc2.deferrable()
     trained = [fc.params for fc in (fc1, fc2) if leaves and fc.requires_grad()]
     ready, fused = readiness_of(*trained), call.fused_main_grad
-    deferred = leaves and ready.bypass and scheduler.is_enabled()
+    deferred = leaves and ready.bypass and scheduler.enabled
     if fused and not ready.direct:
         params = (*fc1.params, *fc2.params)
         fused = learning and all(hasattr(param, "main_grad") for param in params)
