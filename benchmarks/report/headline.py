@@ -115,20 +115,25 @@ def between_hosts(folder: Path = RESULTS) -> str:
     if document is None:
         return "Between hosts nothing was measured at this version: `make bench-hosts` does it."
     cases, hidden = by_case(document["rows"]), hidden_shares(document)
-    layer, job = cases["moe-2x1-wire-1", "train"], cases["main-2x1-wire-1", "train"]
 
     def best(times: Mapping[str, float]) -> float:
         return min(ms for variant, ms in times.items() if variant.startswith("megatron"))
 
-    def faster(times: Mapping[str, float]) -> str:
+    def gained(case: str) -> str:
+        times = cases[case, "train"]
         ours, theirs = times["fluid"], best(times)
-        return f"{time_of(ours)} in place of {time_of(theirs)} ({theirs / ours:.2f} times)"
+        share = f"{hidden[case, 'train']:.0%} of what the wire costs are gone"
+        return f"{time_of(ours)} in place of {time_of(theirs)} ({theirs / ours:.2f} times; {share})"
 
+    what = {
+        "main-2x1-wire-1": "Megatron's own loop",
+        "moe-2x1-wire-1": "an MoE layer",
+        "layer-2x1-wire-1": "a transformer layer",
+    }
+    measured = [f"{words} took {gained(c)}" for c, words in what.items() if (c, "train") in cases]
     return (
-        "Between hosts, over a wire that takes as long as the computation, a training step through "
-        f"Megatron's own loop took {faster(job)}, and one of an MoE layer {faster(layer)}; "
-        f"{hidden['main-2x1-wire-1', 'train']:.0%} and {hidden['moe-2x1-wire-1', 'train']:.0%} of "
-        "what the wire costs are gone. Two hosts played by one machine, on CPU cores "
+        "Between hosts, over a wire that takes as long as the computation, a training step: "
+        f"{', '.join(measured)}. Two hosts played by one machine, on CPU cores "
         f"(`make bench-hosts`, {document['date'][:10]}, [several nodes](docs/several_nodes.md))."
     )
 
