@@ -182,8 +182,7 @@ class WeightGradScheduler:
         self.finish_batch()
 
     def is_enabled(self) -> bool:
-        """Whether weight gradients are deferred where nothing keeps them in autograd
-        (backward/autograd.py: Readiness)."""
+        """Whether weight gradients are deferred. Some are not even then: see Readiness.bypass."""
         return self.enabled
 
     def pending(self) -> int:

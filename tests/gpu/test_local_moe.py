@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_fluid import TransformerLayer
 from megatron_fluid.moe.activations import Variant, resolve_activation
+from tests.support.captured import replayed
 from tests.support.expert_calls import expert_rows, local_moe
 from tests.support.machine import GPUS
 from tests.support.moe_reference import moe_reference
@@ -185,18 +186,8 @@ def test_a_captured_transformer_layer_equals_the_eager_one(router_dtype: str | N
         y = layer(x)
         return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], upstream)]
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = step()
-    for _ in range(3):
-        with torch.no_grad():
-            x.copy_(torch.randn_like(x))
-        graph.replay()
-        for mine, right in zip(captured, step(), strict=True):  # attention adds in any order
+    for captured, expected in replayed(step, x):
+        for mine, right in zip(captured, expected, strict=True):  # attention adds in any order
             assert (mine - right).float().square().mean() < 1e-4 * right.float().square().mean()
 
 

@@ -18,6 +18,7 @@ from megatron_fluid.kernels.fused_gemm import launch as fused_gemm
 from megatron_fluid.kernels.fused_gemm.launch import splits_of_depth
 from megatron_fluid.tensor_parallel import all_gather_matmul, fused, matmul_reduce_scatter
 from tests.distributed.test_tensor_parallel import check_case
+from tests.support.captured import replayed
 from tests.support.launch import run_ranks
 from tests.support.machine import GPUS, RANKS, SHARED
 
@@ -221,20 +222,9 @@ def _captured(rank: int, ranks: int) -> None:
         y = matmul_reduce_scatter(h, down, group, transpose_b=True)
         return (y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, up, down]))
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = step()
-    for _ in range(3):
-        with torch.no_grad():
-            x.copy_(torch.randn_like(x))
-        graph.replay()
-        for found, expected in zip(captured, step(), strict=True):
-            error = (found.float() - expected.float()).norm() / expected.float().norm()
-            assert error < 0.01
+    for captured, expected in replayed(step, x):
+        for mine, right in zip(captured, expected, strict=True):
+            assert (mine - right).float().norm() < 0.01 * right.float().norm()
     close_group(group)
 
 

@@ -6,6 +6,7 @@ function a step, which launches one kernel.
 
 A streamed push and scatter work in chunks of tokens, at the same time. A combine has two forms:
 reduce_push sums a token's rows on the sending rank and sends the sum; sent_rows.py sends each row.
+
 A real rank runs the steps in order on the current stream; a test runs each step for all ranks of a
 SimulatedWorkspace in turn. The backward runs the same steps with the saved `RoutingHandle`, without
 publish and make_plan.

@@ -1,0 +1,28 @@
+"""A step that is captured in a CUDA graph, beside the same step run eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["replayed"]
+
+
+def replayed(
+    step: Callable[[], Sequence[Tensor]], x: Tensor
+) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    """Capture `step`, which reads the leaf `x`, and replay it three times, each with new values in
+    `x`: what the replay made, and what the step makes of the same values eagerly."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = step()
+    for _ in range(3):
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x))
+        graph.replay()
+        yield captured, step()
