@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.results import read_results
-from megatron_fluid.tensor_parallel.measured import TABLE, Entry, read_table
+from megatron_fluid.tensor_parallel.choice import TABLE, Entry, read_table
 
 __all__ = ["entries_of", "main", "render"]
 

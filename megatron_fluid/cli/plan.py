@@ -127,7 +127,7 @@ def _attention(model: Model) -> Part:
 
 
 def _linears(model: Model, machine: Machine) -> Iterator[Part]:
-    from megatron_fluid.tensor_parallel.measured import measured_backend
+    from megatron_fluid.tensor_parallel.choice import measured_backend
 
     values = model.value_dim or model.head_dim
     qkv = (model.heads + model.kv_heads) * model.head_dim + model.kv_heads * values

@@ -122,7 +122,6 @@ class OverlappedBackend:
     """
 
     name = ""
-    _alternatives = "auto, copy_engine, collective"
 
     def __init__(self, workspace: Workspace, driver: CudaDriver, prefix: str) -> None:
         self.workspace = workspace
@@ -146,7 +145,7 @@ class OverlappedBackend:
         capture."""
         reason = self.unsupported_reason(a, gemm, m)
         if reason is not None:
-            allowed = f"allowed here: {self._alternatives}, because {reason}"
+            allowed = f"allowed for these operands: auto, because {reason}"
             raise ConfigError(f"backend: found {self.name!r}, {allowed}")
         refuse_capture(self.name, self._driver.capturing())
 

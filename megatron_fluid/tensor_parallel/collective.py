@@ -60,33 +60,20 @@ class CollectiveBackend:
         self, a: Tensor, gemm: Gemm, overlapped: Callable[[], None] | None = None
     ) -> Tensor:
         c = gemm.without_bias()(a)
-        rows = c.shape[0] // self.ranks
-        if c.device.type == "cuda" and not current_config().deterministic:
-            out = c.new_empty((rows, c.shape[1]))
-            wait = self._waits.start(
-                "reduce-scatter of a linear's rows",
-                lambda: dist.reduce_scatter_tensor(out, c, group=self.group, async_op=True),
-            )
-            if overlapped is not None:
-                overlapped()
-            wait()
-            return out if gemm.bias is None else (out + gemm.bias).to(c.dtype)
-        received = torch.empty_like(c)
+        rows, wide = c.shape[0] // self.ranks, torch.promote_types(c.dtype, torch.float32)
+        reduces = c.is_cuda and not current_config().deterministic
+        out = c.new_empty((rows, c.shape[1])) if reduces else torch.empty_like(c)
+        collective = dist.reduce_scatter_tensor if reduces else dist.all_to_all_single
         wait = self._waits.start(
             "reduce-scatter of a linear's rows",
-            lambda: dist.all_to_all_single(received, c, group=self.group, async_op=True),
+            lambda: collective(out, c, group=self.group, async_op=True),
         )
         if overlapped is not None:
             overlapped()
         wait()
-        total = received.view(self.ranks, rows, c.shape[1])
-        summed = total.double().sum(0) if c.dtype == torch.float64 else _fixed_order_sum(total)
-        return (summed if gemm.bias is None else summed + gemm.bias).to(c.dtype)
-
-
-def _fixed_order_sum(parts: Tensor) -> Tensor:
-    """fp32 sum over the first dimension, rank 0 first."""
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    return total
+        if not reduces:
+            parts = out.view(self.ranks, rows, c.shape[1])
+            out = parts[0].to(wide)
+            for part in parts[1:]:  # in the order of the ranks
+                out = out + part.to(wide)
+        return (out if gemm.bias is None else out + gemm.bias).to(c.dtype)

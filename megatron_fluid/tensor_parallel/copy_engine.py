@@ -49,7 +49,6 @@ class CopyEngineBackend(OverlappedBackend):
     """Overlapped AllGather-GEMM and GEMM-ReduceScatter by copy engines, on one stream order."""
 
     name = "copy_engine"
-    _alternatives = "auto, collective"
 
     def __init__(self, workspace: Workspace, driver: CudaDriver) -> None:
         super().__init__(workspace, driver, "tp")

@@ -159,7 +159,7 @@ def _behind(rank: int, ranks: int, backend: str) -> None:
     own = slice(rank * m, (rank + 1) * m)
     wanted = torch.cat(shards).double() @ b.double(), ranks * (wide[own].double() @ b.double())
     for turn in range(4):
-        workspace = backends_of(group)._workspace
+        workspace = backends_of(group).workspace
         assert workspace is not None
         for name in ("tp_gather", "tp_scatter", "tp_fused_gather", "tp_fused_scatter"):
             workspace.reserve(

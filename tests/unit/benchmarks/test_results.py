@@ -23,7 +23,7 @@ from benchmarks.harness.results import (
 from benchmarks.harness.timing import measure, quantile, slowest_rank
 from benchmarks.report.tables import summary
 from benchmarks.tune import tp_table
-from megatron_fluid.tensor_parallel.measured import read_table
+from megatron_fluid.tensor_parallel.choice import read_table
 
 
 def test_quantiles_interpolate() -> None:

@@ -152,7 +152,7 @@ def test_a_wheel_is_imported_without_being_unpacked(wheel: Path, tmp_path: Path)
     code = (
         "import megatron_fluid.patches as p, megatron_fluid.kernels.sm90.launch as k\n"
         "from megatron_fluid.kernels.grouped_gemm.launch import GROUPED\n"
-        "from megatron_fluid.tensor_parallel.measured import read_table\n"
+        "from megatron_fluid.tensor_parallel.choice import read_table\n"
         "print(p.__file__, len(k.HEADER.read_text()) > 0 < len(GROUPED.path.read_text()))\n"
         "print(len(read_table()) > 0)"
     )

@@ -15,7 +15,6 @@ from megatron_fluid.tensor_parallel import choice
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
 from megatron_fluid.tensor_parallel.fused import FusedBackend
 from megatron_fluid.tensor_parallel.gemm import Gemm
-from megatron_fluid.tensor_parallel.measured import nearest_backend
 
 
 class _OnGpu(torch.Tensor):
@@ -24,13 +23,9 @@ class _OnGpu(torch.Tensor):
     is_cuda = True
 
 
-class _CopyEngine:
-    name = "copy_engine"
-    _driver = SimpleNamespace(capturing=lambda: False)
-
-    _alternatives = CopyEngineBackend._alternatives
-    unsupported_reason = CopyEngineBackend.unsupported_reason
-    check = CopyEngineBackend.check
+class _CopyEngine(CopyEngineBackend):
+    def __init__(self) -> None:
+        self._driver = cast(Any, SimpleNamespace(capturing=lambda: False))
 
 
 class _Fused(FusedBackend):
@@ -39,12 +34,7 @@ class _Fused(FusedBackend):
 
 
 def _chosen(
-    monkeypatch: pytest.MonkeyPatch,
-    a: torch.Tensor,
-    gemm: Gemm,
-    m: int,
-    hopper: bool = True,
-    name: str = "auto",
+    monkeypatch: pytest.MonkeyPatch, a: torch.Tensor, gemm: Gemm, m: int, hopper: bool = True
 ) -> str:
     backends = SimpleNamespace(
         collective=SimpleNamespace(name="collective"),
@@ -55,7 +45,7 @@ def _chosen(
     )
     monkeypatch.setattr(choice, "backends_of", lambda group: backends)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return cast(Any, choice.backend_for(name, _group(), "gather", gemm, m, a)).name
+    return choice.backend_for("auto", _group(), "gather", gemm, m, a).name
 
 
 def _group(ranks: int = 2) -> dist.ProcessGroup:
@@ -77,33 +67,30 @@ def nothing_symmetric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "CollectiveBackend", lambda group: served)
 
 
-def test_one_kernel_is_taken_where_it_was_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, gemm = _operands()
-    assert _chosen(monkeypatch, a, gemm, 8192) == "fused"
-    assert _chosen(monkeypatch, a, gemm, 2 * MOST_ROWS) == "fused"
-    assert _chosen(monkeypatch, a, gemm, 2 * MOST_ROWS + 2) == "copy_engine", (
-        "a block has no more rows than words"
-    )
-    assert _chosen(monkeypatch, a, gemm, 8192, hopper=False) == "copy_engine"
-    assert _chosen(monkeypatch, a, gemm, 128) == "collective"
-
-
-def test_what_its_kernel_cannot_multiply_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, gemm = _operands(torch.float32)
-    assert _chosen(monkeypatch, a, gemm, 8192) == "copy_engine"
+def test_a_backend_is_taken_where_it_was_the_fastest_and_can_multiply(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     a, gemm = _operands()
     odd = torch.zeros(8 * 4096 + 1, dtype=a.dtype)[1:].view(8, 4096).as_subclass(_OnGpu)
-    assert odd.data_ptr() % 16 and _chosen(monkeypatch, odd, gemm, 8192) == "copy_engine"
-    assert _chosen(monkeypatch, a[:0], gemm, 8192) == "copy_engine"
+    assert odd.data_ptr() % 16
+    for found, m, backend, hopper in (
+        ((a, gemm), 8192, "fused", True),
+        ((a, gemm), 8192, "copy_engine", False),
+        ((a, gemm), 2 * MOST_ROWS, "fused", True),
+        ((a, gemm), 2 * MOST_ROWS + 2, "copy_engine", True),  # a block has no more rows than words
+        ((a, gemm), 128, "collective", True),
+        ((odd, gemm), 8192, "copy_engine", True),
+        ((a[:0], gemm), 8192, "copy_engine", True),
+        (_operands(torch.float32), 8192, "copy_engine", True),
+        (_operands(torch.float64), 8192, "collective", True),
+    ):
+        assert _chosen(monkeypatch, *found, m, hopper) == backend
 
 
-def test_fp64_is_not_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, gemm = _operands(torch.float64)
-    assert _chosen(monkeypatch, a, gemm, 8192) == "collective"
+def test_fp64_is_not_summed_in_fp32() -> None:
     with pytest.raises(ConfigError, match="found 'copy_engine'.*because it adds in fp32"):
-        _chosen(monkeypatch, a, gemm, 8192, name="copy_engine")
-    a, gemm = _operands(torch.float32)
-    assert _chosen(monkeypatch, a, gemm, 8192, name="copy_engine") == "copy_engine"
+        _CopyEngine().check(*_operands(torch.float64), 8192)
+    _CopyEngine().check(*_operands(torch.float32), 8192)
 
 
 @pytest.mark.usefixtures("nothing_symmetric")
@@ -160,7 +147,7 @@ TABLE = [
 
 
 def _backend(m: int, n: int = 512, k: int = 512, gpu: str = "H200", ranks: int = 4) -> str:
-    return nearest_backend(TABLE, gpu, ranks, "gather", (m, n, k))
+    return choice.nearest_backend(TABLE, gpu, ranks, "gather", (m, n, k))
 
 
 def test_a_measured_shape_speaks_for_its_neighbours_and_for_larger_ones() -> None:
@@ -169,7 +156,7 @@ def test_a_measured_shape_speaks_for_its_neighbours_and_for_larger_ones() -> Non
     assert found == fused | dict.fromkeys(engine, "copy_engine")
     assert _backend(1024, k=2048) == "fused"
     # Both are half as long; one is alike in N and K.
-    scatter = nearest_backend(TABLE, "H200", 4, "scatter", (16384, 8192, 2048))
+    scatter = choice.nearest_backend(TABLE, "H200", 4, "scatter", (16384, 8192, 2048))
     assert scatter == "copy_engine"
 
 

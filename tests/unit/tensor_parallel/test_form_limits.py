@@ -27,24 +27,18 @@ def test_a_gather_that_nobody_finishes_is_waited_for_by_the_next(
         backends[0].start_gather(shard)
 
 
-def test_the_fused_form_starts_no_gather_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    (backend,) = fused_forms(1, monkeypatch)
-    monkeypatch.setattr(backend._driver, "capturing", lambda: True)
-    with pytest.raises(FluidError, match="cannot be captured"):
-        backend.start_gather(torch.randn(4, 64).to(torch.bfloat16))
-
-
-def test_the_copy_engine_form_moves_nothing_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["copy_engine", "fused"])
+def test_nothing_is_moved_in_a_capture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay would turn to the half of the capture, which a peer may still read."""
-    (backend,) = copy_engine_forms(1)
+    (backend,) = copy_engine_forms(1) if name == "copy_engine" else fused_forms(1, monkeypatch)
     monkeypatch.setattr(backend._driver, "capturing", lambda: True)
-    a, gemm = torch.randn(4, 16), Gemm(torch.randn(16, 8))
+    a, b = (torch.randn(16, 16).to(torch.bfloat16) for _ in range(2))
     for call in (
         lambda: backend.start_gather(a),
-        lambda: backend.gather_matmul(a, gemm),
-        lambda: backend.matmul_scatter(a, gemm),
+        lambda: backend.gather_matmul(a, Gemm(b)),
+        lambda: backend.matmul_scatter(a, Gemm(b)),
     ):
-        with pytest.raises(FluidError, match="the copy_engine backend .* cannot be captured"):
+        with pytest.raises(FluidError, match=f"the {name} backend .* cannot be captured"):
             call()
     assert not backend._gathers._addresses[0] and not backend._scatters._addresses[0]
 
@@ -76,17 +70,17 @@ def test_the_fused_form_refuses_what_its_kernel_cannot_multiply(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (backend,) = fused_forms(1, monkeypatch)
-    a = torch.randn(4, 16)
-    with pytest.raises(ConfigError, match="multiplies bf16 and fp16, not torch.float32"):
-        backend.gather_matmul(a, Gemm(torch.randn(16, 16)))
-    half = torch.bfloat16
-    with pytest.raises(ConfigError, match="K 24 and N 16 are not multiples of 16"):
-        backend.matmul_scatter(torch.randn(4, 24).to(half), Gemm(torch.randn(24, 16).to(half)))
-    with pytest.raises(ConfigError, match=r"B has strides \(64, 2\)"):
-        backend.gather_matmul(a.to(half), Gemm(torch.randn(16, 64).to(half)[:, ::2]))
-    with pytest.raises(ConfigError, match="A has no rows"):
-        backend.gather_matmul(a[:0].to(half), Gemm(torch.randn(16, 16).to(half)))
-    with pytest.raises(ConfigError, match="does not begin on a 16-byte boundary"):
-        backend.gather_matmul(
-            torch.randn(4 * 16 + 1).to(half)[1:].view(4, 16), Gemm(torch.randn(16, 16).to(half))
-        )
+
+    def half(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape).to(torch.bfloat16)
+
+    for a, b, reason in (
+        (torch.randn(4, 16), torch.randn(16, 16), "multiplies bf16 and fp16, not torch.float32"),
+        (half(4, 24), half(24, 16), "K 24 and N 16 are not multiples of 16"),
+        (half(4, 16), half(16, 64)[:, ::2], r"B has strides \(64, 2\)"),
+        (half(0, 16), half(16, 16), "A has no rows"),
+        (half(65)[1:].view(4, 16), half(16, 16), "does not begin on a 16-byte boundary"),
+    ):
+        for call in (backend.gather_matmul, backend.matmul_scatter):
+            with pytest.raises(ConfigError, match=reason):
+                call(a, Gemm(b))
