@@ -2,9 +2,8 @@
 
 `get_fluid_custom_layers(config)` is Megatron's spec for that configuration with `FluidMoELayer` in
 the place of MoELayer and, for context parallelism, `FluidSelfAttention` with an `exchanged(...)`
-core attention in the place of its self-attention. Both ways, patch and spec, run the same functions
-(moe_layer.moe_forward, self_attention.DECISIONS.call, attention.dot_product_attention) on the
-same parameters.
+core attention in the place of its self-attention. Their methods are the replacements that the patch
+table names, on the same parameters.
 
     model = GPTModel(config, transformer_layer_spec=get_fluid_custom_layers(config), ...)
     --spec megatron_fluid.patches.layer_specs get_fluid_custom_layers  (megatron.training)
@@ -19,7 +18,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -39,11 +37,6 @@ from megatron.core.utils import get_pg_rank
 
 from megatron_fluid import patches
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches.attention import self_attention
-from megatron_fluid.patches.attention.core import dot_product_attention
-from megatron_fluid.patches.attention.transformer_engine import te_dot_product_attention
-from megatron_fluid.patches.moe import layer as moe_layer
-from megatron_fluid.patches.moe import phases
 
 __all__ = [
     "FluidMoELayer",
@@ -59,67 +52,35 @@ __all__ = [
 logger = logging.getLogger("megatron_fluid")
 
 
-class FluidMoELayer(MoELayer):
-    """Megatron's MoELayer with its exchange overlapped. Parameters, state dict and arguments are
-    MoELayer's.
-
-    Raises:
-        ConfigError: a backend that was asked for by name is unavailable.
-    """
-
-    needs_no_patch = True  # overlap_decision.py asks
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if not patches.is_applied("moe-layer-init"):  # which has done it
-            moe_layer.DECISIONS.announce(self)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        intermediate_tensors: Any = None,
-        padding_mask: torch.Tensor | None = None,
-    ) -> Any:
-        """[S, B, H] -> ([S, B, H], None), as Megatron's."""
-        return moe_layer.moe_forward(
-            self, MoELayer.forward, hidden_states, intermediate_tensors, padding_mask
-        )
-
-    def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
-        """Megatron's phase between dispatch and combine."""
-        return phases.routed_experts(self, MoELayer.routed_experts_compute, hidden_states, probs)
-
-    def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
-        """Megatron's delayed weight gradients, where its schedule asks for them."""
-        stock = MoELayer.backward_dw
-        phases.delayed_weight_grads(self, stock, routed_experts, shared_experts)
+def _without_patches(base: Any, name: str, *rows: str) -> Any:
+    """A subclass of one of Megatron's classes whose methods are the replacements in these rows of
+    the patch table. A row that is applied has replaced the method of the class itself."""
+    table = {patch.name: patch for patch in patches.PATCHES}
+    methods = dict(_method(base, table[row]) for row in rows)
+    return type(name, (base,), {"needs_no_patch": True, "__module__": __name__, **methods})
 
 
-class FluidSelfAttention(SelfAttention):
-    """Megatron's SelfAttention with its projections overlapped with the exchanges, where they can
-    be. Parameters and arguments are SelfAttention's.
+def _method(base: Any, patch: patches.Patch) -> tuple[str, Callable[..., Any]]:
+    attribute = patch.target.rpartition(".")[2]
+    replace = functools.cache(patch.factory)
 
-    Raises:
-        ConfigError: a backend that was asked for by name is unavailable.
-    """
+    @functools.wraps(getattr(base, attribute), assigned=("__name__", "__doc__"))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stock = getattr(base, attribute)
+        run = stock if patches.is_applied(patch.name) else replace(stock)
+        return run(self, *args, **kwargs)
 
-    needs_no_patch = True  # overlap_decision.py asks
+    return attribute, method
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if not patches.is_applied("self-attention-init"):  # which has done it
-            self_attention.DECISIONS.announce(self)
 
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """[s, b, H] -> ([s, b, H], bias or None), as Megatron's."""
-        stock = SelfAttention.forward
-        if patches.is_applied("self-attention"):
-            return stock(self, hidden_states, attention_mask, *args, **kwargs)
-        return self_attention.DECISIONS.call(
-            self, stock, hidden_states, attention_mask, *args, **kwargs
-        )
+# Parameters, state dicts and arguments are those of Megatron's classes. ConfigError: a backend that
+# was asked for by name is unavailable.
+FluidMoELayer = _without_patches(
+    MoELayer, "FluidMoELayer", "moe-layer-init", "moe-layer", "moe-experts", "moe-delayed-gradients"
+)
+FluidSelfAttention = _without_patches(
+    SelfAttention, "FluidSelfAttention", "self-attention-init", "self-attention"
+)
 
 
 class FluidTransformerLayer(TransformerLayer):
@@ -134,31 +95,16 @@ class FluidTransformerLayer(TransformerLayer):
         config: TransformerConfig,
         submodules: Any = None,
         layer_number: int = 1,
-        *args: Any,
-        pg_collection: Any = None,
-        vp_stage: int | None = None,
-        is_mtp_layer: bool = False,
-        add_layer_offset: bool = True,
         **kwargs: Any,
     ) -> None:
         if submodules is None:
-            number = layer_number
-            if add_layer_offset and not is_mtp_layer:
-                stage = get_pg_rank(pg_collection.pp) if pg_collection is not None else None
-                number += get_transformer_layer_offset(config, vp_stage, stage)
+            number, groups = layer_number, kwargs.get("pg_collection")
+            if kwargs.get("add_layer_offset", True) and not kwargs.get("is_mtp_layer"):
+                stage = None if groups is None else get_pg_rank(groups.pp)
+                number += get_transformer_layer_offset(config, kwargs.get("vp_stage"), stage)
             layers = get_gpt_decoder_layer_specs(config, **_spec_options(config))
             submodules = with_fluid_attention(with_fluid_moe(layers[number - 1])).submodules
-        super().__init__(
-            config,
-            submodules,
-            layer_number,
-            *args,
-            pg_collection=pg_collection,
-            vp_stage=vp_stage,
-            is_mtp_layer=is_mtp_layer,
-            add_layer_offset=add_layer_offset,
-            **kwargs,
-        )
+        super().__init__(config, submodules, layer_number, **kwargs)
 
 
 fluid_layer_spec = ModuleSpec(module=FluidTransformerLayer)
@@ -255,11 +201,9 @@ def with_fluid_moe(spec: Any) -> Any:
 
 
 # Core attention, and the patch that would serve it.
-_CORES: dict[Any, tuple[str, Any]] = {
-    DotProductAttention: ("context-parallel-attention", dot_product_attention)
-}
+_CORES: dict[Any, str] = {DotProductAttention: "context-parallel-attention"}
 if HAVE_TE:
-    _CORES[TEDotProductAttention] = ("context-parallel-te-attention", te_dot_product_attention)
+    _CORES[TEDotProductAttention] = "context-parallel-te-attention"
 
 
 @functools.cache
@@ -270,15 +214,7 @@ def exchanged(core: Any) -> Any:
     With one context-parallel rank, or where the configuration is not served, its objects are the
     original's.
     """
-    patch, wrap = _CORES[core]
-
-    class ExchangedAttention(core):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            stock: Any = core.__init__
-            build = stock if patches.is_applied(patch) else wrap(stock)
-            build(self, *args, **kwargs)
-
-    return ExchangedAttention
+    return _without_patches(core, "ExchangedAttention", _CORES[core])
 
 
 @_each_layer

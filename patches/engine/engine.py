@@ -330,11 +330,7 @@ class Engine:
         )
 
     def _build(self, change: Change) -> Any:
-        factory = change.patch.replacement
-        if isinstance(factory, str):
-            module_name, _, attribute = factory.partition(":")
-            factory = getattr(importlib.import_module(module_name), attribute)
-        new = factory(change.original)
+        new = change.patch.factory(change.original)
         for kind in (staticmethod, classmethod):
             if isinstance(change.before, kind) and not isinstance(new, kind):
                 new = kind(new)

@@ -1,5 +1,6 @@
 """Patches as data: a change to Megatron, and a line of the report about it."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,15 @@ class Patch:
     def module(self) -> str:
         """The module that holds the target."""
         return self.target.partition(":")[0]
+
+    @property
+    def factory(self) -> Callable[[Any], Any]:
+        """The replacement's factory; imports its module."""
+        if not isinstance(self.replacement, str):
+            return self.replacement
+        module, _, attribute = self.replacement.partition(":")
+        factory: Callable[[Any], Any] = getattr(importlib.import_module(module), attribute)
+        return factory
 
     @property
     def waits_for(self) -> str:

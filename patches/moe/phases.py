@@ -18,62 +18,41 @@ from megatron_fluid.patches.moe.separate_experts import delayed_gradients
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-__all__ = ["backward_dw", "delayed_weight_grads", "routed_experts", "routed_experts_compute"]
-
-
-def routed_experts(
-    layer: MoELayer, original: Callable[..., Any], hidden_states: Tensor, probs: Tensor
-) -> Any:
-    """Megatron's phase between dispatch and combine, with SeparateExperts where the layer has them.
-
-    Args:
-        original: Megatron's `MoELayer.routed_experts_compute`.
-        hidden_states, probs: as the layer's token dispatcher has dispatched them.
-
-    Returns:
-        What the dispatcher combines, and None.
-    """
-    experts = DECISIONS.separate_experts(layer, path_of(layer))
-    if experts is None:
-        return original(layer, hidden_states, probs)
-    dispatcher = layer.token_dispatcher
-    rows, counts, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
-    if layer.config.overlap_moe_expert_parallel_comm and _share(rows, hidden_states):
-        rows = rows.clone()  # the schedule frees what enters a phase after it
-    output = experts.compute(layer, rows, counts.tolist(), row_probs)
-    return dispatcher.combine_preprocess(output), None
-
-
-def delayed_weight_grads(
-    layer: MoELayer, original: Callable[..., Any], routed_experts: bool, shared_experts: bool
-) -> Any:
-    """`MoELayer.backward_dw`, which is `original`, with the gradients of SeparateExperts where
-    they wait."""
-    queue = delayed_gradients(layer)
-    if routed_experts and queue is not None:
-        done = queue.run() > 0 or DECISIONS.separate_experts(layer, path_of(layer)) is not None
-        routed_experts = not done
-    return original(layer, routed_experts=routed_experts, shared_experts=shared_experts)
+__all__ = ["backward_dw", "routed_experts_compute"]
 
 
 def routed_experts_compute(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace `MoELayer.routed_experts_compute` where a layer has SeparateExperts."""
+    """Replace `MoELayer.routed_experts_compute`, Megatron's phase between dispatch and combine,
+    where a layer has SeparateExperts."""
 
     @functools.wraps(original)
     def fluid_routed_experts(self: MoELayer, hidden_states: Tensor, probs: Tensor) -> Any:
-        return routed_experts(self, original, hidden_states, probs)
+        experts = DECISIONS.separate_experts(self, path_of(self))
+        if experts is None:
+            return original(self, hidden_states, probs)
+        dispatcher = self.token_dispatcher
+        rows, counts, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
+        if self.config.overlap_moe_expert_parallel_comm and _share(rows, hidden_states):
+            rows = rows.clone()  # the schedule frees what enters a phase after it
+        output = experts.compute(self, rows, counts.tolist(), row_probs)
+        return dispatcher.combine_preprocess(output), None
 
     return fluid_routed_experts
 
 
 def backward_dw(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace `MoELayer.backward_dw`, by which Megatron's schedule asks for delayed gradients."""
+    """Replace `MoELayer.backward_dw`, by which Megatron's schedule asks for delayed weight
+    gradients: those of SeparateExperts wait in a queue."""
 
     @functools.wraps(original)
     def fluid_backward_dw(
         self: MoELayer, routed_experts: bool = True, shared_experts: bool = False
     ) -> Any:
-        return delayed_weight_grads(self, original, routed_experts, shared_experts)
+        queue = delayed_gradients(self)
+        if routed_experts and queue is not None:
+            done = queue.run() > 0 or DECISIONS.separate_experts(self, path_of(self)) is not None
+            routed_experts = not done
+        return original(self, routed_experts=routed_experts, shared_experts=shared_experts)
 
     return fluid_backward_dw
 
