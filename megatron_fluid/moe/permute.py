@@ -23,7 +23,14 @@ from torch.nn import functional
 from megatron_fluid.backward.autograd import once_differentiable
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["Permutation", "count_choices", "local_experts", "rows_of_tokens", "sum_of_rows"]
+__all__ = [
+    "Permutation",
+    "check_ids",
+    "count_choices",
+    "local_experts",
+    "rows_of_tokens",
+    "sum_of_rows",
+]
 
 
 def local_experts(num_experts: int, world_size: int) -> int:
@@ -34,6 +41,13 @@ def local_experts(num_experts: int, world_size: int) -> int:
     return num_experts // world_size
 
 
+def check_ids(ids: Tensor) -> None:
+    """Raise ConfigError unless ids are integers [T, K]."""
+    if ids.dim() != 2 or ids.dtype.is_floating_point:
+        found = f"{ids.dtype} {list(ids.shape)}"
+        raise ConfigError.of("ids", found, "integers of shape [tokens, top-k]")
+
+
 def count_choices(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Return the sort keys [T * K] of ids [T, K], where -1 means dropped, and the number of rows of
     each expert [E].
@@ -41,9 +55,7 @@ def count_choices(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     Raises:
         ConfigError: ids is not [T, K].
     """
-    if ids.dim() != 2 or ids.dtype.is_floating_point:
-        found = f"{ids.dtype} {list(ids.shape)}"
-        raise ConfigError.of("ids", found, "integers of shape [tokens, top-k]")
+    check_ids(ids)
     choices = ids.reshape(-1).long()
     # Dropped choices get the key of an expert beyond the last, so that they sort to the end.
     keys = torch.where(choices < 0, num_experts, choices)

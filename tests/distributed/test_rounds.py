@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.hosts import detect_domains
 from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
-from megatron_fluid.comm.p2p_rounds import P2PRounds, shared_rounds
+from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective, shared_rounds
 from megatron_fluid.comm.waits import WaitName
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
-from megatron_fluid.moe.rounds.all_to_all import exchange_rows
 from tests.support.launch import run_ranks, run_ranks_outcomes
 
 LIMIT_S = 200.0  # on ranks that hang; a busy machine takes its time
@@ -195,13 +194,21 @@ def test_a_lost_rank_is_named_on_every_rank(silent: bool) -> None:
 
 def silent_in_collective(rank: int, world: int, earlier: int) -> str | int:
     """Rank 1 never comes to the first all-to-all, or to a later one."""
-    rounds = P2PRounds(dist.group.WORLD, timeout_s=3.0)
+    rounds, rows = P2PRounds(dist.group.WORLD, timeout_s=3.0), torch.ones(world, 2)
+
+    def all_to_all() -> None:
+        bounded_collective(
+            rounds,
+            "token dispatch",
+            lambda: dist.all_to_all_single(rows.clone(), rows, group=rounds.group, async_op=True),
+        )
+
     for _ in range(earlier):
-        exchange_rows(torch.ones(world, 2), [1] * world, [1] * world, rounds, "token dispatch")
+        all_to_all()
     if rank == 1:
         return stay_silent(2)
     with pytest.raises(PeerTimeoutError) as caught:
-        exchange_rows(torch.ones(world, 2), [1] * world, [1] * world, rounds, "token dispatch")
+        all_to_all()
     return noticed(caught.value)
 
 

@@ -27,7 +27,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,9 +34,8 @@ from torch import Tensor
 
 from megatron_fluid.comm.group_resources import group_resource
 from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
-from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.expert_weights import RowGroups
-from megatron_fluid.moe.permute import Permutation, local_experts
+from megatron_fluid.moe.permute import Permutation, check_ids, local_experts
 from megatron_fluid.topology import HostLayout
 
 __all__ = [
@@ -48,7 +46,6 @@ __all__ = [
     "gather_ids",
     "make_plan",
     "plan_hierarchical",
-    "rows_between_hosts",
 ]
 
 MOST_CHUNKS = 8
@@ -157,9 +154,7 @@ def gather_ids(
         ConfigError: ids is not [T, K].
         PeerTimeoutError: a rank does not take part.
     """
-    if ids.dim() != 2 or ids.dtype.is_floating_point:
-        found = f"{ids.dtype} {list(ids.shape)}"
-        raise ConfigError.of("ids", found, "integers of shape [tokens, top-k]")
+    check_ids(ids)
     sizes = group_resource(rounds.group, "moe hierarchical sizes", _Sizes)
     (tokens, top_k), world = ids.shape, rounds.world_size
     narrow = torch.int16 if num_experts < 2**15 else torch.int32
@@ -217,18 +212,6 @@ def plan_hierarchical(
     return make_plan(choices, counts, num_experts, layout, rounds.rank, chunks)
 
 
-def rows_between_hosts(ids: Tensor, num_experts: int, layout: HostLayout) -> list[int]:
-    """How many tokens of each rank cross to other hosts in one dispatch: for each token, the hosts
-    other than its own that have an expert for it.
-
-    Args:
-        ids: of all ranks. [W, C, K]
-    """
-    reached = _reached_hosts(_hosts_of_choices(ids, num_experts, layout), layout)
-    to_hosts: list[list[int]] = reached.sum(1).tolist()
-    return [sum(to) - to[own] for to, own in zip(to_hosts, layout.hosts, strict=True)]
-
-
 def _hosts_of_choices(ids: Tensor, num_experts: int, layout: HostLayout) -> Tensor:
     """The host of each choice, -1 where it is dropped."""
     ranks = _ranks_of_choices(ids, local_experts(num_experts, len(layout.hosts)))
@@ -253,52 +236,6 @@ def _reached_hosts(hosts: Tensor, layout: HostLayout) -> Tensor:
     return found.scatter_(-1, hosts + 1, True)[..., 1:]
 
 
-class _Orders(NamedTuple):
-    """Tokens of all ranks, as numbers rank * C + token, in the orders in which this rank has them,
-    and their counts by piece and rank [S * W] or piece [S], on the device.
-
-    Attributes:
-        held: those that this rank hands on.
-        hands: for each rank of this host, positions of its tokens among the held ones, by piece.
-        arrived: those that this rank computes.
-    """
-
-    held: Tensor
-    held_counts: Tensor
-    hands: list[Tensor]
-    hand_counts: list[Tensor]
-    arrived: Tensor
-    arrival_counts: Tensor
-
-
-def _orders(
-    ids: Tensor, ranks_of: Tensor, piece: Tensor, steps: int, layout: HostLayout, rank: int
-) -> _Orders:
-    """piece: of each token that has an expert on this host, `steps` for the others. [W * C]"""
-    (world, most, _), device = ids.shape, ids.device
-    here, members = layout.hosts[rank], layout.members[layout.hosts[rank]]
-    sources = torch.arange(world, device=device).repeat_interleave(most, output_size=world * most)
-    gateways = torch.tensor([layout.gateway(s, here) for s in range(world)], device=device)
-    held = torch.where((gateways == rank)[sources], piece, steps)
-    held_order = held.argsort(stable=True)
-    held_piece = held[held_order]
-    held_counts = _counted(held * world + sources, steps * world)
-    begins = _counted(held, steps).cumsum(0)
-    begins = torch.cat([begins.new_zeros(1), begins])[held_piece]
-    hand_orders, hand_counts = [], []
-    for member in members:
-        goes = (ranks_of == member).any(-1).view(-1)[held_order] & (held_piece < steps)
-        handed = torch.where(goes, held_piece, steps)
-        order = handed.argsort(stable=True)
-        hand_orders.append(order - begins[order])
-        hand_counts.append(_counted(handed, steps))
-    to_me = (ranks_of == rank).any(-1).view(-1)
-    arrival = torch.where(to_me, piece * world + gateways[sources], steps * world)
-    arrived = arrival.argsort(stable=True)
-    counts = _counted(arrival, steps * world)
-    return _Orders(held_order, held_counts, hand_orders, hand_counts, arrived, counts)
-
-
 def make_plan(
     ids: Tensor, counts: Sequence[int], num_experts: int, layout: HostLayout, rank: int, chunks: int
 ) -> HierarchicalPlan:
@@ -308,10 +245,9 @@ def make_plan(
         ids, counts: as gather_ids gives them.
         chunks: pieces in which tokens cross, the same on all ranks.
     """
-    world, most, top_k = ids.shape
-    per_rank, device = local_experts(num_experts, world), ids.device
+    (world, most, top_k), device = ids.shape, ids.device
+    per_rank, steps = local_experts(num_experts, world), chunks + 1
     here, members = layout.hosts[rank], layout.members[layout.hosts[rank]]
-    steps = chunks + 1
     reached = _reached_hosts(_hosts_of_choices(ids, num_experts, layout), layout)
     crosses = torch.tensor([[host != here] for host in layout.hosts], device=device)
     to_here = reached[..., here]
@@ -320,21 +256,38 @@ def make_plan(
         crossed = crossed * (_chunk_of(to_here, chunks) + 1)
     piece = torch.where(to_here, crossed, steps).view(-1)
     ranks_of = _ranks_of_choices(ids, per_rank)
-    orders = _orders(ids, ranks_of, piece, steps, layout, rank)
 
-    keys = torch.where(ranks_of == rank, ids - rank * per_rank, per_rank)
-    keys = keys.view(-1, top_k)[orders.arrived]
-    arrived_piece = piece[orders.arrived].view(-1, 1)
+    # From here on tokens of all ranks are numbers rank * C + token, and `steps` is the piece of
+    # those that this host has no part in. First the tokens that this rank hands on:
+    sources = torch.arange(world, device=device).repeat_interleave(most, output_size=world * most)
+    gateways = torch.tensor([layout.gateway(s, here) for s in range(world)], device=device)[sources]
+    held_piece = torch.where(gateways == rank, piece, steps)
+    held_order, held_counts = _sorted(held_piece * world + sources, steps * world)
+    held_piece = held_piece[held_order]
+    begins = held_counts.view(steps, world).sum(1).cumsum(0)
+    begins = torch.cat([begins.new_zeros(1), begins])[held_piece]
+    hand_orders, hand_counts = [], []
+    for member in members:
+        goes = (ranks_of == member).any(-1).view(-1)[held_order]
+        order, count = _sorted(torch.where(goes, held_piece, steps), steps)
+        hand_orders.append(order - begins[order])
+        hand_counts.append(count)
+    # Then those that this rank computes, and their choices of its experts.
+    to_me = (ranks_of == rank).any(-1).view(-1)
+    arrival = torch.where(to_me, piece * world + gateways, steps * world)
+    arrived, arrival_counts = _sorted(arrival, steps * world)
+    keys = torch.where(ranks_of == rank, ids - rank * per_rank, per_rank).view(-1, top_k)[arrived]
+    arrived_piece = piece[arrived].view(-1, 1)
     by_expert = _counted(arrived_piece * (per_rank + 1) + keys, steps * (per_rank + 1))
-
+    # And this rank's own tokens, by the host that they go to.
     to_hosts = reached[rank, : counts[rank]].t()
     send_orders = (~to_hosts).to(torch.uint8).argsort(dim=1, stable=True)
 
     held, hand, arrivals, experts, to_host = _read(
         [
-            orders.held_counts.view(steps, world),
-            torch.stack(orders.hand_counts),
-            orders.arrival_counts.view(steps, world),
+            held_counts.view(steps, world),
+            torch.stack(hand_counts),
+            arrival_counts.view(steps, world),
             by_expert.view(steps, per_rank + 1),
             to_hosts.sum(1, keepdim=True),
         ]
@@ -345,13 +298,13 @@ def make_plan(
     for step, by_source in enumerate(held):
         num_held, own = sum(by_source), step == 0
         hands = []
-        for index, (member, order) in enumerate(zip(members, orders.hands, strict=True)):
+        for index, (member, order) in enumerate(zip(members, hand_orders, strict=True)):
             size = hand[index][step]
             hands.append((member, order[at_hand[index] : at_hand[index] + size]))
             at_hand[index] += size
         pieces.append(
             Piece(
-                orders.held[at_held : at_held + num_held] - rank * most if own else None,
+                held_order[at_held : at_held + num_held] - rank * most if own else None,
                 [] if own else _sends(layout, rank, send_orders, to_host_counts, step - 1, chunks),
                 [] if own else [(s, n) for s, n in enumerate(by_source) if n],
                 num_held,
@@ -418,6 +371,11 @@ def _counted(keys: Tensor, size: int) -> Tensor:
     return torch.zeros(size + 1, dtype=torch.int64, device=keys.device).scatter_add_(
         0, keys, torch.ones_like(keys)
     )[:size]
+
+
+def _sorted(keys: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The positions of keys in ascending order, and how often each of 0 .. size - 1 occurs."""
+    return keys.argsort(stable=True), _counted(keys, size)
 
 
 def _groups(counts: Sequence[int], device: torch.device) -> RowGroups:

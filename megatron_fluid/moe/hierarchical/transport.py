@@ -23,14 +23,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
-from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, SeveralRounds, Transfer
-from megatron_fluid.errors import ConfigError
-from megatron_fluid.moe.activations import Activation
-from megatron_fluid.moe.hierarchical.plan import Batch, HierarchicalPlan
-from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport, check_tokens
+from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.comm.p2p_rounds import PendingRound, Transfer
+from megatron_fluid.moe.hierarchical.plan import Batch
+from megatron_fluid.moe.rounds.transport import P2PExchange, P2PTransport
+from megatron_fluid.moe.transport import Segment, check_tokens
 
 __all__ = ["HierarchicalTransport"]
+
+type Blocks = dict[int, list[Tensor]]  # by peer: its rows of each tensor
 
 # On a GPU exchanges run one after the other: so many pieces cross before the first is handed on.
 _AHEAD = 2
@@ -46,89 +47,21 @@ class _Returning:
     parts: Sequence[list[Tensor]]
 
 
-class HierarchicalTransport(TokenTransport):
-    """Moves the tokens of one call over two levels. Each batch of the plan is a segment. Collective
-    over the group.
-
-    Args:
-        plan: of plan_hierarchical. Keep it and pass it again in a recomputation.
-        rounds, name, scheduler: as for RoundsTransport.
-    """
-
-    recomputable = ("hidden",)
-    starts_ahead = True
-
-    def __init__(
-        self, plan: HierarchicalPlan, rounds: P2PRounds, name: str,
-        scheduler: WeightGradScheduler | None = None,
-    ) -> None:  # fmt: skip
-        self.plan, self.rounds, self.name = plan, rounds, name
-        self.scheduler = get_backward_scheduler() if scheduler is None else scheduler
-        self.probs_dtype: torch.dtype | None = None
-        self.returning: _HierarchicalExchange | None = None
-        self._started: _HierarchicalExchange | None = None
-
-    def check_experts(self, activation: Activation, num_experts: int, biased: bool) -> None:
-        allowed = self.plan.num_local_experts
-        if num_experts != allowed:
-            raise ConfigError.of(f"{self.name}: experts of a rank", num_experts, allowed)
-
-    def accept(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x [T, H], probs [T, K]"""
-        check_tokens(x, probs, (self.plan.num_tokens, self.plan.top_k))
-        if probs is not None:
-            probs = probs.to(torch.promote_types(probs.dtype, torch.float32)).contiguous()
-        return x.contiguous(), probs
-
-    def start(self, x: Tensor, probs: Tensor | None) -> None:
-        """Launch the first pieces of the forward."""
-        self.probs_dtype = None if probs is None else probs.dtype
-        sent = [x] if probs is None else [x, probs]
-        self._started = _HierarchicalExchange(self, sent, [torch.empty_like(x)], "")
-        self._started.launch()
-
-    def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _HierarchicalExchange:
-        exchange, self._started = self._started, None
-        assert exchange is not None, "a started call is finished once"
-        return exchange
-
-    def backward(self, grad: Tensor, keep: bool) -> _HierarchicalExchange:
-        grad = grad.contiguous()
-        results = [torch.empty_like(grad)]
-        if self.probs_dtype is not None:
-            shape = self.plan.num_tokens, self.plan.top_k
-            results.append(grad.new_empty(shape, dtype=self.probs_dtype))
-        exchange = _HierarchicalExchange(self, [grad], results, "grad ")
-        exchange.launch()
-        self.scheduler.run_during(list(exchange.crossing.values())[:1])
-        return exchange
-
-    def wait_returning(self) -> None:
-        exchange, self.returning = self.returning, None
-        if exchange is not None:
-            exchange.complete()
-
-
-class _HierarchicalExchange(Exchange):
-    """Dispatch and combine of one call and direction.
-
-    Args:
-        sent: what goes to the experts, together. each [T, ...]
-        results: what comes back, completed by `complete`. each [T, ...]
-        direction: begins the operations' names.
-    """
+class _HierarchicalExchange(P2PExchange):
+    """Dispatch and combine over two levels."""
 
     def __init__(
         self, transport: HierarchicalTransport, sent: Sequence[Tensor], results: list[Tensor],
-        direction: str,
+        backward: bool,
     ) -> None:  # fmt: skip
-        self.transport, self.sent, self.results = transport, sent, results
-        self.plan, self.rounds = transport.plan, transport.rounds
-        self.name = f"{transport.name} {direction}"
-        self.crossing: dict[int, PendingRound] = {}
-        # By piece: tokens to hand on; where results of this rank's own tokens will arrive.
-        self._held: dict[int, list[Tensor]] = {}
-        self._results: dict[int, tuple[PendingRound, dict[int, list[Tensor]]]] = {}
+        super().__init__(transport, sent, results, backward)
+        self.name = f"{transport.name} grad " if backward else f"{transport.name} "
+        # By operation and piece: receives that were posted ahead, and where they put what arrives.
+        # Then sends are apart, and nobody waits for them before the end.
+        self._asked: dict[tuple[str, int], tuple[PendingRound, list[Tensor]]] = {}
+        self._sending: list[PendingRound] = []
+        # By piece: tokens that cross to this rank, which hands them on.
+        self._crossing: dict[int, tuple[PendingRound, list[Tensor]]] = {}
         # By piece: the tokens that the ranks of this host hand to this one.
         self._handed: dict[int, tuple[PendingRound, list[Tensor]]] = {}
         self._returning: dict[int, _Returning] = {}
@@ -139,66 +72,67 @@ class _HierarchicalExchange(Exchange):
 
     # Dispatch
 
-    def launch(self) -> None:
+    def launch(self) -> list[PendingRound]:
         """Start what needs no other rank's computation: tokens cross, own ones are handed out."""
         pieces = self.plan.pieces
         if self.rounds.asks_ahead:
             for index in range(1, len(pieces)):
-                self._expect(index)
+                # gloo sends nothing that has not been asked for, and a request waits behind the
+                # data that is being sent: posted at once, data never wait for requests.
+                for operation in ("dispatch", "combine"):
+                    self._asked[operation, index] = self._start(operation, index, {})
         all_at_once = self.rounds.device.type != "cuda" or len(pieces[0].hands) == 1
         ahead = len(pieces) if all_at_once else _AHEAD
         for _ in range(ahead):
             self._cross()
         tokens = pieces[0].tokens
         assert tokens is not None
-        self._hand_on(0, [t.index_select(0, tokens) for t in self.sent])
+        self._hand_on(0, self._tokens(tokens))
+        return [pending for pending, _ in self._crossing.values()][:1]
 
-    def _expect(self, index: int) -> None:
-        """Ask for what a piece brings this rank, and for the results of its own tokens. gloo sends
-        nothing that has not been asked for, and a question waits behind the data that is being
-        sent: asked at once, data never wait for questions."""
-        piece, name = self.plan.pieces[index], self.name
-        held = self._room_to_hold(index)
-        questions = _transfers({}, _by_peer(piece.receives, held))
-        self._held[index] = held
-        self.crossing[index] = self.rounds.exchange(f"{name}dispatch", index, questions)
-        results = self._room_for_results(index)
-        questions = _transfers({}, results)
-        self._results[index] = self.rounds.exchange(f"{name}combine", index, questions), results
+    def _blocks(self, operation: str, index: int) -> Sequence[tuple[int, int]]:
+        """(peer, rows) of a piece that crosses to this rank: tokens that it hands on ("dispatch"),
+        or the results of its own ("combine")."""
+        piece = self.plan.pieces[index]
+        if operation == "dispatch":
+            return piece.receives
+        return [(gateway, len(tokens)) for gateway, tokens in piece.sends]
 
-    def _room_to_hold(self, index: int) -> list[Tensor]:
-        """Where the tokens of a piece arrive that this rank hands on."""
-        rows = self.plan.pieces[index].num_held
-        return [t.new_empty((rows, *t.shape[1:])) for t in self.sent]
+    def _start(
+        self, operation: str, index: int, outgoing: Blocks, room: list[Tensor] | None = None
+    ) -> tuple[PendingRound, list[Tensor]]:
+        """Exchange a piece between hosts. Without ``room``, what crosses to this rank arrives in
+        the tensors that are returned, block by block."""
+        incoming: Blocks = {}
+        if room is None:
+            like = self.sent if operation == "dispatch" else self.results
+            blocks = self._blocks(operation, index)
+            room = _rows_like(like, sum(rows for _, rows in blocks))
+            incoming = _by_peer(blocks, room)
+        transfers = _transfers(outgoing, incoming)
+        return self.rounds.exchange(f"{self.name}{operation}", index, transfers), room
 
-    def _room_for_results(self, index: int) -> dict[int, list[Tensor]]:
-        return {
-            gateway: [r.new_empty((len(tokens), *r.shape[1:])) for r in self.results]
-            for gateway, tokens in self.plan.pieces[index].sends
-        }
+    def _between_hosts(
+        self, operation: str, index: int, outgoing: Blocks
+    ) -> tuple[PendingRound, list[Tensor]]:
+        """Send a piece to other hosts; what crosses to this rank may have been asked for."""
+        asked = self._asked.pop((operation, index), None)
+        if asked is None:
+            return self._start(operation, index, outgoing)
+        self._sending.append(self._start(operation, index, outgoing, asked[1])[0])
+        return asked
 
     def _cross(self) -> None:
         """Let the next piece cross to the gateways of other hosts, if there is one."""
         index = self._next
-        if index >= len(self.plan.pieces):
-            return
-        self._next += 1
-        piece = self.plan.pieces[index]
-        outgoing = {
-            gateway: [t.index_select(0, tokens) for t in self.sent]
-            for gateway, tokens in piece.sends
-        }
-        incoming: dict[int, list[Tensor]] = {}
-        expected = self.crossing.get(index)
-        if expected is None:
-            held = self._room_to_hold(index)
-            self._held[index], incoming = held, _by_peer(piece.receives, held)
-        transfers = _transfers(outgoing, incoming)
-        pending = self.rounds.exchange(f"{self.name}dispatch", index, transfers)
-        self.crossing[index] = pending
-        if expected is not None:  # what was sent needs a wait, too, but not now
-            self.crossing[index], (asked, results) = expected, self._results[index]
-            self._results[index] = SeveralRounds([pending, asked]), results
+        if index < len(self.plan.pieces):
+            self._next += 1
+            sends = self.plan.pieces[index].sends
+            outgoing = {gateway: self._tokens(places) for gateway, places in sends}
+            self._crossing[index] = self._between_hosts("dispatch", index, outgoing)
+
+    def _tokens(self, places: Tensor) -> list[Tensor]:
+        return [tensor.index_select(0, places) for tensor in self.sent]
 
     def _hand_on(self, index: int, held: list[Tensor]) -> None:
         """Give held tokens to the ranks of this host that have experts for them."""
@@ -206,11 +140,8 @@ class _HierarchicalExchange(Exchange):
         if len(piece.arrivals) == 1:  # a lone rank, which computes all that it holds
             self._handed[index] = PendingRound(), held
             return
-        outgoing = {
-            member: [tensor.index_select(0, positions) for tensor in held]
-            for member, positions in piece.hands
-        }
-        arrived = [t.new_empty((piece.num_arrived, *t.shape[1:])) for t in self.sent]
+        outgoing = {m: [t.index_select(0, places) for t in held] for m, places in piece.hands}
+        arrived = _rows_like(self.sent, piece.num_arrived)
         incoming = _by_peer(piece.arrivals, arrived)
         for target, source in zip(incoming.pop(rank), outgoing.pop(rank), strict=True):
             target.copy_(source)
@@ -238,8 +169,9 @@ class _HierarchicalExchange(Exchange):
     def _arrived(self, index: int) -> list[Tensor]:
         """The tokens of a piece, when they are there: what was sent, each [n, ...]."""
         if self.plan.pieces[index].crosses:
-            self.crossing.pop(index).wait()
-            self._hand_on(index, self._held.pop(index))
+            crossing, held = self._crossing.pop(index)
+            crossing.wait()
+            self._hand_on(index, held)
             self._cross()
         pending, arrived = self._handed.pop(index)
         pending.wait()
@@ -264,7 +196,7 @@ class _HierarchicalExchange(Exchange):
         found = [batch.permutation.sum_choices(made[0])]
         if len(made) > 1:
             dprobs = batch.permutation.spread_choices(made[1])
-            found.append(dprobs.to(self.transport.probs_dtype))
+            found.append(dprobs.to(self.results[1].dtype))
         return found
 
     def _give_back(self, index: int, parts: list[Tensor]) -> None:
@@ -278,15 +210,12 @@ class _HierarchicalExchange(Exchange):
         if len(returned.parts) == 1:
             sums = [part.contiguous() for part in returned.parts[0]]
         else:
-            sums = [r.new_empty((piece.num_held, *r.shape[1:])) for r in self.results]
+            sums = _rows_like(self.results, piece.num_held)
             _sum_into(sums, zip(returned.tokens, returned.parts, strict=True))
-        outgoing, found = _by_peer(piece.receives, sums), self._results.pop(index, None)
-        pending, incoming = found or (None, self._room_for_results(index))
-        transfers = _transfers(outgoing, incoming if pending is None else {})
-        sent = self.rounds.exchange(f"{self.name}combine", index, transfers)
-        pending = sent if pending is None else SeveralRounds([pending, sent])
+        pending, back = self._between_hosts("combine", index, _by_peer(piece.receives, sums))
+        arrived = _by_peer(self._blocks("combine", index), back)
         tokens = [places for _, places in piece.sends]
-        self._returning[index] = _Returning(pending, tokens, list(incoming.values()))
+        self._returning[index] = _Returning(pending, tokens, list(arrived.values()))
 
     def _return_to_gateways(self, index: int, parts: list[Tensor]) -> _Returning:
         """Send the sums of this rank's experts back to who handed the tokens on; what comes from
@@ -294,32 +223,17 @@ class _HierarchicalExchange(Exchange):
         piece, rank = self.plan.pieces[index], self.plan.rank
         outgoing = _by_peer(piece.arrivals, parts)
         mine = outgoing.pop(rank)
-        incoming = {
-            member: [part.new_empty((len(positions), *part.shape[1:])) for part in parts]
-            for member, positions in piece.hands
-            if member != rank
-        }
-        pending = self.rounds.exchange(
-            f"{self.name}hand back", index, _transfers(outgoing, incoming)
-        )
-        found = {**incoming, rank: mine}
-        members = [member for member, _ in piece.hands]
-        positions = [positions for _, positions in piece.hands]
-        return _Returning(pending, positions, [found[member] for member in members])
+        incoming = {m: _rows_like(parts, len(places)) for m, places in piece.hands if m != rank}
+        transfers = _transfers(outgoing, incoming)
+        pending = self.rounds.exchange(f"{self.name}hand back", index, transfers)
+        positions = [places for _, places in piece.hands]
+        back = [incoming.get(member, mine) for member, _ in piece.hands]
+        return _Returning(pending, positions, back)
 
     def run_queued(self, scheduler: WeightGradScheduler, submit: Callable[[], None]) -> None:
         submit()
         # All of them: the next layer's first exchange is hidden by its own host's tokens.
         scheduler.run_during([returned.pending for returned in self._returning.values()])
-
-    def finish(self, later: bool = False) -> None:
-        if not later:
-            self.complete()
-            return
-        self.transport.returning = self
-        # Its node in the graph completes it, unless autograd was asked for other inputs only.
-        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-        engine.queue_callback(self.transport.wait_returning)
 
     def complete(self) -> None:
         """Wait for all results, and sum those of each token: own host first, then by piece and
@@ -335,23 +249,35 @@ class _HierarchicalExchange(Exchange):
                     yield places if tokens is None else tokens.index_select(0, places), rows
 
         _sum_into(self.results, parts())
+        for pending in self._sending:
+            pending.wait()
 
 
-def _by_peer(
-    blocks: Sequence[tuple[int, int]], tensors: Sequence[Tensor]
-) -> dict[int, list[Tensor]]:
+class HierarchicalTransport(P2PTransport):
+    """Moves the tokens of one call over two levels. Each batch of the plan is a segment; arguments
+    as of P2PTransport."""
+
+    exchange = _HierarchicalExchange
+
+    def accept(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x [T, H], probs [T, K]"""
+        check_tokens(x, probs, (self.plan.num_tokens, self.plan.top_k))
+        if probs is not None:
+            probs = probs.to(torch.promote_types(probs.dtype, torch.float32)).contiguous()
+        return x.contiguous(), probs
+
+
+def _rows_like(tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
+    return [tensor.new_empty((rows, *tensor.shape[1:])) for tensor in tensors]
+
+
+def _by_peer(blocks: Sequence[tuple[int, int]], tensors: Sequence[Tensor]) -> Blocks:
     """The consecutive blocks of tensors by (peer, rows)."""
-    found: dict[int, list[Tensor]] = {}
-    begin = 0
-    for peer, rows in blocks:
-        found[peer] = [tensor[begin : begin + rows] for tensor in tensors]
-        begin += rows
-    return found
+    cuts = [tensor.split([rows for _, rows in blocks]) for tensor in tensors]
+    return {peer: [cut[i] for cut in cuts] for i, (peer, _) in enumerate(blocks)}
 
 
-def _transfers(
-    outgoing: dict[int, list[Tensor]], incoming: dict[int, list[Tensor]]
-) -> list[Transfer]:
+def _transfers(outgoing: Blocks, incoming: Blocks) -> list[Transfer]:
     """What P2PRounds.exchange takes, peers in ascending order."""
     peers = sorted({*outgoing, *incoming})
     return [(peer, outgoing.get(peer, ()), incoming.get(peer, ())) for peer in peers]

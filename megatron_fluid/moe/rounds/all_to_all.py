@@ -7,58 +7,19 @@ W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
-from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.expert_weights import RowGroups
 from megatron_fluid.moe.experts import merge_rows, split_rows
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
-__all__ = ["AllToAllTransport", "exchange_rows"]
-
-
-def exchange_rows(
-    rows: Tensor,
-    send_rows: Sequence[int],
-    recv_rows: Sequence[int],
-    rounds: P2PRounds,
-    operation: str,
-) -> Tensor:
-    """All-to-all along the first dimension, over the group of `rounds` and with its timeout.
-
-    Args:
-        rows: [sum(send_rows), ...], destination-major.
-        send_rows, recv_rows: rows to and from every rank of the group. [W]
-        operation: names the exchange in errors.
-
-    Returns:
-        [sum(recv_rows), ...], source-major.
-
-    Raises:
-        ConfigError: rows does not have sum(send_rows) rows.
-        PeerTimeoutError: a peer did not answer (on a CPU; on a GPU the monitor reports it).
-    """
-    if rows.shape[0] != sum(send_rows):
-        allowed = f"{sum(send_rows)}, the sum of the send counts"
-        raise ConfigError.of(f"{operation}: rows", rows.shape[0], allowed)
-    if rounds.world_size == 1:
-        return rows.clone(memory_format=torch.contiguous_format)
-    out = rows.new_empty((sum(recv_rows), *rows.shape[1:]))
-    # The collective reads memory in order: a permuted gradient would be sent in the wrong order.
-    rows = rows.contiguous()
-    counts = list(recv_rows), list(send_rows)
-
-    def launch() -> dist.Work | None:
-        return dist.all_to_all_single(out, rows, *counts, group=rounds.group, async_op=True)
-
-    bounded_collective(rounds, operation, launch)
-    return out
+__all__ = ["AllToAllTransport"]
 
 
 class AllToAllTransport(TokenTransport):
@@ -96,11 +57,23 @@ class _AllToAllExchange(Exchange):
         ]
 
     def _move(self, rows: Tensor, what: str, back: bool = False) -> Tensor:
-        transport = self.transport
+        """All-to-all along the first dimension: rows by destination -> rows by source."""
+        transport, rounds = self.transport, self.transport.rounds
+        if rounds.world_size == 1:
+            return rows.clone(memory_format=torch.contiguous_format)
         splits = [transport.plan.send_rows, transport.plan.recv_rows]
-        name = f"{transport.name} {self.direction}{what}"
         send, receive = splits[::-1] if back else splits
-        return exchange_rows(rows, send, receive, transport.rounds, name)
+        out = rows.new_empty((sum(receive), *rows.shape[1:]))
+        # The collective reads memory in order, and a gradient may be permuted.
+        rows = rows.contiguous()
+
+        def launch() -> dist.Work | None:
+            return dist.all_to_all_single(
+                out, rows, receive, send, group=rounds.group, async_op=True
+            )
+
+        bounded_collective(rounds, f"{transport.name} {self.direction}{what}", launch)
+        return out
 
     def segments(self) -> Iterator[Segment]:
         rows = self._move(self.x, "dispatch")
@@ -111,12 +84,7 @@ class _AllToAllExchange(Exchange):
         yield Segment(rows, groups, None if self.probs is None else probs)
 
     def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
-        back = (
-            [(rows, "combine")]
-            if row_grad is None
-            else [(rows, "combine"), (row_grad, "probs back")]
-        )
-        self.results = [
-            self._move(torch.cat(split_rows(tensor, self.groups)), what, back=True)
-            for tensor, what in back
-        ]
+        for tensor, what in ((rows, "combine"), (row_grad, "probs back")):
+            if tensor is not None:
+                by_source = torch.cat(split_rows(tensor, self.groups))
+                self.results.append(self._move(by_source, what, back=True))

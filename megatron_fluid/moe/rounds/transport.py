@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ from megatron_fluid.moe.expert_weights import Matrices, RowGroups, grouped_produ
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
-__all__ = ["RoundsTransport"]
+__all__ = ["P2PExchange", "P2PTransport", "RoundsTransport"]
 
 
 @dataclass
@@ -61,116 +62,135 @@ def _segment(tensors: Sequence[Tensor], groups: RowGroups, index: int) -> Segmen
     return Segment(tensors[0], groups, tensors[1] if len(tensors) > 1 else None, index)
 
 
-class RoundsTransport(TokenTransport):
-    """Moves the rows of one call in rounds. Each source's rows are a segment, own rows first.
-    Collective over the group.
+class P2PTransport(TokenTransport):
+    """A transport over P2P rounds: `start` launches the forward's dispatch, and a backward may
+    leave dX in flight. Collective over the group.
 
     Args:
-        plan: the counts of this call. Keep it and pass it again in a recomputation.
+        plan: of this call. Keep it and pass it again in a recomputation.
         rounds: of the group.
         name: of the layer, to identify exchanges: use another for each layer.
-        dx_chunks: pieces in which each peer's dX is computed and sent back in backward.
         scheduler: of the call, None for the process-wide one.
 
     Attributes:
-        returning: rounds of a backward whose dX is still travelling.
-
-    Raises:
-        ConfigError: the plan is another rank's or group's, or dx_chunks is not at least 1.
+        exchange: the class of both directions' exchanges.
+        returning: the exchange of a backward whose dX is still travelling.
     """
 
+    exchange: type[P2PExchange]
     recomputable = ("hidden",)  # rows that arrive are no fewer than rows that are sent
     starts_ahead = True
-    permutes = True
 
     def __init__(
-        self, plan: ExactPlan, rounds: P2PRounds, name: str, dx_chunks: int = 1,
-        scheduler: WeightGradScheduler | None = None,
-    ) -> None:  # fmt: skip
-        if isinstance(dx_chunks, bool) or not isinstance(dx_chunks, int) or dx_chunks < 1:
-            raise ConfigError.of("dx_chunks", dx_chunks, "an integer of at least 1")
-        if plan.world_size != rounds.world_size or plan.rank != rounds.rank:
-            raise ConfigError(
-                f"{name}: the plan is for rank {plan.rank} of {plan.world_size}, the group's rank "
-                f"is {rounds.rank} of {rounds.world_size}"
-            )
-        self.plan, self.rounds, self.name, self.dx_chunks = plan, rounds, name, dx_chunks
+        self, plan: Any, rounds: P2PRounds, name: str, scheduler: WeightGradScheduler | None = None
+    ) -> None:
+        self.plan, self.rounds, self.name = plan, rounds, name
         self.scheduler = get_backward_scheduler() if scheduler is None else scheduler
-        self.probs_dtype: torch.dtype | None = None
-        self.returning: list[PendingRound] = []
-        self._started: _RoundsExchange | None = None
+        self.probs_like: tuple[torch.Size, torch.dtype] | None = None
+        self.returning: P2PExchange | None = None
+        self._started: P2PExchange | None = None
 
     def check_experts(self, activation: Activation, num_experts: int, biased: bool) -> None:
         allowed = self.plan.num_local_experts
         if num_experts != allowed:
             raise ConfigError.of(f"{self.name}: experts of a rank", num_experts, allowed)
 
-    def accept(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Tokens [T, H] and probabilities [T, K], or rows [N, H] and [N] where the plan has no
-        permutation. Probabilities travel with the rows."""
-        return self.plan.enter(self.name, x, probs)
-
-    def leave(self, y: Tensor) -> Tensor:
-        return self.plan.leave(y)
-
     def start(self, x: Tensor, probs: Tensor | None) -> None:
-        """Launch the first round of the forward."""
-        rows = [x] if probs is None else [x, probs]
-        self.probs_dtype = None if probs is None else probs.dtype
-        self._started = _RoundsExchange(self, rows, [torch.empty_like(x)])
-        self._started.launch_dispatch()
+        """Launch the first sends of the forward."""
+        self.probs_like = None if probs is None else (probs.shape, probs.dtype)
+        sent = [x] if probs is None else [x, probs]
+        self._started = self.exchange(self, sent, [torch.empty_like(x)], False)
+        self._started.launch()
 
-    def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _RoundsExchange:
+    def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> P2PExchange:
         exchange, self._started = self._started, None
         assert exchange is not None, "a started call is finished once"
         exchange.keep = keep
         return exchange
 
-    def backward(self, grad: Tensor, keep: bool) -> _RoundsExchange:
+    def backward(self, grad: Tensor, keep: bool) -> P2PExchange:
         grad = grad.contiguous()
         results = [torch.empty_like(grad)]
-        if self.probs_dtype is not None:
-            results.append(grad.new_empty(self.plan.num_rows, dtype=self.probs_dtype))
-        exchange = _RoundsExchange(self, [grad], results, self.dx_chunks, "grad dispatch", "dX")
+        if self.probs_like is not None:
+            shape, dtype = self.probs_like
+            results.append(grad.new_empty(shape, dtype=dtype))
+        exchange = self.exchange(self, [grad], results, True)
         exchange.keep = keep
-        exchange.launch_dispatch()
-        self.scheduler.run_during([a.pending for a in exchange.arrivals if a is not None])
+        self.scheduler.run_during(exchange.launch())
         return exchange
 
     def wait_returning(self) -> None:
-        returning, self.returning = self.returning, []
-        for pending in returning:
-            pending.wait()
+        exchange, self.returning = self.returning, None
+        if exchange is not None:
+            exchange.complete()
 
 
-class _RoundsExchange(Exchange):
-    """Dispatch and combine of one call and direction, in rounds.
+class P2PExchange(Exchange):
+    """Dispatch and combine of one call and direction over P2P rounds.
+
+    Args:
+        sent: what goes to the experts, together. each [N, ...] or [T, ...]
+        results: what comes back, finished by `complete`. each [N, ...] or [T, ...]
+        backward: whether gradients are exchanged.
+
+    Attributes:
+        keep: whether the caller holds the segments' rows after the exchange.
+    """
+
+    keep = False
+
+    def __init__(
+        self, transport: Any, sent: Sequence[Tensor], results: list[Tensor], backward: bool
+    ) -> None:
+        self.transport, self.sent, self.results = transport, sent, results
+        self.plan, self.rounds = transport.plan, transport.rounds
+
+    def launch(self) -> Sequence[PendingRound]:
+        """Start what needs no other rank's computation. Returns what queued weight gradients of
+        other layers may overlap with."""
+        raise NotImplementedError
+
+    def complete(self) -> None:
+        """Wait for all results."""
+        raise NotImplementedError
+
+    def finish(self, later: bool = False) -> None:
+        if not later:
+            self.complete()
+            return
+        self.transport.returning = self
+        # Its node in the graph waits, unless autograd was asked for other inputs only.
+        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine.queue_callback(self.transport.wait_returning)
+
+
+class _RoundsExchange(P2PExchange):
+    """Dispatch and combine in rounds. In the backward each source's results are computed and sent
+    back in chunks.
 
     Dispatch runs one round ahead of what is computed. The dispatch two rounds ahead is launched
     before a combine: it waits for nobody's computation, the combine does.
-
-    Args:
-        rows: what is sent to the experts, which travels together. each [N, ...]
-        results: where the results come back, one for each tensor that is sent back. each [N, ...]
-        chunks: pieces in which each source's results are computed and sent back.
-        dispatch, combine: names of the operations.
     """
 
     def __init__(
-        self, transport: RoundsTransport, rows: Sequence[Tensor], results: list[Tensor],
-        chunks: int = 1, dispatch: str = "dispatch", combine: str = "combine",
+        self, transport: RoundsTransport, sent: Sequence[Tensor], results: list[Tensor],
+        backward: bool,
     ) -> None:  # fmt: skip
-        self.transport, self.rows, self.results, self.chunks = transport, rows, results, chunks
-        name = transport.name
-        self.dispatch, self.combine = f"{name} {dispatch}", f"{name} {combine}"
-        self.keep = False
+        super().__init__(transport, sent, results, backward)
+        self.chunks = transport.dx_chunks if backward else 1
+        dispatch, combine = ("grad dispatch", "dX") if backward else ("dispatch", "combine")
+        self.dispatch, self.combine = f"{transport.name} {dispatch}", f"{transport.name} {combine}"
         self.arrivals: list[_Arrival | None] = []
         self.returning: list[PendingRound] = []
+
+    def launch(self) -> list[PendingRound]:
+        self.launch_dispatch()
+        return [arrival.pending for arrival in self.arrivals if arrival is not None]
 
     def launch_dispatch(self) -> None:
         """Start the next round of the dispatch, if there is one: its partner (none in a bye) gets
         its rows, and sends those for this rank's experts."""
-        rounds, plan, index = self.transport.rounds, self.transport.plan, len(self.arrivals)
+        rounds, plan, index = self.rounds, self.plan, len(self.arrivals)
         if index == len(rounds.partners):
             return
         peer = rounds.partners[index]
@@ -178,19 +198,19 @@ class _RoundsExchange(Exchange):
             rounds.start(self.dispatch, index, [], [])
             self.arrivals.append(None)
             return
-        received = [rows.new_empty((plan.recv_rows[peer], *rows.shape[1:])) for rows in self.rows]
-        sent = [rows[plan.send_slice(peer)] for rows in self.rows]
+        received = [rows.new_empty((plan.recv_rows[peer], *rows.shape[1:])) for rows in self.sent]
+        sent = [rows[plan.send_slice(peer)] for rows in self.sent]
         pending = rounds.start(self.dispatch, index, sent, received)
         self.arrivals.append(_Arrival(peer, pending, received))
 
     def _groups(self, source: int) -> RowGroups:
-        plan = self.transport.plan
-        offsets = plan.recv_offsets(source, self.rows[0].device)
+        plan = self.plan
+        offsets = plan.recv_offsets(source, self.sent[0].device)
         return RowGroups.of_counts(plan.recv_counts[source], offsets)
 
     def segments(self) -> Iterator[Segment]:
-        plan, partners = self.transport.plan, self.transport.rounds.partners
-        own = [tensor[plan.send_slice(plan.rank)] for tensor in self.rows]
+        plan, partners = self.plan, self.rounds.partners
+        own = [tensor[plan.send_slice(plan.rank)] for tensor in self.sent]
         if self.keep and plan.world_size > 1:
             own[0] = own[0].clone()  # else a segment keeps all of this rank's rows alive
         yield _segment(own, self._groups(plan.rank), -1)
@@ -229,7 +249,7 @@ class _RoundsExchange(Exchange):
         row_grad: Tensor | None,
     ) -> None:  # fmt: skip
         """Send the `count` rows of a segment back, in chunks: rows(begin, end) makes each."""
-        plan, rounds = self.transport.plan, self.transport.rounds
+        plan, rounds = self.plan, self.rounds
         peer = plan.rank if segment.index < 0 else rounds.partners[segment.index]
         assert peer is not None  # a bye has no segment
         mine = plan.send_slice(peer)
@@ -253,12 +273,45 @@ class _RoundsExchange(Exchange):
         # One overlapped with this exchange; the other is for the next layer's first one.
         scheduler.run_during(self.returning, max_tasks=1)
 
-    def finish(self, later: bool = False) -> None:
-        transport = self.transport
-        transport.returning, self.returning = self.returning, []
-        if later:
-            # Its node in the graph waits, unless autograd was asked for other inputs only.
-            engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-            engine.queue_callback(transport.wait_returning)
-        else:
-            transport.wait_returning()
+    def complete(self) -> None:
+        for pending in self.returning:
+            pending.wait()
+        self.returning = []
+
+
+class RoundsTransport(P2PTransport):
+    """Moves the rows of one call in rounds. Each source's rows are a segment, own rows first.
+
+    Args:
+        plan: the counts of this call.
+        rounds, name, scheduler: as of P2PTransport.
+        dx_chunks: pieces in which each peer's dX is computed and sent back in backward.
+
+    Raises:
+        ConfigError: the plan is another rank's or group's, or dx_chunks is not at least 1.
+    """
+
+    permutes = True
+    exchange = _RoundsExchange
+
+    def __init__(
+        self, plan: ExactPlan, rounds: P2PRounds, name: str, dx_chunks: int = 1,
+        scheduler: WeightGradScheduler | None = None,
+    ) -> None:  # fmt: skip
+        if isinstance(dx_chunks, bool) or not isinstance(dx_chunks, int) or dx_chunks < 1:
+            raise ConfigError.of("dx_chunks", dx_chunks, "an integer of at least 1")
+        if plan.world_size != rounds.world_size or plan.rank != rounds.rank:
+            raise ConfigError(
+                f"{name}: the plan is for rank {plan.rank} of {plan.world_size}, the group's rank "
+                f"is {rounds.rank} of {rounds.world_size}"
+            )
+        super().__init__(plan, rounds, name, scheduler)
+        self.dx_chunks = dx_chunks
+
+    def accept(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Tokens [T, H] and probabilities [T, K], or rows [N, H] and [N] where the plan has no
+        permutation. Probabilities travel with the rows."""
+        return self.plan.enter(self.name, x, probs)
+
+    def leave(self, y: Tensor) -> Tensor:
+        return self.plan.leave(y)
