@@ -43,6 +43,7 @@ __all__ = [
     "exchange",
     "first_of_ranks",
     "is_choice",
+    "refuse_change",
 ]
 
 # The one change for which `refuse_change` names another remedy.
@@ -128,6 +129,34 @@ def exchange(
         if finding.error is not None and number != group.rank():
             raise FluidError(f"{feature}: rank {ranks[number]} failed: {finding.error}")
     return found
+
+
+def refuse_change(feature: str, layer: Any, group: dist.ProcessGroup, changed: str) -> NoReturn:
+    """Raise because a layer was changed after the ranks of its group had agreed.
+
+    Ranks that see no change wait for this rank in an exchange. It publishes the change, so that
+    their errors name it.
+
+    Args:
+        feature: name of the feature.
+        layer: the layer.
+        group: the ranks that have agreed.
+        changed: what has changed.
+
+    Raises:
+        ConfigError: always.
+    """
+    whose = "" if group.size() == 1 else f" (rank {dist.get_rank()})"
+    remedy = (
+        "Make adapters, quantisers and hooks before the first forward, or call "
+        "megatron_fluid.patches.reset_layers() on all ranks after the change"
+    )
+    if changed == RELEASED:
+        remedy = "Load it again before the forward"
+    name = f"{feature} {getattr(layer, 'layer_number', None)}{whose}"
+    text = f"{name} was changed after its first forward: {changed}. {remedy}"
+    agreement(group).report_failure(None, text)  # others may wait for this rank
+    raise ConfigError(text)
 
 
 @dataclass
@@ -346,31 +375,6 @@ class OverlapDecisions[Path]:
     def leave(self, layer: Any) -> None:
         """Make a built layer keep Megatron's own path, as the baseline of a comparison."""
         self._decisions[layer] = Decision(current_config(), settled=True)
-
-    def refuse_change(self, layer: Any, changed: str) -> NoReturn:
-        """Raise because a layer was changed after the ranks of its group had agreed.
-
-        Ranks that see no change wait for this rank in an exchange. It publishes the change, so
-        that their errors name it.
-
-        Args:
-            changed: what has changed.
-
-        Raises:
-            ConfigError: always.
-        """
-        group, name = self.group(layer), getattr(layer, "layer_number", None)
-        whose = "" if group.size() == 1 else f" (rank {dist.get_rank()})"
-        remedy = (
-            "Make adapters, quantisers and hooks before the first forward, or call "
-            "megatron_fluid.patches.reset_layers() on all ranks after the change"
-        )
-        if changed == RELEASED:
-            remedy = "Load it again before the forward"
-        text = f"{self.feature} {name}{whose} was changed after its first forward: {changed}. "
-        text += remedy
-        agreement(group).report_failure(None, text)  # others may wait for this rank
-        raise ConfigError(text)
 
     def forget(self) -> None:
         """Make every layer decide again in its next forward, like a layer that was built before

@@ -23,7 +23,13 @@ from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.limits import Limit, first_reason
 from megatron_fluid.patches.linears.transformer_engine import quantises
-from megatron_fluid.patches.overlap_decision import Decision, Finding, OverlapDecisions, Reason
+from megatron_fluid.patches.overlap_decision import (
+    Decision,
+    Finding,
+    OverlapDecisions,
+    Reason,
+    refuse_change,
+)
 from megatron_fluid.topology import real_group
 
 __all__ = ["AttentionDecisions", "ForwardResult", "OverlappedModule"]
@@ -222,7 +228,7 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
             prepared = path.prepare(hidden_states, attention_mask, given)
             if not isinstance(prepared, Reason):
                 if (changed := path.changed(attention)) is not None:
-                    self.refuse_change(attention, changed)
+                    refuse_change(self.feature, attention, self.group(attention), changed)
                 return path.forward(attention, hidden_states, *prepared)  # type: ignore[no-any-return]
             self.report.note_late("in some calls", prepared)
         return original(attention, hidden_states, attention_mask, *args, **kwargs)

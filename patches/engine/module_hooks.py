@@ -3,9 +3,6 @@ still Megatron's. Calling the modules would have run these."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +11,7 @@ from torch.nn.modules import module as every
 
 from megatron_fluid.backward.autograd import gradient_owner
 
-__all__ = ["ModuleHooks", "is_foreign", "replaced_forward", "routes_as_megatron"]
+__all__ = ["ModuleHooks", "is_foreign", "replaced_forward"]
 
 # Modules whose hooks Megatron's train_step registers for single iterations, on all ranks alike
 # (such as --save-activations-interval).
@@ -46,55 +43,47 @@ class ModuleHooks:
 
     Args:
         roots: modules by name, with all that they hold.
+
+    Attributes:
+        modules: all of them.
+        registered: the dictionaries of their hooks and torch's global ones, which registration
+            fills in place: `any(registered)` says whether there is a hook.
+        was_logged: the last answer of `logged`.
     """
 
     def __init__(self, **roots: torch.nn.Module) -> None:
-        self._modules = [
+        self._named = [
             named for name, root in roots.items() for named in root.named_modules(prefix=name)
         ]
-        # Registration fills these dictionaries in place, so a call only has to look at them.
-        self._pre = [(name, module, module._forward_pre_hooks) for name, module in self._modules]
+        self.modules = [module for _, module in self._named]
+        self._pre = [(name, module._forward_pre_hooks) for name, module in self._named]
         self._other = [
             (name, hooks)
-            for name, module in self._modules
+            for name, module in self._named
             for hooks in (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
         ]
         self._other += [("every module (torch's global hooks)", hooks) for hooks in _GLOBAL]
-        # Classes and children as they are now.
+        self.registered = [hooks for _, hooks in (*self._pre, *self._other)]
+        # Classes, forwards and children as they are now. A class whose modules have no children
+        # calls none, even if a child is added later.
         self._kinds = [
-            (name, module, type(module), dict(module._modules)) for name, module in self._modules
+            (name, module, type(module), dict(module._modules)) for name, module in self._named
         ]
-        self._all = [hooks for *_, hooks in (*self._pre, *self._other)]
-        self._bare = [module for _, module in self._modules]
-        self._attributes = [module.__dict__ for module in self._bare]
-        # A class whose modules have no children calls none, even if a child is added later.
-        self._children = [module._modules for module in self._bare if module._modules]
-        self._classes: list[Any] = [*dict.fromkeys(map(type, self._bare))]
-        self._known = self._identity()
-        self._was_logged = False
-
-    def _identity(self) -> tuple[Any, ...]:
-        """Classes, children and the classes' forwards, compared by identity. Runs over some hundred
-        modules in every call: map, since its loop is in C."""
-        return (
-            [*map(type, self._bare)],
-            [*itertools.chain.from_iterable(map(dict.values, self._children))],
-            [kind.forward for kind in self._classes],
-        )
-
-    def registered(self) -> bool:
-        """Whether there is any hook."""
-        return any(self._all)
+        classes: list[Any] = [*map(type, self.modules)]
+        self._forwards = {kind: kind.forward for kind in classes}
+        self.was_logged = False
+        self._owner: object = None  # of the modules' gradients, with its bucket groups
+        self._groups: tuple[Any, ...] = ()
 
     def foreign(self) -> str | None:
         """Name the first module with a hook that cannot be honoured, or None. Ignores hooks that
         `logged` reports."""
-        if not self.registered():
+        if not any(self.registered):
             return None
         for name, hooks in self._other:
             if hooks and not all(_is_logger(h) or _is_observer(h) for h in hooks.values()):
                 return f"a hook is registered on {name}"
-        for name, _, hooks in self._pre:
+        for name, hooks in self._pre:
             if hooks and not all(_is_parameter_gather(h) for h in hooks.values()):
                 return f"a forward pre-hook is registered on {name}"
         return None
@@ -103,17 +92,19 @@ class ModuleHooks:
         """Say that Megatron saves activations or gradients in this iteration, and name the first
         module; or None. All ranks agree.
 
-        Asked in every forward. Where the answer changes, so does the path of the layer, and with
-        selective recomputation the number of backward passes that reach its parameters: the owners
-        of their gradients count them again.
+        To be asked in every forward with hooks, and in the next one without. Where the answer
+        changes, so does the path of the layer, and with selective recomputation the number of
+        backward passes that reach its parameters: the owners of their gradients count them again.
         """
-        if not (self._was_logged or self.registered()):
+        if not (self.was_logged or any(self.registered)):
             return None
         names = (n for n, hooks in self._other if any(map(_is_logger, hooks.values())))
         first = next(names, None)
-        if self._was_logged is not (first is not None):
-            self._was_logged = first is not None
-            owners = (gradient_owner(p) for module in self._bare for p in module.parameters(False))
+        if self.was_logged is not (first is not None):
+            self.was_logged = first is not None
+            owners = (
+                gradient_owner(p) for module in self.modules for p in module.parameters(False)
+            )
             for owner in {id(owner): owner for owner in owners if owner is not None}.values():
                 owner.count_again()
         return first and f"Megatron saves activations or their gradients ({first}'s first)"
@@ -121,30 +112,47 @@ class ModuleHooks:
     def replaced(self) -> str | None:
         """Name the first module with a forward on the instance, or whose class, children or class's
         forward changed since this object was made; or None."""
-        instance = any(map(operator.contains, self._attributes, itertools.repeat("forward")))
-        if not instance and self._identity() == self._known:
-            return None
         for name, module, kind, children in self._kinds:
             if "forward" in module.__dict__:
                 return f"{name}.forward was replaced on the instance"
             if type(module) is not kind:
                 return f"{name} became a {type(module).__name__}"
-            if module._modules != children:
+            if children and module._modules != children:
                 return f"a module of {name} was replaced"
-        found = zip(self._classes, self._known[2], strict=True)
-        kind = next(kind for kind, known in found if kind.forward is not known)
-        return f"{kind.__name__}.forward was replaced on the class"
+        for kind, forward in self._forwards.items():
+            if kind.forward is not forward:
+                return f"{kind.__name__}.forward was replaced on the class"
+        return None
 
     def overridden(self) -> str | None:
         """Name the first class whose forward is not its own, or None."""
-        return next(filter(None, map(replaced_forward, self._classes)), None)
+        return next(filter(None, map(replaced_forward, self._forwards)), None)
 
     def run_parameter_gather(self) -> None:
-        """Wait for the modules' parameters to be gathered (DDP with overlap_param_gather)."""
-        if self.registered():
-            for _, module, hooks in self._pre:
-                for hook in list(hooks.values()):
-                    hook(module, ())
+        """Wait for the modules' parameters to be gathered (DDP with overlap_param_gather).
+
+        Megatron's hooks ask for each parameter in every microbatch, here about a hundred. They are
+        not run if the few bucket groups of the parameters say that all are gathered.
+        """
+        if not any(self.registered) or self._gathered():
+            return
+        for module in self.modules:
+            for hook in list(module._forward_pre_hooks.values()):
+                hook(module, ())
+
+    def _gathered(self) -> bool:
+        """Whether Megatron's gather hooks would do nothing. False if that is not known."""
+        params = (p for m in self.modules for p in m._parameters.values() if p is not None)
+        first = next(params, None)
+        owner = None if first is None else gradient_owner(first)
+        if owner is not self._owner:
+            self._owner = owner
+            groups = getattr(owner, "bucket_groups", None)  # of Megatron's DistributedDataParallel
+            self._groups = () if groups is None else groups([first, *params])
+        return bool(self._groups) and all(
+            group.param_gather_dispatched and group.param_gather_handle is None
+            for group in self._groups
+        )
 
 
 def replaced_forward(kind: type[torch.nn.Module]) -> str | None:
@@ -186,30 +194,3 @@ def _is_parameter_gather(hook: Callable[..., Any]) -> bool:
     ) == "megatron.core.distributed.distributed_data_parallel" and (
         qualified.startswith("DistributedDataParallel._make_forward_pre_hook")
     )
-
-
-def routes_as_megatron(router: Any) -> bool:
-    """Whether a router is Megatron's TopKRouter with its own methods. Others patch them, to replay
-    the experts of a rollout or to count tokens; their methods read and return dense maps."""
-    kind, names, current = _router_methods()
-    if type(router) is not kind or not router.__dict__.keys().isdisjoint(names):
-        return False
-    return _all_megatrons(current())
-
-
-@functools.cache
-def _router_methods() -> tuple[type, frozenset[str], Callable[[], tuple[Any, ...]]]:
-    """TopKRouter, the names of its methods, and a function that gives what routes now: these
-    methods and the function that they call."""
-    from megatron.core.transformer.moe import router
-
-    kind = router.TopKRouter
-    found = {**vars(router.Router), **vars(kind)}
-    names = {n for n, x in found.items() if callable(x) and not n.startswith("__")}
-    methods = operator.attrgetter(*sorted(names))
-    return kind, frozenset(names), lambda: (*methods(kind), router.topk_routing_with_score_function)
-
-
-@functools.lru_cache(maxsize=64)
-def _all_megatrons(methods: tuple[Any, ...]) -> bool:
-    return not any(map(is_foreign, methods))

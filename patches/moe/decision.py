@@ -22,13 +22,13 @@ from megatron_fluid.moe.choose import ExchangeCase, choose_transport, local_unsu
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.moe.fp8 import follow_microbatches
 from megatron_fluid.patches.moe.limits import batch_invariant
+from megatron_fluid.patches.moe.own_experts import FEATURE, ExpertParameters
 from megatron_fluid.patches.moe.parts import (
     PartReasons,
     forward_reason,
     nvlink_unsupported_reason,
     part_reasons,
 )
-from megatron_fluid.patches.moe.separate_experts import SeparateExperts
 from megatron_fluid.patches.overlap_decision import (
     Decision,
     Finding,
@@ -73,7 +73,7 @@ class MoEDecisions(OverlapDecisions[Any]):
             first call.
     """
 
-    feature, patch, setting = "overlapped MoE layer", "moe-layer", "moe_backend"
+    feature, patch, setting = FEATURE, "moe-layer", "moe_backend"
     compared = (
         *(*OverlapDecisions.compared, "num_moe_experts", "moe_ffn_hidden_size"),
         *("moe_router_topk", "gated_linear_unit"),
@@ -169,22 +169,6 @@ class MoEDecisions(OverlapDecisions[Any]):
             return None
         return self._experts(layer, decision.config)
 
-    def separate_experts(self, layer: MoELayer, path: Any) -> SeparateExperts | None:
-        """This package's experts for this call of a layer that runs phase by phase; None for
-        Megatron's.
-
-        Raises:
-            ConfigError: they were changed after the first forward.
-        """
-        found = path if isinstance(path, SeparateExperts) else getattr(path, "experts", None)
-        if not isinstance(found, SeparateExperts):
-            return None
-        if found.inference_active() or found.hooks.logged():
-            return None
-        if isinstance(looked := found.look(layer), str):
-            self.refuse_change(layer, looked)
-        return found
-
     def find(self, config: FluidConfig, layer: MoELayer) -> Finding:
         if (reason := self.reason(config, layer)) is not None:
             return Finding(reason)
@@ -193,8 +177,6 @@ class MoEDecisions(OverlapDecisions[Any]):
         no_nvlink = nvlink_unsupported_reason(layer.config) if on_gpus else None
         descends = False
         if any(over.experts is None for over in parts.values()):
-            from megatron_fluid.patches.moe.own_experts import ExpertParameters
-
             descends = ExpertParameters(layer.experts).arrange()
         return Finding(None, _Found(no_nvlink, parts, descends))
 

@@ -1,4 +1,5 @@
-"""Megatron's expert modules: which of them the overlapped path can bypass, with their activation.
+"""Megatron's expert modules: which of them the overlapped path can bypass, with their activation,
+and where their parameters lie.
 
 Asked before a layer's first call, and again where its experts have changed (own_experts.py).
 """
@@ -22,7 +23,14 @@ from megatron_fluid.moe.activations import Activation, Variant, resolve_activati
 from megatron_fluid.patches import versions
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks, is_foreign
 
-__all__ = ["activation_name", "expert_modules_reason", "linears_of", "resolve"]
+__all__ = [
+    "activation_name",
+    "descends",
+    "expert_modules_reason",
+    "linears_of",
+    "resolve",
+    "share_storage",
+]
 
 # (config.activation_func, config.gated_linear_unit): name of the Activation. Megatron
 # compares the function object, and so does this.
@@ -156,3 +164,25 @@ def _unreadable(parameter: Any) -> str | None:
     if values.numel() != parameter.numel() or not values.is_contiguous():
         return f"{kind.__name__} of parts that do not lie one after the other"
     return None
+
+
+def descends(weights: tuple[torch.nn.Parameter, ...]) -> bool:
+    """Whether matrices share a storage, and the last one comes before the first."""
+    first, last = weights[0], weights[-1]
+    same = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return same and last.storage_offset() < first.storage_offset()
+
+
+def share_storage(weights: tuple[torch.nn.Parameter, ...]) -> None:
+    """Move parameters that each own a storage into a common one. Parameters inside a larger buffer
+    stay there."""
+    kinds = {(weight.shape, weight.dtype, weight.is_contiguous()) for weight in weights}
+    owned = all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
+    if len(weights) == 1 or len(kinds) != 1 or not weights[0].is_contiguous() or not owned:
+        return
+    # Leave inference mode: an evaluation must not turn parameters into inference tensors.
+    with torch.inference_mode(False), torch.no_grad():
+        stack = weights[0].new_empty((len(weights), *weights[0].shape))
+        for place, weight in zip(stack, weights, strict=True):
+            place.copy_(weight)
+            weight.data = place

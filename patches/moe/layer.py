@@ -35,14 +35,18 @@ from megatron_fluid.moe.autograd import start_experts
 from megatron_fluid.moe.backends import BACKENDS, LayerShape, MakeTransport
 from megatron_fluid.moe.room import LayerRoom
 from megatron_fluid.patches.arguments import microbatch_room
-from megatron_fluid.patches.engine.module_hooks import routes_as_megatron
 from megatron_fluid.patches.moe.choices import check_count, chosen_of, kept_choices
 from megatron_fluid.patches.moe.decision import MoEDecisions
 from megatron_fluid.patches.moe.fp8 import compile_fp8_kernels_ahead
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
 from megatron_fluid.patches.moe.limits import bounds_rows
 from megatron_fluid.patches.moe.offload import offload_of
-from megatron_fluid.patches.moe.own_experts import Looked, OwnExperts, Projections
+from megatron_fluid.patches.moe.own_experts import (
+    Looked,
+    OwnExperts,
+    Projections,
+    routes_as_megatron,
+)
 from megatron_fluid.patches.moe.separate_experts import SeparateExperts
 from megatron_fluid.patches.step_log import TOKEN_COUNTS
 from megatron_fluid.topology import real_group
@@ -131,28 +135,20 @@ def moe_forward(
             the first forward.
     """
     path = path_of(layer)
-    looked: Looked | str | None = None
+    looked: Looked | None = None
     if isinstance(path, OverlappedLayer):
-        if (
-            intermediate_tensors is not None
-            or path.inference_active()
-            or path.hooks.logged()
-            # Megatron raises here: training with tensor parallelism needs sequence parallelism.
-            or (
-                layer.training
-                and layer.attn_tp_group.size() > 1
-                and not layer.config.sequence_parallel
-            )
-        ):
-            path = None
-        elif isinstance(looked := path.look(layer), str):
-            DECISIONS.refuse_change(layer, looked)
-    if not isinstance(path, OverlappedLayer):  # with its token dispatcher or this package's
+        # Megatron raises here: training with tensor parallelism needs sequence parallelism.
+        refused = layer.training and layer.attn_tp_group.size() > 1
+        refused = refused and not layer.config.sequence_parallel
+        if intermediate_tensors is None and not refused:
+            looked = path.look(layer)
+    if looked is None or not isinstance(
+        path, OverlappedLayer
+    ):  # with its token dispatcher or this package's
         passed = {"intermediate_tensors": intermediate_tensors, "padding_mask": padding_mask}
         return original(layer, hidden_states, **passed)
     if path.captures is not None and path.capturing():
         return path.captures(layer, original, hidden_states, padding_mask)
-    assert not isinstance(looked, str)
     return path.forward(layer, hidden_states, padding_mask, looked)
 
 

@@ -16,30 +16,30 @@ Shapes: N expert rows of this rank, El local experts, H hidden, F1 / F widths of
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from megatron_fluid.backward.autograd import gradient_owner
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.moe.call import ExpertCall
 from megatron_fluid.moe.expert_weights import ExpertWeights, GivenWeights, KeptLayout, Packed
 from megatron_fluid.moe.offloading import Offload
 from megatron_fluid.patches import versions
-from megatron_fluid.patches.engine.module_hooks import ModuleHooks
+from megatron_fluid.patches.engine.module_hooks import ModuleHooks, is_foreign
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts
 from megatron_fluid.patches.moe.limits import PHASES, batch_invariant
-from megatron_fluid.patches.overlap_decision import RELEASED
+from megatron_fluid.patches.overlap_decision import RELEASED, refuse_change
+from megatron_fluid.topology import real_group
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-__all__ = ["ExpertParameters", "Looked", "OwnExperts", "share_storage"]
+__all__ = ["FEATURE", "ExpertParameters", "Looked", "OwnExperts", "routes_as_megatron"]
 
 type Parameters = tuple[nn.Parameter, ...]
 type Projections = tuple[ExpertWeights, ExpertWeights]
@@ -195,12 +195,6 @@ class ExpertParameters:
         fc1, fc2, names = self._biases
         return tuple(map(operator.getitem, fc1, names)), tuple(map(operator.getitem, fc2, names))
 
-    def first(self) -> nn.Parameter:
-        """One of the parameters."""
-        fc1, _, names = self._weights
-        first: nn.Parameter = fc1[0][names[0]]
-        return first
-
     def every(self) -> tuple[nn.Parameter, ...]:
         """All parameters, biases too."""
         (w1, w2), (b1, b2) = self.current(), self._bias_parameters() if self.biased else ((), ())
@@ -217,10 +211,12 @@ class ExpertParameters:
             Whether the order was reversed: before the first call, whether it is now descending.
             Every rank of the group has to know this about every other rank.
         """
+        from megatron_fluid.patches.moe.expert_modules import descends, share_storage
+
         for projection in () if self.packed[0] else self.current():
             if projection[0].is_cuda:
                 share_storage(projection)
-        if not ordered or any(self.packed) or not all(map(_descends, self.current())):
+        if not ordered or any(self.packed) or not all(map(descends, self.current())):
             return False
         for sequence in (*self._weights, *self._biases, self.order):
             sequence.reverse()
@@ -250,53 +246,7 @@ def _released(parameter: Any) -> bool:
 _TRAINED = operator.attrgetter("requires_grad")
 
 
-def _descends(weights: tuple[nn.Parameter, ...]) -> bool:
-    """Whether matrices share a storage, and the last one comes before the first."""
-    first, last = weights[0], weights[-1]
-    same = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    return same and last.storage_offset() < first.storage_offset()
-
-
-def share_storage(weights: tuple[nn.Parameter, ...]) -> None:
-    """Move parameters that each own a storage into a common one. Parameters inside a larger buffer
-    stay there."""
-    kinds = {(weight.shape, weight.dtype, weight.is_contiguous()) for weight in weights}
-    owned = all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
-    if len(weights) == 1 or len(kinds) != 1 or not weights[0].is_contiguous() or not owned:
-        return
-    # Leave inference mode: an evaluation must not turn parameters into inference tensors.
-    with torch.inference_mode(False), torch.no_grad():
-        stack = weights[0].new_empty((len(weights), *weights[0].shape))
-        for place, weight in zip(stack, weights, strict=True):
-            place.copy_(weight)
-            weight.data = place
-
-
-class ParameterGathers:
-    """Tells from a layer's few bucket groups whether its parameters are already gathered.
-    Megatron's own hook asks for each of about a hundred parameters, in every microbatch."""
-
-    def __init__(self) -> None:
-        self._owner: object = None
-        self._groups: tuple[Any, ...] = ()
-
-    def finished(self, first: Tensor, params: Callable[[], Sequence[Tensor]]) -> bool:
-        """Whether Megatron's gather hooks would do nothing. False if that is not known.
-
-        Args:
-            first: one of the parameters.
-            params: gives all of them.
-        """
-        owner = gradient_owner(first)
-        if owner is not self._owner:
-            self._owner = owner
-            groups = getattr(owner, "bucket_groups", None)  # of Megatron's DistributedDataParallel
-            self._groups = () if groups is None else groups(params())
-        return bool(self._groups) and all(
-            group.param_gather_dispatched and group.param_gather_handle is None
-            for group in self._groups
-        )
-
+FEATURE = "overlapped MoE layer"
 
 _SURROUNDINGS = (
     "experts was replaced",
@@ -344,12 +294,14 @@ class OwnExperts:
         self.weights = ExpertParameters(layer.experts)
         self.weights.arrange(ordered)
         self.hooks = ModuleHooks(experts=layer.experts)
-        self._linears, modules = layers, layer.experts.modules()
-        self._mlps = [m.__dict__ for m in modules if "activation_func" in m.__dict__]
+        self._linears, modules = layers, self.hooks.modules
+        self._attributes = [module.__dict__ for module in modules]
+        self._mlps = [held for held in self._attributes if "activation_func" in held]
+        self._children = [module._modules for module in modules if module._modules]
+        self._classes: list[Any] = [*dict.fromkeys(map(type, modules))]
         self._known = self._surroundings(layer)
         self._state = self.weights.look().state
-        self._gathers = ParameterGathers()
-        self.inference_active = versions.inference_mode()
+        self._inference_active = versions.inference_mode()
         self.fused_main_grad = bool(layer.config.gradient_accumulation_fusion)
         self.fp8 = computes_in_fp8(layer)
         self.name = versions.layer_name(layer)
@@ -357,8 +309,8 @@ class OwnExperts:
         self._probs_on_input = bool(layer.config.moe_apply_probs_on_input)
 
     def _surroundings(self, layer: MoELayer) -> tuple[Any, ...]:
-        """What affects the result besides the experts' modules and parameters, one item for each
-        entry of _SURROUNDINGS. Comparing the items reads no tensor values."""
+        """What affects the result besides the experts' parameters, the entries of _SURROUNDINGS
+        first. Comparing the items reads no tensor values."""
         kind, held = type(layer), vars(layer)
         return (
             layer._modules["experts"],
@@ -367,17 +319,39 @@ class OwnExperts:
             held.keys().isdisjoint(PHASES),
             self._linears.linear_with_grad_accumulation_and_async_allreduce,
             [*map(dict.get, self._mlps, itertools.repeat("activation_func"))],
+            # What self.hooks.replaced() names. Some hundred modules: map loops in C.
+            [*map(type, self.hooks.modules)],
+            [*itertools.chain.from_iterable(map(dict.values, self._children))],
+            [kind.forward for kind in self._classes],
+            any(map(operator.contains, self._attributes, itertools.repeat("forward"))),
         )
 
-    def look(self, layer: MoELayer) -> Looked | str:
-        """Return the current parameters, or the text of a change that is not supported after the
-        first forward. Runs in every call, so it is cheap if nothing has changed."""
-        found = self._surroundings(layer)
-        if found != self._known:
-            pairs = zip(_SURROUNDINGS, found, self._known, strict=True)
-            return next(what for what, now, known in pairs if now != known)
-        if (reason := self.hooks.replaced() or self.hooks.foreign()) is not None:
-            return reason
+    def look(self, layer: MoELayer) -> Looked | None:
+        """Return the current parameters, or None if this call is Megatron's own: the inference
+        engine's, or one of an iteration that saves activations. Runs in every call, so it is cheap
+        if nothing has changed.
+
+        Raises:
+            ConfigError: a change that is not supported after the first forward.
+        """
+        if self._inference_active():
+            return None
+        hooked, changed = any(self.hooks.registered), None
+        if (hooked or self.hooks.was_logged) and self.hooks.logged():
+            return None
+        if (now := self._surroundings(layer)) != self._known:
+            found = zip(_SURROUNDINGS, now, self._known, strict=False)
+            changed = next((what for what, item, known in found if item != known), None)
+            changed = changed or self.hooks.replaced()
+        if changed is None and hooked:
+            changed = self.hooks.foreign()
+        looked = self._look_at_weights(layer) if changed is None else changed
+        if isinstance(looked, str):
+            refuse_change(FEATURE, layer, real_group(layer.ep_group), looked)
+        return looked
+
+    def _look_at_weights(self, layer: MoELayer) -> Looked | str:
+        """The current parameters, or what makes them unreadable."""
         try:
             looked = self.weights.look()
             if looked.state == self._state:
@@ -400,8 +374,7 @@ class OwnExperts:
 
     def gather_parameters(self) -> None:
         """Wait for the all-gather of the parameters, as the forwards of the modules would."""
-        # `look` has already dealt with replaced parameters.
-        if not self._gathers.finished(self.weights.first(), self.weights.every):
+        if any(self.hooks.registered):  # `look` has already dealt with replaced parameters
             self.hooks.run_parameter_gather()
 
     def projections(self, layer: MoELayer, looked: Looked | None = None) -> Projections:
@@ -439,3 +412,30 @@ class OwnExperts:
             scheduler=scheduler,
             name=self.name,
         )
+
+
+def routes_as_megatron(router: Any) -> bool:
+    """Whether a router is Megatron's TopKRouter with its own methods. Others patch them, to replay
+    the experts of a rollout or to count tokens; their methods read and return dense maps."""
+    kind, names, current = _router_methods()
+    if type(router) is not kind or not router.__dict__.keys().isdisjoint(names):
+        return False
+    return _all_megatrons(current())
+
+
+@functools.cache
+def _router_methods() -> tuple[type, frozenset[str], Callable[[], tuple[Any, ...]]]:
+    """TopKRouter, the names of its methods, and a function that gives what routes now: these
+    methods and the function that they call."""
+    from megatron.core.transformer.moe import router
+
+    kind = router.TopKRouter
+    found = {**vars(router.Router), **vars(kind)}
+    names = {n for n, x in found.items() if callable(x) and not n.startswith("__")}
+    methods = operator.attrgetter(*sorted(names))
+    return kind, frozenset(names), lambda: (*methods(kind), router.topk_routing_with_score_function)
+
+
+@functools.lru_cache(maxsize=64)
+def _all_megatrons(methods: tuple[Any, ...]) -> bool:
+    return not any(map(is_foreign, methods))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_fluid.patches.moe.layer import DECISIONS, path_of
-from megatron_fluid.patches.moe.separate_experts import delayed_gradients
+from megatron_fluid.patches.moe.layer import path_of
+from megatron_fluid.patches.moe.separate_experts import SeparateExperts, delayed_gradients
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -27,14 +27,15 @@ def routed_experts_compute(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def fluid_routed_experts(self: MoELayer, hidden_states: Tensor, probs: Tensor) -> Any:
-        experts = DECISIONS.separate_experts(self, path_of(self))
-        if experts is None:
+        experts = _separate_experts(self)
+        looked = None if experts is None else experts.look(self)
+        if experts is None or looked is None:
             return original(self, hidden_states, probs)
         dispatcher = self.token_dispatcher
         rows, counts, row_probs = dispatcher.dispatch_postprocess(hidden_states, probs)
         if self.config.overlap_moe_expert_parallel_comm and _share(rows, hidden_states):
             rows = rows.clone()  # the schedule frees what enters a phase after it
-        output = experts.compute(self, rows, counts.tolist(), row_probs)
+        output = experts.compute(self, looked, rows, counts.tolist(), row_probs)
         return dispatcher.combine_preprocess(output), None
 
     return fluid_routed_experts
@@ -50,11 +51,19 @@ def backward_dw(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         queue = delayed_gradients(self)
         if routed_experts and queue is not None:
-            done = queue.run() > 0 or DECISIONS.separate_experts(self, path_of(self)) is not None
-            routed_experts = not done
+            experts = _separate_experts(self)
+            served = queue.run() > 0 or (experts is not None and experts.look(self) is not None)
+            routed_experts = not served
         return original(self, routed_experts=routed_experts, shared_experts=shared_experts)
 
     return fluid_backward_dw
+
+
+def _separate_experts(layer: MoELayer) -> SeparateExperts | None:
+    """This package's experts of a layer that runs phase by phase, or None."""
+    path = path_of(layer)
+    experts = getattr(path, "experts", path)  # of an ExchangedLayer
+    return experts if isinstance(experts, SeparateExperts) else None
 
 
 def _share(a: Tensor, b: Tensor) -> bool:

@@ -32,7 +32,7 @@ from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.moe.autograd import run_experts
 from megatron_fluid.moe.expert_rows import InPlace
 from megatron_fluid.patches.moe.offload import offload_of
-from megatron_fluid.patches.moe.own_experts import OwnExperts
+from megatron_fluid.patches.moe.own_experts import Looked, OwnExperts
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -86,13 +86,15 @@ class SeparateExperts(OwnExperts):
     def start(self, descends: Sequence[bool]) -> None:
         """What the first call needs of all ranks: nothing."""
 
-    def compute(self, layer: MoELayer, rows: Tensor, counts: list[int], probs: Tensor) -> Tensor:
-        """rows [N, H], their probabilities [N], counts [El] -> [N, H]. A dispatcher may give more
-        rows than it counts: what they become is zero."""
+    def compute(
+        self, layer: MoELayer, looked: Looked, rows: Tensor, counts: list[int], probs: Tensor
+    ) -> Tensor:
+        """rows [N, H], their probabilities [N], counts [El] -> [N, H]. looked: this call's
+        parameters. A dispatcher may give more rows than it counts: what they become is zero."""
         self.gather_parameters()
         probs, spare = probs.reshape(-1), rows.shape[0] - sum(counts)
         if spare:
             rows, probs = rows[: len(rows) - spare], probs[: len(probs) - spare]
-        call = self.call(rows, probs, self.projections(layer), self._scheduler)
+        call = self.call(rows, probs, self.projections(layer, looked), self._scheduler)
         output = run_experts(call, InPlace(counts))
         return F.pad(output, (0, 0, 0, spare)) if spare else output

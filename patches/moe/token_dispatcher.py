@@ -40,9 +40,9 @@ from megatron_fluid.moe.open_exchange import OpenExchange
 from megatron_fluid.moe.transport import TokenTransport
 from megatron_fluid.patches import versions
 from megatron_fluid.patches.arguments import microbatch_room
-from megatron_fluid.patches.engine.module_hooks import routes_as_megatron
 from megatron_fluid.patches.moe.choices import check_count, chosen_of, kept_choices
 from megatron_fluid.patches.moe.limits import batch_invariant
+from megatron_fluid.patches.moe.own_experts import routes_as_megatron
 from megatron_fluid.patches.moe.separate_experts import SeparateExperts
 from megatron_fluid.patches.step_log import TOKEN_COUNTS
 from megatron_fluid.topology import real_group

@@ -173,7 +173,7 @@ def test_what_a_layer_keeps_of_an_evaluation_is_no_inference_tensor() -> None:
 
 def test_parameters_that_are_moved_in_an_evaluation_can_be_trained() -> None:
     pytest.importorskip("megatron.core")
-    from megatron_fluid.patches.moe.own_experts import share_storage
+    from megatron_fluid.patches.moe.expert_modules import share_storage
 
     weights = tuple(torch.nn.Parameter(torch.randn(4, 4)) for _ in range(3))
     with torch.inference_mode():

@@ -9,7 +9,8 @@ pytest.importorskip("megatron.core")
 
 
 from megatron_fluid.moe.expert_weights import ExpertWeights as StackedWeights
-from megatron_fluid.patches.moe.own_experts import ExpertParameters, share_storage
+from megatron_fluid.patches.moe.expert_modules import share_storage
+from megatron_fluid.patches.moe.own_experts import ExpertParameters
 from tests.support import grouped_tensor
 
 

@@ -12,6 +12,7 @@ import torch
 
 from megatron_fluid.backward.autograd import gradient_owner, readiness_of, set_gradient_owner
 from megatron_fluid.errors import FluidError
+from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 
 pytest.importorskip("megatron.core")
 
@@ -50,41 +51,52 @@ def _owned(ddp: _Ddp | None = None) -> tuple[_Ddp, Any]:
     return ddp, owner
 
 
+class _Module(torch.nn.Module):
+    """A module with Megatron's hook that gathers its parameters, and how often that ran."""
+
+    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+        super().__init__()
+        self.ran = 0
+        for number, param in enumerate(params):
+            self.register_parameter(f"weight{number}", param)
+
+        def gather(*_: Any) -> None:
+            self.ran += 1
+
+        self.register_forward_pre_hook(gather)
+        self.hooks = ModuleHooks(module=self)
+
+    def gathers(self) -> bool:
+        before = self.ran
+        self.hooks.run_parameter_gather()
+        return self.ran > before
+
+
 def test_parameters_are_gathered_once_every_group_has_waited() -> None:
-    from megatron_fluid.patches.moe.own_experts import ParameterGathers
-
     ddp, _ = _owned()
-    gathers, asked = ParameterGathers(), []
-
-    def finished() -> bool:
-        return gathers.finished(ddp.params[0], lambda: asked.append(1) or ddp.params)  # type: ignore[func-returns-value]
-
-    assert not finished()
+    module = _Module(ddp.params)
+    assert module.gathers()
     for group in ddp.groups:
         group.param_gather_dispatched, group.param_gather_handle = True, object()
-    assert not finished()
+    assert module.gathers()
     ddp.groups[0].param_gather_handle = None
-    assert not finished()
+    assert module.gathers()
     ddp.groups[1].param_gather_handle = None
-    assert finished() and len(asked) == 1
+    assert not module.gathers()
     ddp.groups[1].param_gather_dispatched = False  # the next iteration
-    assert not finished()
+    assert module.gathers()
 
 
 def test_parameters_of_nobody_are_never_taken_for_gathered() -> None:
-    from megatron_fluid.patches.moe.own_experts import ParameterGathers
-
     param = torch.nn.Parameter(torch.zeros(1))
-    gathers = ParameterGathers()
-    assert not gathers.finished(param, lambda: [param])
+    assert _Module([param]).gathers()
     ddp, owner = _owned()
     set_gradient_owner(param, owner)  # of the owner, but in no group
-    assert not gathers.finished(param, lambda: [param])
+    module = _Module([param])
     for group in ddp.groups:
         group.param_gather_dispatched = True
-    assert not gathers.finished(param, lambda: [param])
-    assert gathers.finished(ddp.params[0], lambda: ddp.params) is False  # what was found is kept
-    assert ParameterGathers().finished(ddp.params[0], lambda: ddp.params)
+    assert module.gathers()
+    assert not _Module(ddp.params).gathers()
 
 
 @pytest.mark.parametrize("last", [True, False])

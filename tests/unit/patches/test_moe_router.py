@@ -241,7 +241,8 @@ def _step(forward: Any, layer: Any) -> dict[str, torch.Tensor]:
 
 def _whole_layer(rank: int, world_size: int) -> dict[str, Any]:
     from megatron_fluid import patches
-    from megatron_fluid.patches.moe.own_experts import ExpertParameters, share_storage
+    from megatron_fluid.patches.moe.expert_modules import share_storage
+    from megatron_fluid.patches.moe.own_experts import ExpertParameters
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel()

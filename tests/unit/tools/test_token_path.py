@@ -13,7 +13,7 @@ from tools.token_path import token_path
 
 pytestmark = NEEDS_INTERPRETER
 
-MOST = 16  # to be lowered with every file that is merged, and never raised
+MOST = 15  # to be lowered with every file that is merged, and never raised
 ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 
 
