@@ -301,7 +301,7 @@ PATCHES: tuple[Patch, ...] = (
         name="column-parallel-linear",
         target="megatron.core.tensor_parallel.layers:ColumnParallelLinear._forward_impl",
         signature="(self, input, weight, *args, **kwargs)",
-        replacement="megatron_fluid.patches.linears.megatron:column_forward_impl",
+        replacement="megatron_fluid.patches.linears:column_forward_impl",
         reason="the gather of the sequence hidden behind the GEMM; the layer offers no hook "
         "between them",
     ),
@@ -309,7 +309,7 @@ PATCHES: tuple[Patch, ...] = (
         name="row-parallel-linear",
         target="megatron.core.tensor_parallel.layers:RowParallelLinear.forward",
         signature="(self, input_)",
-        replacement="megatron_fluid.patches.linears.megatron:row_forward",
+        replacement="megatron_fluid.patches.linears:row_forward",
         reason="the reduce-scatter of the sequence hidden behind the GEMM; the layer offers no "
         "hook between them",
     ),
@@ -344,7 +344,7 @@ PATCHES: tuple[Patch, ...] = (
         name="te-linear",
         target="megatron.core.extensions.transformer_engine:TELinear.forward",
         signature="(self, x)",
-        replacement="megatron_fluid.patches.linears.transformer_engine:linear_forward",
+        replacement="megatron_fluid.patches.linears:te_linear_forward",
         **_WITH_TRANSFORMER_ENGINE,
         reason="the same for Transformer Engine's linears, which gather and reduce-scatter inside "
         "one autograd function",
@@ -353,7 +353,7 @@ PATCHES: tuple[Patch, ...] = (
         name="te-layer-norm-linear",
         target="megatron.core.extensions.transformer_engine:TELayerNormColumnParallelLinear.forward",
         signature="(self, x)",
-        replacement="megatron_fluid.patches.linears.transformer_engine:layer_norm_column_forward",
+        replacement="megatron_fluid.patches.linears:te_layer_norm_column_forward",
         **_WITH_TRANSFORMER_ENGINE,
         reason="the same where the norm is part of the linear",
     ),

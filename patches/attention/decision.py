@@ -22,7 +22,7 @@ from megatron_fluid.patches.attention.core import exchanges_of
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.limits import Limit, first_reason
-from megatron_fluid.patches.linears.transformer_engine import quantises
+from megatron_fluid.patches.linears import quantises
 from megatron_fluid.patches.overlap_decision import (
     Decision,
     Finding,

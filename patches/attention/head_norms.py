@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from megatron_fluid.patches.linears import normalised
 
 __all__ = ["HeadNorms", "norm_reason", "of_transformer_engine"]
 
@@ -103,13 +104,8 @@ def _rms_weight(norm: Any, like: Tensor, dim: int) -> Tensor:
 def _normalised(norm: Any, heads: Tensor, tensors: Iterator[Tensor]) -> Tensor:
     if norm is None:
         return heads
-    weight = next(tensors) if getattr(norm, "weight", None) is not None else None
-    bias = next(tensors) if getattr(norm, "bias", None) is not None else None
-    rows, shape = heads, heads.shape[-1:]
-    if getattr(norm, "zero_centered_gamma", False) and weight is not None:
-        wide = torch.float64 if heads.dtype == torch.float64 else torch.float32
-        rows, weight = heads.to(wide), weight.to(wide) + 1
-        bias = None if bias is None else bias.to(wide)
-    if _kind(norm) == "rms":
-        return F.rms_norm(rows, shape, weight, norm.eps).to(heads.dtype)
-    return F.layer_norm(rows, shape, weight, bias, norm.eps).to(heads.dtype)
+    weight, bias = (
+        next(tensors) if getattr(norm, name, None) is not None else None for name in _PARAMETERS
+    )
+    centered = bool(getattr(norm, "zero_centered_gamma", False))
+    return normalised(str(_kind(norm)), heads, weight, bias, norm.eps, centered)

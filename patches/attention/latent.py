@@ -42,7 +42,7 @@ from megatron_fluid.patches.attention.limits import (
 )
 from megatron_fluid.patches.attention.packed_sequences import Reorder
 from megatron_fluid.patches.attention.transformer_engine import core_kernel
-from megatron_fluid.patches.linears.transformer_engine import norm_of_rows
+from megatron_fluid.patches.linears import norm_of_rows
 from megatron_fluid.patches.overlap_decision import Reason
 from megatron_fluid.patches.weight_gradients import rows_gradient_of
 from megatron_fluid.tensor_parallel import all_gather_matmul

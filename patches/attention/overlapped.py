@@ -35,7 +35,7 @@ from megatron_fluid.patches.attention.packed_sequences import foreign_pack_reaso
 from megatron_fluid.patches.attention.rotary_tables import rotary_table
 from megatron_fluid.patches.attention.tensor_parallel import TensorParallelism
 from megatron_fluid.patches.attention.transformer_engine import core_kernel
-from megatron_fluid.patches.linears.transformer_engine import norm_of_rows
+from megatron_fluid.patches.linears import norm_of_rows
 from megatron_fluid.patches.overlap_decision import Reason
 from megatron_fluid.patches.weight_gradients import weight_gradient_of
 

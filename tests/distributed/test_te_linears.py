@@ -115,7 +115,7 @@ SERVED: dict[str, tuple[str, bool, dict[str, Any]]] = {
 
 
 def _served(rank: int, ranks: int) -> None:
-    from megatron_fluid.patches.linears import transformer_engine as te_linears
+    from megatron_fluid.patches import linears
 
     set_config(FluidConfig(tp_overlap="on"))
     group = dist.group.WORLD
@@ -128,7 +128,7 @@ def _served(rank: int, ranks: int) -> None:
         if linear.fuse_wgrad_accumulation:
             linear.weight.main_grad = torch.ones_like(linear.weight)  # type: ignore[attr-defined]
             linear.weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        forward = te_linears.layer_norm_column_forward if normed else te_linears.linear_forward
+        forward = linears.te_layer_norm_column_forward if normed else linears.te_linear_forward
         out, bias = forward(_own)(linear, x)
         upstream = torch.randn(out.shape, generator=generator)
         out.backward(upstream)
@@ -182,14 +182,14 @@ LEFT_ALONE: dict[str, dict[str, Any]] = {
 
 
 def _left(rank: int, ranks: int) -> list[str]:
+    from megatron_fluid.patches import linears
     from megatron_fluid.patches import startup_report as startup
-    from megatron_fluid.patches.linears import transformer_engine as te_linears
 
     set_config(FluidConfig(tp_overlap="on"))
     group = dist.group.WORLD
     assert group is not None
     x = torch.randn(S // ranks, B, H)
-    forwards = te_linears.linear_forward(_own), te_linears.layer_norm_column_forward(_own)
+    forwards = linears.te_linear_forward(_own), linears.te_layer_norm_column_forward(_own)
     for changes in LEFT_ALONE.values():
         for forward in forwards:
             assert forward(_Linear("column", group, **changes), x) == ("own", None), changes

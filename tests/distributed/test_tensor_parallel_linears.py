@@ -60,7 +60,7 @@ def _patched(on: bool = True) -> Iterator[list[str]]:
     """Inside, the linears are patched; yields a list that grows with each overlapped call."""
     from megatron_fluid import patches
     from megatron_fluid.config import FluidConfig, set_config
-    from megatron_fluid.patches.linears import overlap as seam
+    from megatron_fluid.patches import linears as seam
 
     calls: list[str] = []
     real = seam.all_gather_matmul, seam.matmul_reduce_scatter

@@ -59,16 +59,16 @@ def _parity(rank: int, ranks: int) -> None:
 
     from megatron_fluid import close_group, patches
     from megatron_fluid.config import FluidConfig, set_config
-    from megatron_fluid.patches.linears import overlap
+    from megatron_fluid.patches import linears
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
     model_parallel_cuda_manual_seed(1)
     names = ("te-linear", "te-layer-norm-linear")
     patches.revert(*names)
     calls: list[str] = []
-    real = overlap.all_gather_matmul, overlap.matmul_reduce_scatter
-    overlap.all_gather_matmul = lambda *a, **k: (calls.append("ag"), real[0](*a, **k))[1]  # type: ignore[assignment]
-    overlap.matmul_reduce_scatter = lambda *a, **k: (calls.append("rs"), real[1](*a, **k))[1]  # type: ignore[assignment]
+    real = linears.all_gather_matmul, linears.matmul_reduce_scatter
+    linears.all_gather_matmul = lambda *a, **k: (calls.append("ag"), real[0](*a, **k))[1]  # type: ignore[assignment]
+    linears.matmul_reduce_scatter = lambda *a, **k: (calls.append("rs"), real[1](*a, **k))[1]  # type: ignore[assignment]
     for kind in ("column", "norm", "row"):
         for bias, skip in ((False, False), (True, False), (True, True)):
             layer = _build(kind, bias, skip).cuda()

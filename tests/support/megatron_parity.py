@@ -367,13 +367,12 @@ def _gradients(name: str, parameter: torch.nn.Parameter, packed: bool) -> dict[s
 def train_both(case: Training) -> dict[str, Any]:
     """Losses and gradient norms of each model. "reported": how many parameters had their gradient
     written past autograd."""
-    from megatron_fluid.patches import gradient_readiness
-    from megatron_fluid.patches.linears import overlap
+    from megatron_fluid.patches import gradient_readiness, linears
     from megatron_fluid.patches.moe import layer as moe_layer
 
     result: dict[str, Any] = {}
     reported: list[Any] = []
-    gather, scatter = overlap.all_gather_matmul, overlap.matmul_reduce_scatter
+    gather, scatter = linears.all_gather_matmul, linears.matmul_reduce_scatter
     report = gradient_readiness._Gate.report
 
     def counted(self: Any, pending: Any) -> None:
@@ -386,8 +385,8 @@ def train_both(case: Training) -> dict[str, Any]:
             _stand_ins(settings),
             plug_in(on, case.way, **(case.fluid if on else {})) as counts,
             mock.patch.object(gradient_readiness._Gate, "report", counted),
-            mock.patch.object(overlap, "all_gather_matmul", wraps=gather) as gathers,
-            mock.patch.object(overlap, "matmul_reduce_scatter", wraps=scatter) as scatters,
+            mock.patch.object(linears, "all_gather_matmul", wraps=gather) as gathers,
+            mock.patch.object(linears, "matmul_reduce_scatter", wraps=scatter) as scatters,
         ):
             config = tiny_gpt.config_of(**settings)
             model = tiny_gpt.gpt(config, tiny_gpt.grouped_spec(config) if case.grouped else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,9 +15,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.patches import features as recorded
-from megatron_fluid.patches.linears import megatron as tensor_parallel
-from megatron_fluid.patches.linears import overlap
-from megatron_fluid.patches.linears import transformer_engine as te_linears
+from megatron_fluid.patches import linears
 from megatron_fluid.patches.weight_gradients import into_main_grad
 
 
@@ -29,66 +26,17 @@ def _linear(ranks: int = 2, offloading: object = None, invariant: bool = False) 
     )
 
 
-@pytest.mark.parametrize("mode", ["auto", "on"])
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({}, None),
-        ({"sequence_parallel": False}, "without --sequence-parallel"),
-        ({"frozen": True}, "its weight is frozen"),
-        ({"dtype": torch.bfloat16}, "its input is torch.bfloat16, its weight torch.float32"),
-        ({"autocast": True}, "autocast decides its dtypes"),
-        ({"offloading": object()}, "offloaded"),
-        ({"invariant": True}, "--batch-invariant-mode"),
-    ],
-)
-def test_a_linear_that_is_not_overlapped_says_why(
-    monkeypatch: pytest.MonkeyPatch, mode: str, change: dict[str, Any], reason: str | None
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(tensor_parallel, "note", lambda linear, on, reason: said.append(reason))
-    monkeypatch.setattr(tensor_parallel, "current_config", lambda: FluidConfig(tp_overlap=mode))
-    weight = torch.nn.Parameter(torch.zeros(4, 4), requires_grad=not change.get("frozen", False))
-    a = torch.zeros(2, 1, 4, dtype=change.get("dtype", torch.float32))
-    autocast = (
-        torch.autocast("cpu", torch.bfloat16)
-        if change.get("autocast")
-        else contextlib.nullcontext()
-    )
-    with autocast:
-        fits = tensor_parallel._linear_fits(
-            _linear(2, change.get("offloading"), change.get("invariant", False)),
-            weight,
-            a,
-            change.get("sequence_parallel", True),
-        )
-    assert fits is (reason is None)
-    assert said == [] if reason is None else reason in said[0]
-    assert not change.get("autocast") or said == ["autocast decides its dtypes"]
-
-
 def test_experts_linears_keep_megatrons_path_and_nothing_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a run with --sequence-parallel they were reported as linears without it."""
-    monkeypatch.setattr(tensor_parallel, "note", lambda *_: pytest.fail("said something"))
+    monkeypatch.setattr(linears, "note", lambda *_: pytest.fail("said something"))
     linear, a = _linear(), torch.zeros(2, 1, 4)
     linear.explicit_expert_comm, linear.input_is_parallel = True, True
     linear.sequence_parallel, linear.weight = True, torch.nn.Parameter(torch.zeros(4, 4))
-    column = tensor_parallel.column_forward_impl(lambda self, input, weight, **_: "Megatron's")  # type: ignore[arg-type, return-value]
+    column = linears.column_forward_impl(lambda self, input, weight, **_: "Megatron's")  # type: ignore[arg-type, return-value]
     assert column(linear, input=a, weight=linear.weight, sequence_parallel=False) == "Megatron's"
-    assert tensor_parallel.row_forward(lambda self, input_: "Megatron's")(linear, a) == "Megatron's"
-
-
-def test_where_there_is_nothing_to_overlap_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_parallel, "note", lambda *_: pytest.fail("said something"))
-    weight, a = torch.nn.Parameter(torch.zeros(4, 4)), torch.zeros(2, 1, 4)
-    assert not tensor_parallel._linear_fits(_linear(ranks=1), weight, a, True)
-    set_config(FluidConfig(tp_overlap="off"))
-    try:
-        assert not tensor_parallel._linear_fits(_linear(), weight, a, True)
-    finally:
-        set_config(None)
+    assert linears.row_forward(lambda self, input_: "Megatron's")(linear, a) == "Megatron's"
 
 
 @pytest.fixture
@@ -102,15 +50,14 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def scatter(a: Tensor, b: Tensor, group: Any, **_: Any) -> Tensor:
         return (a @ b.t()).chunk(2)[0]
 
-    monkeypatch.setattr(overlap, "all_gather_matmul", gather)
-    monkeypatch.setattr(overlap, "matmul_reduce_scatter", scatter)
+    monkeypatch.setattr(linears, "all_gather_matmul", gather)
+    monkeypatch.setattr(linears, "matmul_reduce_scatter", scatter)
     collective = SimpleNamespace(name="collective")
-    monkeypatch.setattr(overlap, "backend_for", lambda *_: collective)
+    monkeypatch.setattr(linears, "backend_for", lambda *_: collective)
     reasons: list[str] = []
-    for module in (tensor_parallel, overlap):
-        monkeypatch.setattr(
-            module, "note", lambda linear, on, reason: None if on else reasons.append(reason)
-        )
+    monkeypatch.setattr(
+        linears, "note", lambda linear, on, reason: None if on else reasons.append(reason)
+    )
     set_config(FluidConfig(tp_overlap="on"))
     yield reasons
     set_config(None)
@@ -137,17 +84,24 @@ def _row_linear(**changes: Any) -> Any:
 MEGATRONS = torch.zeros(())
 
 
-def _call_column(a: Tensor, *args: Any, **named: Any) -> Tensor:
-    linear, weight = _linear(), torch.nn.Parameter(torch.zeros(6, 4))
+def _call_column(
+    a: Tensor, *args: Any, linear: Any = None, frozen: Any = False, **named: Any
+) -> Tensor:
+    linear, weight = linear or _linear(), torch.nn.Parameter(torch.zeros(6, 4), not frozen)
     linear.explicit_expert_comm = False
-    forward = tensor_parallel.column_forward_impl(lambda *_, **__: MEGATRONS)
+    forward = linears.column_forward_impl(lambda *_, **__: MEGATRONS)
     return forward(linear, a, weight, *args, **{"sequence_parallel": True, **named})
 
 
 def _call_row(a: Tensor, **changes: Any) -> Tensor:
-    output = tensor_parallel.row_forward(lambda *_: (MEGATRONS, None))(_row_linear(**changes), a)[0]
+    output = linears.row_forward(lambda *_: (MEGATRONS, None))(_row_linear(**changes), a)[0]
     assert isinstance(output, Tensor)
     return output
+
+
+def _autocast(a: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return _call_column(a)
 
 
 @pytest.mark.parametrize(("sequence", "batch"), [(4, 2), (4, 0), (0, 2), (0, 0)])
@@ -157,18 +111,6 @@ def test_an_output_has_the_inputs_sequence_and_batch_where_they_are_nought_too(
     a = torch.zeros(sequence, batch, 4)
     assert _call_column(a).shape == (2 * sequence, batch, 6)
     assert _call_row(a).shape == (sequence // 2, batch, 6)
-    linear = SimpleNamespace(
-        _tp_group=SimpleNamespace(size=lambda: 2),
-        weight=torch.nn.Parameter(torch.zeros(6, 4)),
-        use_bias=False,
-        te_return_bias=False,
-        fuse_wgrad_accumulation=False,
-    )
-    for served, rows in (
-        (te_linears._served(linear, a, "column"), 2 * sequence),
-        (te_linears._served(linear, a, "row"), sequence // 2),
-    ):
-        assert served is not None and served[0].shape == (rows, batch, 6)
     assert serving == []
 
 
@@ -184,12 +126,22 @@ def test_what_on_leaves_out_is_never_left_out_without_a_word(serving: list[str])
         "other arguments": [lambda: _call_column(a, None)],
         "_forward_impl is not Megatron's": [lambda: _call_row(a, _forward_impl=print)],
         "without --sequence-parallel": [
-            lambda: _call_row(a, input_is_parallel=False, sequence_parallel=False)
+            lambda: _call_row(a, input_is_parallel=False, sequence_parallel=False),
+            lambda: _call_column(a, sequence_parallel=False),
         ],
+        "its weight is frozen": [lambda: _call_column(a, frozen=True)],
+        "its input is torch.bfloat16, its weight torch.float32": [lambda: _call_row(a.bfloat16())],
+        "autocast decides its dtypes": [lambda: _autocast(a)],
+        "offloaded": [lambda: _call_column(a, linear=_linear(offloading=object()))],
+        "--batch-invariant-mode": [lambda: _call_column(a, linear=_linear(invariant=True))],
     }
     for reason, calls in left.items():
         for call in calls:
             assert call() is MEGATRONS and len(serving) == 1 and reason in serving.pop(), reason
+    assert _call_column(a, linear=_linear(ranks=1)) is MEGATRONS  # there is nothing to overlap
+    set_config(FluidConfig(tp_overlap="off"))
+    assert _call_row(a) is MEGATRONS
+    assert serving == []
 
 
 def test_a_linear_is_counted_once_with_what_was_last_true_of_it(
@@ -198,10 +150,10 @@ def test_a_linear_is_counted_once_with_what_was_last_true_of_it(
     monkeypatch.setattr(recorded, "_features", {})
     first, second = torch.nn.Identity(), torch.nn.Identity()
     for _ in range(5):
-        overlap.note(first, True, "collective")
-        overlap.note(second, True, "collective")
-        overlap.note(first, False, "its weight is frozen")
-    named = overlap.REPORT.feature, "Identity: "
+        linears.note(first, True, "collective")
+        linears.note(second, True, "collective")
+        linears.note(first, False, "its weight is frozen")
+    named = linears.REPORT.feature, "Identity: "
     assert recorded.features() == [
         (named[0], True, named[1] + "collective", 1),
         (named[0], False, named[1] + "its weight is frozen", 1),
@@ -229,7 +181,7 @@ def test_a_quantisers_gemm_is_known_whenever_it_came(monkeypatch: pytest.MonkeyP
 
     name = "linear_with_grad_accumulation_and_async_allreduce"
     own = getattr(layers, name)
-    during = tensor_parallel._watch_gemm()
+    during = linears._watch_gemm()
     assert during()
 
     @functools.wraps(own)
@@ -237,7 +189,7 @@ def test_a_quantisers_gemm_is_known_whenever_it_came(monkeypatch: pytest.MonkeyP
         return own(*args, **kwargs)
 
     monkeypatch.setattr(layers, name, quantised)
-    before = tensor_parallel._watch_gemm()  # as when this package is imported after the quantiser
+    before = linears._watch_gemm()  # as when this package is imported after the quantiser
     assert not during() and not before()
     monkeypatch.setattr(layers, name, own)
     assert during() and not before()

@@ -124,17 +124,13 @@ def test_where_nothing_can_overlap_the_collective_serves_and_others_say_why_not(
 
 
 def test_megatrons_linears_ask_with_their_three_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor_parallel = pytest.importorskip("megatron_fluid.patches.linears.overlap")
+    linears = pytest.importorskip("megatron_fluid.patches.linears")
     a, gemm = _operands()
     _chosen(monkeypatch, a, gemm, 8192)
     noted: list[str] = []
-    monkeypatch.setattr(tensor_parallel, "note", lambda linear, on, reason: noted.append(reason))
-    group = _group()
-    x = torch.zeros(4, 2, 4096, dtype=a.dtype).as_subclass(_OnGpu)
-    assert tensor_parallel.backend_of(
-        None, group, "gather", 4096, gemm.b, x
-    ) == "auto" and noted == ["fused"]
-    assert tensor_parallel.backend_of(None, group, "gather", 4096, gemm.b, x[0]) is None
+    monkeypatch.setattr(linears, "note", lambda linear, on, reason: noted.append(reason))
+    x = torch.zeros(1, 1, 4096, dtype=a.dtype).as_subclass(_OnGpu).expand(2048, 2, 4096)
+    assert linears.faster_than_nccl(None, _group(), "gather", gemm.b, x) and noted == ["fused"]
 
 
 TABLE = [
