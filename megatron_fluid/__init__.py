@@ -20,9 +20,8 @@ _MODULES = {
     "megatron_fluid.attention.layer": ("SelfAttention",),
     "megatron_fluid.backward.weight_grads": ("WeightGradScheduler", "get_backward_scheduler"),
     "megatron_fluid.comm.failed_waits": ("check_for_failed_waits",),
-    "megatron_fluid.comm.group_resources": ("close_group",),
-    "megatron_fluid.comm.overlap_context": ("MultiCardOverlapContext",),
-    "megatron_fluid.comm.p2p_rounds": ("P2PRounds",),
+    "megatron_fluid.comm.groups": ("close_group",),
+    "megatron_fluid.comm.p2p_rounds": ("MultiCardOverlapContext", "P2PRounds"),
     "megatron_fluid.config": ("FluidConfig", "current_config", "set_config"),
     "megatron_fluid.errors": ("ConfigError", "FluidError", "PatchError", "PeerTimeoutError"),
     "megatron_fluid.low_latency.all_to_all": ("AllToAll",),
@@ -46,10 +45,8 @@ if TYPE_CHECKING:  # the same, for type checkers and editors
         get_backward_scheduler as get_backward_scheduler,
     )
     from megatron_fluid.comm.failed_waits import check_for_failed_waits as check_for_failed_waits
-    from megatron_fluid.comm.group_resources import close_group as close_group
-    from megatron_fluid.comm.overlap_context import (
-        MultiCardOverlapContext as MultiCardOverlapContext,
-    )
+    from megatron_fluid.comm.groups import close_group as close_group
+    from megatron_fluid.comm.p2p_rounds import MultiCardOverlapContext as MultiCardOverlapContext
     from megatron_fluid.comm.p2p_rounds import P2PRounds as P2PRounds
     from megatron_fluid.config import FluidConfig as FluidConfig
     from megatron_fluid.config import current_config as current_config

@@ -78,7 +78,7 @@ def report(own_loop: bool = True) -> None:
             return
     elif several and dist.get_backend() != "fake":
         from megatron_fluid.comm.agreement import agreement
-        from megatron_fluid.comm.timeouts import wait_timeout_s
+        from megatron_fluid.comm.groups import wait_timeout_s
         from megatron_fluid.errors import ranks_text
 
         # Less than peers wait for rank 0 in their first exchange.

@@ -31,9 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_fluid.comm.group_resources import group_resource, held_everywhere
-from megatron_fluid.comm.lone_rank import is_lone
-from megatron_fluid.comm.timeouts import wait_timeout_s
+from megatron_fluid.comm.groups import group_resource, held_everywhere, is_lone, wait_timeout_s
 from megatron_fluid.errors import FluidError, PeerTimeoutError, ranks_text
 from megatron_fluid.topology import real_group
 

@@ -14,6 +14,8 @@ All ranks of the group start the same rounds in the same order (a bye included).
 
 from __future__ import annotations
 
+import os
+import socket
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,15 +24,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm.group_resources import group_resource
-from megatron_fluid.comm.hosts import detect_hosts
-from megatron_fluid.comm.lone_rank import group_or_lone_rank
-from megatron_fluid.comm.timeouts import wait_timeout_s
+from megatron_fluid.comm.agreement import agreement
+from megatron_fluid.comm.groups import group_or_lone_rank, group_resource, wait_timeout_s
 from megatron_fluid.comm.waits import GroupWaits, WaitName, record_event, required
 from megatron_fluid.errors import ConfigError, first_line
-from megatron_fluid.topology import check_group, partners
+from megatron_fluid.topology import check_group, domain_name, partners
 
-__all__ = ["P2PRounds", "PendingRound", "SeveralRounds", "bounded_collective", "shared_rounds"]
+__all__ = [
+    "MultiCardOverlapContext",
+    "P2PRounds",
+    "PendingRound",
+    "SeveralRounds",
+    "bounded_collective",
+    "detect_hosts",
+    "shared_rounds",
+]
 
 # The first round on a device may take this many times the timeout: NCCL connects and loads kernels.
 _SLOW_START = 2.0
@@ -99,6 +107,34 @@ class _CudaRound(PendingRound):
         return self.finished.query()
 
 
+def detect_hosts(
+    group: dist.ProcessGroup | None, timeout_s: float | None = None
+) -> tuple[list[int], list[str]]:
+    """Return the NVLink domain and the host of every rank of a group, alike on all. Collective.
+
+    Ranks of one host form a domain (MEGATRON_FLUID_NVLINK_DOMAIN overrides it). Names go through
+    the job's store and not through a collective of torch, so this works before the first use of
+    the group's devices.
+
+    Args:
+        timeout_s: bound on the wait in seconds; None: that of the group's waits.
+
+    Returns:
+        Domains, numbered by their first rank from 0 [W], and for errors the host names, with the
+        domain's name where it has one. [W]
+
+    Raises:
+        ConfigError: no group.
+        PeerTimeoutError: a rank did not come within timeout_s.
+    """
+    channel = agreement(check_group(group))
+    named = os.environ.get("MEGATRON_FLUID_NVLINK_DOMAIN")
+    host = f"{socket.gethostname()} ({named})" if named else socket.gethostname()
+    found = channel.gather("hosts of the group", (domain_name(), host), timeout_s)
+    ids: dict[str, int] = {}
+    return [ids.setdefault(domain, len(ids)) for domain, _ in found], [name for _, name in found]
+
+
 def bounded_collective(
     rounds: P2PRounds, operation: str, launch: Callable[[], dist.Work | None]
 ) -> None:
@@ -116,7 +152,7 @@ class P2PRounds:
 
     Attributes:
         group, rank, world_size: the group, this rank in it, and its size W.
-        domains: NVLink domain of every rank of the group (see comm.hosts.detect_hosts).
+        domains: NVLink domain of every rank of the group (see detect_hosts).
         hosts: name of every rank's host, for errors. [W]
         partners: this rank's peer in every round, None where it has a bye.
         device: where its tensors live: the current CUDA device if the group has NCCL, else the CPU.
@@ -301,3 +337,55 @@ def shared_rounds(group: dist.ProcessGroup | None, timeout_s: float | None = Non
     if timeout_s is not None:
         found.timeout_s, found.first_timeout_s = timeout_s, _SLOW_START * timeout_s
     return found
+
+
+class MultiCardOverlapContext:
+    """The P2PRounds that the overlapped layers of a group share. It holds nothing about any call.
+
+    Args:
+        device: where the tensors live.
+        ep_size: number of ranks W; may be left out with `group`.
+        group: the process group; None binds the context to the group of its first use.
+        timeout_s: bound in seconds on every wait for a peer; None takes the configuration's.
+
+    Raises:
+        ConfigError: neither ep_size nor group, or the two disagree.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        ep_size: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.device, self.timeout_s = torch.device(device), timeout_s
+        if ep_size is None:
+            if group is None:
+                found = "found neither ep_size nor group, allowed: one of them"
+                raise ConfigError(f"MultiCardOverlapContext: {found}")
+            ep_size = group.size()
+        if ep_size < 1:
+            raise ConfigError.of("ep_size", ep_size, "1 or more")
+        self.ep_size = ep_size
+        self._rounds: P2PRounds | None = None
+        if group is not None:
+            self.rounds(group)
+
+    def rounds(self, group: dist.ProcessGroup | None = None) -> P2PRounds:
+        """Return the rounds of `group` and bind the context to it. Collective at the first call.
+
+        Raises:
+            ConfigError: a group of another size than ep_size, or no group yet.
+        """
+        if group is None:
+            if self._rounds is None:
+                needed = "no process group yet; give one to the constructor"
+                raise ConfigError(f"MultiCardOverlapContext: {needed}")
+            return self._rounds
+        if self._rounds is None or self._rounds.group is not group:
+            if group.size() != self.ep_size:
+                allowed = f"{group.size()}, the size of the group"
+                raise ConfigError.of("ep_size", self.ep_size, allowed)
+            self._rounds = shared_rounds(group, self.timeout_s)
+        return self._rounds

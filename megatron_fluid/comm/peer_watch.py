@@ -33,7 +33,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from megatron_fluid.comm.agreement import STORE_S, Agreement, agreement
-from megatron_fluid.comm.timeouts import wait_timeout_s
+from megatron_fluid.comm.groups import wait_timeout_s
 from megatron_fluid.comm.watcher import WATCHER, end_process, say
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError, PeerTimeoutError, first_line, ranks_text

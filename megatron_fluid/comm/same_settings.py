@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_fluid.comm.agreement import agreement
-from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.comm.groups import group_resource
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError, ranks_text
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.comm.agreement import agreement
-from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.comm.groups import group_resource
 from megatron_fluid.comm.waits import WaitName, group_waits
 from megatron_fluid.comm.workspace import Buffer, Workspace
 from megatron_fluid.errors import ConfigError

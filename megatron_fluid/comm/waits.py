@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.comm.agreement import Agreement, agreement, live_agreements
-from megatron_fluid.comm.group_resources import group_resource
-from megatron_fluid.comm.timeouts import group_timeout_s
+from megatron_fluid.comm.groups import group_resource, group_timeout_s
 from megatron_fluid.comm.watcher import (
     WATCHER,
     Watcher,

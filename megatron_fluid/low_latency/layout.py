@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_fluid.comm.timeouts import wait_timeout_s
+from megatron_fluid.comm.groups import wait_timeout_s
 from megatron_fluid.errors import ConfigError
 
 __all__ = ["TRANSPORTS", "TWO_LEVEL_TRANSPORTS", "AllToAllConfig", "Layout", "round_up"]

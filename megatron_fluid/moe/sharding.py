@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.comm.groups import group_resource
 from megatron_fluid.errors import ConfigError
 
 __all__ = [

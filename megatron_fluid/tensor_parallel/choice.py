@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm.group_resources import group_resource
-from megatron_fluid.comm.timeouts import wait_timeout_s
+from megatron_fluid.comm.groups import group_resource, wait_timeout_s
 from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fused_gemm.launch import MOST_RANKS

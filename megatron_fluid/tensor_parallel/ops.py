@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_fluid.backward.autograd import once_differentiable
 from megatron_fluid.comm.agreement import agreement
 from megatron_fluid.comm.failed_waits import tells_peers
-from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.comm.groups import group_resource
 from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.tensor_parallel.choice import Backend, backend_for

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_fluid.comm.hosts import detect_domains
-from megatron_fluid.comm.timeouts import wait_timeout_s
+from megatron_fluid.comm.groups import wait_timeout_s
+from megatron_fluid.comm.p2p_rounds import detect_hosts
 from megatron_fluid.config import FluidConfig, names_exchange
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.backends import BACKENDS
@@ -198,7 +198,7 @@ class MoEDecisions(OverlapDecisions[Any]):
             config.moe_backend,
             ExchangeCase(
                 group=group,
-                domains=lambda: detect_domains(group, wait_timeout_s(group, config.timeout_s)),
+                domains=lambda: detect_hosts(group, wait_timeout_s(group, config.timeout_s))[0],
                 on_gpu=not cpu_mode_active(),
                 nvlink_reason=first_of_ranks([rank.no_nvlink for rank in ranks]),
                 by_phase=lambda backend: parts_over(backend).by_phase,

@@ -9,9 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fluid.comm.hosts import detect_domains
-from megatron_fluid.comm.overlap_context import MultiCardOverlapContext
-from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective, shared_rounds
+from megatron_fluid.comm.p2p_rounds import (
+    MultiCardOverlapContext,
+    P2PRounds,
+    bounded_collective,
+    detect_hosts,
+    shared_rounds,
+)
 from megatron_fluid.comm.waits import WaitName
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from tests.support.launch import run_ranks, run_ranks_outcomes
@@ -133,7 +137,7 @@ def test_context() -> None:
 def domains_body(rank: int, world: int) -> tuple[list[int], list[int | None]]:
     os.environ["MEGATRON_FLUID_NVLINK_DOMAIN"] = "even" if rank % 2 == 0 else "odd"
     rounds = P2PRounds(dist.group.WORLD, timeout_s=30)
-    return detect_domains(dist.group.WORLD), rounds.partners
+    return detect_hosts(dist.group.WORLD)[0], rounds.partners
 
 
 def test_domains_are_agreed_and_near_pairs_come_first() -> None:

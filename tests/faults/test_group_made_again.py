@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fluid.comm.group_resources import _resources
+from megatron_fluid.comm.groups import _resources
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from tests.support.launch import run_ranks
 

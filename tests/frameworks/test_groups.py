@@ -23,7 +23,7 @@ def _step(layer: Any, rank: int, number: int) -> dict[str, torch.Tensor]:
 
 
 def _asleep_between_steps(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
-    from megatron_fluid.comm import group_resources
+    from megatron_fluid.comm import groups
     from megatron_fluid.errors import FluidError
     from megatron_fluid.patches.moe import layer as seam
     from tests.frameworks import stand_ins
@@ -46,7 +46,7 @@ def _asleep_between_steps(rank: int, world_size: int, settings: dict[str, Any]) 
                 stand_ins.wake()
             found[f"{on}"], found["calls"] = steps, len(calls)
     found["backend"] = seam.backend_of(layer)
-    found["groups"] = len(group_resources._resources)
+    found["groups"] = len(groups._resources)
     return found
 
 

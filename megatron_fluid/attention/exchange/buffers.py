@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.comm.groups import group_resource, wait_timeout_s
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
-from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.cuda.copy_engine import CudaDriver
 from megatron_fluid.cuda.streams import current_stream

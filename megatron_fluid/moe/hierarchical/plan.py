@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.comm.groups import group_resource
 from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
 from megatron_fluid.moe.expert_weights import RowGroups
 from megatron_fluid.moe.permute import Permutation, check_ids, local_experts

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_fluid.comm.agreement import agreement
-from megatron_fluid.comm.group_resources import group_resource
+from megatron_fluid.comm.groups import group_resource, wait_timeout_s
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
-from megatron_fluid.comm.timeouts import wait_timeout_s
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm.launch import sends_rows

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron_fluid.comm import agreement as agreement_module
 from megatron_fluid.comm.agreement import Agreement, agreement
-from megatron_fluid.comm.group_resources import close_group
-from megatron_fluid.comm.hosts import detect_hosts
+from megatron_fluid.comm.groups import close_group
+from megatron_fluid.comm.p2p_rounds import detect_hosts
 from megatron_fluid.errors import FluidError, PeerTimeoutError
 from tests.support.agreements import FrozenStore, agreements, on_all
 from tests.support.launch import run_ranks

@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fluid.comm import group_resources
-from megatron_fluid.comm.group_resources import close_group, is_destroyed
-from megatron_fluid.comm.lone_rank import group_or_lone_rank
+from megatron_fluid.comm import groups
+from megatron_fluid.comm.groups import close_group, group_or_lone_rank, is_destroyed
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.layer import MoEBaseline, MoELayer
 from megatron_fluid.tensor_parallel.ops import all_gather_matmul
@@ -63,10 +62,10 @@ def test_a_transformer_layer_needs_none_either() -> None:
 
 def test_what_is_kept_for_the_process_outlives_other_groups() -> None:
     group = group_or_lone_rank(None)
-    value = group_resources.group_resource(group, "x", object)
-    group_resources._drop_destroyed_groups()
+    value = groups.group_resource(group, "x", object)
+    groups._drop_destroyed_groups()
     assert not is_destroyed(group)
-    assert group_resources.group_resource(group, "x", object) is value
+    assert groups.group_resource(group, "x", object) is value
     close_group(group)
 
 

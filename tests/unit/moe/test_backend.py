@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fluid.comm import group_resources, symmetric
+from megatron_fluid.comm import groups, symmetric
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import backends, choose, layer
 from megatron_fluid.moe.backends import choose_backend
@@ -235,8 +235,8 @@ def test_the_first_forward_sizes_the_buffers_by_the_rank_with_most_tokens() -> N
 def test_rows_are_sent_by_gemms_of_the_types_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chosen once a type, on the group's first rank; another rank takes what it is told."""
     group, told = mock.Mock(), []
-    monkeypatch.setattr(group_resources, "_resources", {})
-    monkeypatch.setattr(group_resources, "is_destroyed", lambda group: False)
+    monkeypatch.setattr(groups, "_resources", {})
+    monkeypatch.setattr(groups, "is_destroyed", lambda group: False)
     monkeypatch.setattr(nvlink_buffers, "SymmetricWorkspace", mock.Mock())
     monkeypatch.setattr(nvlink_buffers, "wait_timeout_s", lambda *_: 9.0)
     monkeypatch.setattr(nvlink_buffers, "machine_named", lambda _: REFERENCE["h200"])
@@ -257,7 +257,7 @@ def test_rows_are_sent_by_gemms_of_the_types_that_can(monkeypatch: pytest.Monkey
         )
         assert by_choice.sent_rows
     assert len(told) == 2
-    monkeypatch.setattr(group_resources, "_resources", {})
+    monkeypatch.setattr(groups, "_resources", {})
     monkeypatch.setattr(dist, "get_rank", lambda group: 1)
     assert nvlink_buffers.shared_buffers(group, *shape, dtype=torch.bfloat16) == NO_OVERLAP, (
         "as the first rank said"

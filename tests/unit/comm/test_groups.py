@@ -10,16 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fluid.comm import group_resources
-from megatron_fluid.comm.group_resources import close_group, group_resource, is_destroyed
+from megatron_fluid.comm import groups
+from megatron_fluid.comm.groups import close_group, group_resource, is_destroyed
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound
 from megatron_fluid.comm.waits import WaitName
 
 
 @pytest.fixture(autouse=True)
 def empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_resources, "_resources", {})
-    monkeypatch.setattr(group_resources, "is_destroyed", lambda group: group.destroyed)
+    monkeypatch.setattr(groups, "_resources", {})
+    monkeypatch.setattr(groups, "is_destroyed", lambda group: group.destroyed)
 
 
 def _group() -> mock.Mock:
@@ -47,7 +47,7 @@ def test_closing_a_group_closes_latest_first_and_once() -> None:
     for _ in range(2):
         close_group(group)
     assert closed == ["c", "a"]
-    assert group not in group_resources._resources
+    assert group not in groups._resources
 
 
 def test_what_destroyed_groups_kept_goes_when_the_next_group_asks() -> None:
@@ -56,7 +56,7 @@ def test_what_destroyed_groups_kept_goes_when_the_next_group_asks() -> None:
         group_resource(group, "x", object)
     gone.destroyed = True
     group_resource(new, "x", object)
-    assert list(group_resources._resources) == [kept, new]
+    assert list(groups._resources) == [kept, new]
 
 
 def test_a_group_is_known_to_be_destroyed() -> None:
