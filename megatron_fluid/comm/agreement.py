@@ -1,5 +1,20 @@
-"""What the ranks of a group tell each other through the job's torch.distributed.Store, which only
-this module uses.
+"""Small values that the ranks of a process group exchange through the job's store: host names, the
+settings of a new layer, sizes of symmetric memory, failures. Only this module uses the store.
+
+When: while something is built or grows, and after a wait has failed; never in a steady step.
+
+`gather`, which `first` and `barrier` call, is collective. Call number N of a session:
+
+    rank r                                    first rank
+    N/r = (operation, value)              --> polls until all ranks have stored theirs
+    polls N/answer                        <-- N/answer = (values, absent ranks, failure)
+
+If a rank does not come within the timeout, all others raise PeerTimeoutError, which names it. If it
+is the first rank that stays away, they read from the store who has come. Ranks that are in
+different operations, or one that reports a failure, end the call of all with FluidError at once.
+
+`publish`, `read` and the reports of failures are calls of one rank alone. No call waits longer than
+its bound, also where the host of the store is frozen.
 
 A store outlives process groups: after `close_group`, after `destroy_process_group` and
 `init_process_group` on torchrun's store, and after an elastic restart it still holds what was
@@ -12,9 +27,6 @@ others ask for it by a request with an id of its own, so that no old answer is t
     reads accept/<request id>              <-- accept/<request id> = session id
 
 The answer to an old request is read by nobody.
-
-The store is polled: its own wait would hold the connection, which other threads need. Every call is
-bounded, also where the host of the store is frozen.
 """
 
 from __future__ import annotations
@@ -52,8 +64,8 @@ class Agreement:
     """The exchange of values between the ranks of a process group, in one session.
     `agreement(group)` makes it.
 
-    Ranks are the group's, but for `ranks`. All ranks call `gather`, `first`, `barrier` and `name`
-    in the same order. Values are pickled. Construction sends nothing.
+    Ranks are the group's, but for `ranks`. All ranks call `gather`, `first` and `barrier` in
+    the same order. Values are pickled. Construction sends nothing.
 
     Args:
         store: shared by the ranks; None where one process stands for the whole group.
@@ -126,11 +138,6 @@ class Agreement:
     def barrier(self, operation: str, timeout_s: float | None = None) -> None:
         """Return when every rank has come. Collective; raises as `gather` does."""
         self.gather(operation, None, timeout_s)
-
-    def name(self, operation: str) -> str:
-        """Return a name that is unique in the job, the same on all ranks. Collective."""
-        unique: str = self.first(f"name of {operation}", uuid.uuid4().hex)
-        return unique
 
     def ticket(self) -> int:
         """Return a number that no other ticket of this session has. Sends nothing: ranks that call

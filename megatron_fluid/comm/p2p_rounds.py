@@ -313,7 +313,7 @@ class P2PRounds:
         for _, tensor, _ in moves:
             tensor.record_stream(stream)
         if started is not None:
-            self.waits.watch(name, started, finished, timeout_s, stream)
+            self.waits.watch(name, started.query, finished.query, timeout_s, stream)
         return _CudaRound(finished, [tensor for _, tensor, _ in moves])
 
 

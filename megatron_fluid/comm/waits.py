@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,6 @@ __all__ = [
     "GroupWaits",
     "WaitMonitor",
     "WaitName",
-    "Watchable",
     "explain",
     "group_waits",
     "record_event",
@@ -65,36 +64,24 @@ class WaitName(NamedTuple):
 # ---- the monitor
 
 
-class Watchable(Protocol):
-    """Anything that reports without blocking whether it has happened: a torch.cuda.Event."""
-
-    def query(self) -> bool: ...
-
-
-@dataclass
-class _Flag:
-    """An event that the host sets."""
-
-    happened: bool = False
-
-    def query(self) -> bool:
-        return self.happened
-
-
 @dataclass
 class _Watch:
     """One wait; its time runs from `started` to `finished`."""
 
-    started: Watchable
-    finished: Watchable
+    started: Callable[[], bool]
+    finished: Callable[[], bool]
     timeout_s: float
     error: Callable[[], PeerTimeoutError]
     failed_already: Callable[[], bool]
     since: float | None = None
 
-
-# Waits of one stream. They finish in order, so only the first unfinished one is looked at.
-type _Lane = deque[_Watch]
+    def is_over(self, now: float) -> bool:
+        """Return whether its time is over, or another rank has failed."""
+        if self.since is None:
+            self.since = now if self.started() else None
+            return False
+        waited = now - self.since
+        return waited > self.timeout_s or (waited > _GRACE_S and self.failed_already())
 
 
 class WaitMonitor:
@@ -112,21 +99,23 @@ class WaitMonitor:
         interval_s: float = 0.25, watcher: Watcher = WATCHER,
     ) -> None:  # fmt: skip
         self._on_timeout, self._interval_s = on_timeout, interval_s
-        self._lanes: dict[object, _Lane] = {}
+        # Waits of one stream finish in order, so only its first unfinished one is looked at.
+        self._lanes: dict[object, deque[_Watch]] = {}
         self._lock = threading.Lock()
         self._watcher: Watcher | None = watcher
         self._gpu: int | None = None  # of the first wait after CUDA was initialised
         self._queries_allowed = False  # to the watcher's thread
 
     def watch(
-        self, lane: object, started: Watchable, finished: Watchable, timeout_s: float,
-        error: Callable[[], PeerTimeoutError], failed_already: Callable[[], bool] = lambda: False,
+        self, lane: object, started: Callable[[], bool], finished: Callable[[], bool],
+        timeout_s: float, error: Callable[[], PeerTimeoutError],
+        failed_already: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         """Watch one wait.
 
         Args:
             lane: the stream it is queued on (any hashable); waits of one lane finish in order.
-            started, finished: its events.
+            started, finished: whether it has, without blocking: `query` of its events.
             timeout_s: seconds allowed from `started` to `finished`.
             error: makes the error to report; called at the deadline only.
             failed_already: whether another rank has failed: then this wait cannot finish.
@@ -154,27 +143,10 @@ class WaitMonitor:
             lanes = list(self._lanes.values())
         # Outside the lock: enqueuing a wait must not wait for a store that does not answer.
         for lane in lanes:
-            watch = _overdue(lane, now)
-            if watch is not None:
-                self._on_timeout(watch.error())
-
-
-def _overdue(lane: _Lane, now: float) -> _Watch | None:
-    """Drop the lane's finished waits; return the first unfinished one if its time is over."""
-    while lane and lane[0].finished.query():
-        lane.popleft()
-    if not lane:
-        return None
-    head = lane[0]
-    if head.since is None:
-        if head.started.query():
-            head.since = now
-        return None
-    waited = now - head.since
-    late = waited > head.timeout_s
-    if not late and waited > _GRACE_S:
-        late = head.failed_already()
-    return lane.popleft() if late else None
+            while lane and lane[0].finished():
+                lane.popleft()
+            if lane and lane[0].is_over(now):
+                self._on_timeout(lane.popleft().error())
 
 
 MONITOR = WaitMonitor()
@@ -317,7 +289,7 @@ class GroupWaits:
             work.wait()  # the current stream waits; the host does not
             if started is not None:
                 now = torch.cuda.current_stream(self.device)
-                self.watch(name, started, record_event(now), limit_s, now)
+                self.watch(name, started.query, record_event(now).query, limit_s, now)
 
         return wait
 
@@ -344,16 +316,17 @@ class GroupWaits:
     def inside_library(self, name: WaitName, timeout_s: float) -> Iterator[None]:
         """Watch the host while it is inside a library that may wait for a peer: with the first
         message to a peer NCCL connects, and symmetric memory is mapped by all ranks."""
-        left, lane = _Flag(), ("library", threading.get_ident())
-        self.watch(name, _Flag(True), left, timeout_s, lane, "the library did not return")
+        left, lane = threading.Event(), ("library", threading.get_ident())
+        reason = "the library did not return"
+        self.watch(name, lambda: True, left.is_set, timeout_s, lane, reason)
         try:
             yield
         finally:
-            left.happened = True
+            left.set()
 
     def watch(
-        self, name: WaitName, started: Watchable, finished: Watchable, timeout_s: float,
-        lane: object, reason: str = "",
+        self, name: WaitName, started: Callable[[], bool], finished: Callable[[], bool],
+        timeout_s: float, lane: object, reason: str = "",
     ) -> None:  # fmt: skip
         """Let the monitor end the process unless `finished` follows `started` within `timeout_s`
         seconds."""
@@ -361,11 +334,9 @@ class GroupWaits:
         def error() -> PeerTimeoutError:
             return self.failure(name, timeout_s, reason)
 
-        MONITOR.watch(lane, started, finished, timeout_s, error, self.failed_already)
-
-    def failed_already(self) -> bool:
-        """Return whether a rank of the group has reported a failed wait."""
-        return bool(self.channel.failed())
+        MONITOR.watch(
+            lane, started, finished, timeout_s, error, lambda: bool(self.channel.failed())
+        )
 
     def failure(self, name: WaitName, waited_s: float, reason: str = "") -> PeerTimeoutError:
         """Print and report that a peer did not answer; return the error, with the root cause if

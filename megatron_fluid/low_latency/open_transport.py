@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import uuid
 from collections.abc import Iterator
 
 import torch
@@ -157,7 +158,8 @@ def _new_group_names(group: dist.ProcessGroup) -> Iterator[None]:
     job.
     """
     module = dist.distributed_c10d
-    name, numbers = agreement(group).name("groups of two levels"), itertools.count()
+    name = agreement(group).first("name of groups of two levels", uuid.uuid4().hex)
+    numbers = itertools.count()
     before = module._hash_ranks_to_str
     module._hash_ranks_to_str = lambda ranks: hashlib.sha1(
         f"{name} {next(numbers)} {ranks}".encode()

@@ -18,13 +18,7 @@ from megatron_fluid.comm.watcher import Watcher
 from megatron_fluid.errors import PeerTimeoutError
 from tests.support.agreements import agreements, on_all
 
-
-class Event:
-    def __init__(self, happened: bool = False) -> None:
-        self.happened = happened
-
-    def query(self) -> bool:
-        return self.happened
+HAPPENED, NEVER = (lambda: True), (lambda: False)
 
 
 def lost(round_index: int) -> PeerTimeoutError:
@@ -42,24 +36,24 @@ errors: list[PeerTimeoutError] = []
 
 
 def test_finished_rounds_are_forgotten(monitor: WaitMonitor) -> None:
-    done, waiting = Event(True), Event()
-    monitor.watch("a", Event(True), done, 5.0, lambda: lost(0))
-    monitor.watch("a", Event(True), waiting, 5.0, lambda: lost(1))
+    waiting = threading.Event()
+    monitor.watch("a", HAPPENED, HAPPENED, 5.0, lambda: lost(0))
+    monitor.watch("a", HAPPENED, waiting.is_set, 5.0, lambda: lost(1))
     monitor.look(0.0)
     assert len(monitor._lanes["a"]) == 1
-    waiting.happened = True
+    waiting.set()
     monitor.look(100.0)
     assert not monitor._lanes["a"]
     assert not errors
 
 
 def test_the_clock_starts_when_the_round_does(monitor: WaitMonitor) -> None:
-    started = Event()
-    monitor.watch("a", started, Event(), 5.0, lambda: lost(3))
+    started = threading.Event()
+    monitor.watch("a", started.is_set, NEVER, 5.0, lambda: lost(3))
     monitor.look(0.0)
     monitor.look(1000.0)  # still behind a long computation
     assert not errors
-    started.happened = True
+    started.set()
     monitor.look(1001.0)
     monitor.look(1005.9)
     assert not errors
@@ -69,8 +63,8 @@ def test_the_clock_starts_when_the_round_does(monitor: WaitMonitor) -> None:
 
 
 def test_lanes_are_independent(monitor: WaitMonitor) -> None:
-    monitor.watch("a", Event(), Event(), 5.0, lambda: lost(0))
-    monitor.watch("b", Event(True), Event(), 5.0, lambda: lost(1))
+    monitor.watch("a", NEVER, NEVER, 5.0, lambda: lost(0))
+    monitor.watch("b", HAPPENED, NEVER, 5.0, lambda: lost(1))
     monitor.look(0.0)
     monitor.look(6.0)
     assert [error.round_index for error in errors] == [1]
@@ -80,7 +74,7 @@ def test_another_ranks_failure_ends_the_wait_early(monitor: WaitMonitor) -> None
     channels = agreements(2)
     on_all(channels, lambda w: w.barrier("begin"))
     failed = channels[0].failed
-    monitor.watch("a", Event(True), Event(), 300.0, lambda: lost(4), lambda: bool(failed()))
+    monitor.watch("a", HAPPENED, NEVER, 300.0, lambda: lost(4), lambda: bool(failed()))
     monitor.look(0.0)
     monitor.look(10.0)
     assert not errors
@@ -105,10 +99,10 @@ def test_the_watcher_looks_by_itself_and_may_query_during_a_capture_from_the_fir
     watcher.add(lambda now: looked.set() or 60.0)  # type: ignore[func-returns-value]
     assert looked.wait(20) and not threads
     monitor = WaitMonitor(on_timeout=seen.append, interval_s=0.01, watcher=watcher)
-    monitor.watch("a", Event(True), Event(True), 5.0, lambda: lost(1))
+    monitor.watch("a", HAPPENED, HAPPENED, 5.0, lambda: lost(1))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monitor.watch("a", Event(True), Event(), 0.05, lambda: lost(2))
+    monitor.watch("a", HAPPENED, NEVER, 0.05, lambda: lost(2))
     deadline = time.monotonic() + 20
     while not seen and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -182,6 +176,9 @@ def test_a_collective_on_a_gpu_is_watched_unless_it_is_captured(
         def record(self, stream: Any) -> None:
             order.append(self.name)
 
+        def query(self) -> str:
+            return self.name
+
     stream = SimpleNamespace(cuda_stream=5)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
@@ -198,7 +195,7 @@ def test_a_collective_on_a_gpu_is_watched_unless_it_is_captured(
         return
     assert order == ["started", "wait", "finished"]
     ((lane, started, finished, timeout_s, error, _),) = watched
-    assert (started.name, finished.name, timeout_s) == ("started", "finished", 7.0)
+    assert (started(), finished(), timeout_s) == ("started", "finished", 7.0)
     monkeypatch.setattr(waits, "_GRACE_S", 0.0)
     assert lane is stream
     assert "rank 2: no answer from its group in low_latency.dispatch over nccl after 7 s" in str(
