@@ -32,7 +32,7 @@ def into_main_grad(weight: Tensor, fused: bool) -> Callable[[Tensor, Tensor], Te
         add_product_to_main_grad(weight.main_grad, dc, a, overwrite=overwrite)
         # Without the mark nobody would know that what autograd is given is not the gradient.
         marked = hasattr(weight, "grad_added_to_main_grad")
-        return mark_added_to_main_grad(weight) if marked else None
+        return mark_added_to_main_grad([weight])[0] if marked else None
 
     return deliver
 
@@ -72,7 +72,7 @@ def rows_gradient_of(linear: Any, rows: slice) -> Callable[[Tensor, Tensor], Ten
             weight.main_grad.zero_()  # the other rows' gradient is other ranks'
         add_product_to_main_grad(weight.main_grad[rows], dc, a, overwrite=False)
         if hasattr(weight, "grad_added_to_main_grad"):
-            mark_added_to_main_grad(weight)
+            mark_added_to_main_grad([weight])
         return torch.zeros_like(weight[rows])
 
     return deliver

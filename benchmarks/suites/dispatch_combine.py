@@ -103,8 +103,8 @@ def _copy_engine(
     width = x.shape[1]
     received = {}
     for d in peers:
-        shape = (int(rows[d].numel()), width)
-        received[d] = buffers.workspace.peer_view("moe receive", d, shape, x.dtype)
+        flat = buffers.workspace.peer_buffers("moe receive", x.dtype)[d]
+        received[d] = flat[: rows[d].numel() * width].view(-1, width)
     packed = {d: x.new_empty(rows[d].numel(), width) for d in peers}
     streams = {d: torch.cuda.Stream() for d in peers}
 

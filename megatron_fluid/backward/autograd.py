@@ -34,7 +34,6 @@ __all__ = [
     "ReadyGate",
     "Readiness",
     "apply",
-    "counted",
     "gate_with",
     "goes_on_to",
     "gradient_owner",
@@ -336,10 +335,3 @@ def _takes_main_grads(params: Sequence[Tensor]) -> bool:
         return False
     found += [list(map(attribute, params)).count(None) for attribute in _OF_AUTOGRAD]
     return found.count(len(params)) == len(found)
-
-
-def counted(params: Sequence[Tensor], run: Callable[[], None]) -> Callable[[], None]:
-    """Count `run`, which will deliver gradients of `params`, in their gate. Returns the function to
-    call in its place."""
-    gate = gate_with(params[0]) if params else None
-    return run if gate is None else gate.deferred(run)

@@ -3,7 +3,6 @@ projections)."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,21 +19,7 @@ from megatron_fluid.backward.autograd import (
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.kernels.fixed_tiles.launch import fixed_tile_linear
 
-__all__ = ["can_defer", "deferred_linear", "graph_anchor", "linear_weight_grad"]
-
-
-def can_defer(weight: Tensor, scheduler: WeightGradScheduler) -> Readiness | None:
-    """How the gradient of `weight` is counted where it may be deferred now: the scheduler is on,
-    and it is a leaf being trained. None where it may not.
-
-    A weight that is computed from others (a cast, a reshape) stays an ordinary input of autograd,
-    which alone knows how to go on from it.
-    """
-    trained = weight.is_leaf and weight.requires_grad
-    if not (scheduler.is_enabled() and trained and torch.is_grad_enabled()):
-        return None
-    ready = readiness_of([weight])
-    return ready if ready.bypass else None
+__all__ = ["deferred_linear", "graph_anchor"]
 
 
 def graph_anchor(device: torch.device) -> Tensor:
@@ -44,7 +29,7 @@ def graph_anchor(device: torch.device) -> Tensor:
     return torch.empty(0, device=device, requires_grad=True)
 
 
-def linear_weight_grad(grad_output: Tensor, x: Tensor) -> Tensor:
+def _weight_grad(grad_output: Tensor, x: Tensor) -> Tensor:
     """dW [out, in] of y = x @ W.T from dy [..., out] and x [..., in]."""
     return grad_output.reshape(-1, grad_output.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
@@ -95,17 +80,14 @@ class _Linear(torch.autograd.Function):
         grad = grad.to(x.dtype)
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         if (deferred := ctx.deferred) is None:
-            grad_weight = linear_weight_grad(grad, x) if ctx.needs_input_grad[1] else None
+            grad_weight = _weight_grad(grad, x) if ctx.needs_input_grad[1] else None
             return grad_x, grad_weight, None, None, None, None
         if goes_on_to(ctx.next_functions[ctx.anchor]):
-            compute = functools.partial(_weight_grads, grad, x)
-            deferred.scheduler.submit(deferred.name, [deferred.weight], compute)
+            deferred.scheduler.submit(
+                deferred.name, [deferred.weight], lambda: [_weight_grad(grad, x)]
+            )
             deferred.ready.leave(ctx)
         return grad_x, None, None, None, None, None
-
-
-def _weight_grads(grad: Tensor, x: Tensor) -> list[Tensor]:
-    return [linear_weight_grad(grad, x)]
 
 
 def deferred_linear(
@@ -134,11 +116,16 @@ def deferred_linear(
         with torch.autocast(x.device.type, enabled=False):
             return deferred_linear(x, weight, name, scheduler, wide, fixed_tiles)
     scheduler = get_backward_scheduler() if scheduler is None else scheduler
-    ready = can_defer(weight, scheduler)
-    if ready is not None and not torch.is_autocast_enabled(x.device.type):
-        deferred = _Deferred(weight, scheduler, name, ready)
-        return apply(_Linear, x, None, graph_anchor(x.device), deferred, wide, fixed_tiles)
-    learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if (wide or fixed_tiles) and learning:
+    if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
+        return _product(x, weight, wide, fixed_tiles)
+    # A weight that is computed from others (a cast, a reshape) stays an ordinary input of autograd,
+    # which alone knows how to go on from it.
+    leaf = weight.is_leaf and weight.requires_grad
+    if scheduler.is_enabled() and leaf and not torch.is_autocast_enabled(x.device.type):
+        ready = readiness_of([weight])
+        if ready.bypass:
+            deferred = _Deferred(weight, scheduler, name, ready)
+            return apply(_Linear, x, None, graph_anchor(x.device), deferred, wide, fixed_tiles)
+    if wide or fixed_tiles:
         return apply(_Linear, x, weight, None, None, wide, fixed_tiles)
     return _product(x, weight, wide, fixed_tiles)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["add_product_to_main_grad", "mark_added_to_main_grad", "mark_all_added_to_main_grad"]
+__all__ = ["add_product_to_main_grad", "mark_added_to_main_grad"]
 
 
 def add_product_to_main_grad(
@@ -33,15 +33,10 @@ def add_product_to_main_grad(
         main_grad.addmm_(left.t().to(main_grad.dtype), right.to(main_grad.dtype), beta=beta)
 
 
-def mark_added_to_main_grad(param: Tensor) -> Tensor:
-    """Tell Megatron's hook that main_grad holds the gradient. Returns what autograd is given in its
-    place, so that the hook fires."""
-    return mark_all_added_to_main_grad([param])[0]
-
-
-def mark_all_added_to_main_grad(params: Sequence[Tensor]) -> list[Tensor]:
-    """mark_added_to_main_grad for parameters of one shape. The results are views of one tensor that
-    nobody reads: a tensor for each would take as much memory as the layer's weights.
+def mark_added_to_main_grad(params: Sequence[Tensor]) -> list[Tensor]:
+    """Tell Megatron's hooks that main_grad holds the gradients of parameters of one shape. Returns
+    what autograd is given in their place, so that the hooks fire: views of one tensor that nobody
+    reads, since a tensor for each would take as much memory as the layer's weights.
     """
     for param in params:
         param.grad_added_to_main_grad = True  # type: ignore[attr-defined]

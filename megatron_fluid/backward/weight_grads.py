@@ -29,21 +29,20 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_fluid.backward.autograd import apply, counted
+from megatron_fluid.backward.autograd import apply, gate_with
 
 __all__ = [
     "Exchange",
     "WeightGradScheduler",
-    "WeightGradTask",
     "deliver_gradients",
     "get_backward_scheduler",
+    "weight_grad_task",
 ]
 
 
@@ -53,34 +52,38 @@ class Exchange(Protocol):
     def done(self) -> bool: ...
 
 
-@dataclass
-class WeightGradTask:
-    """One deferred computation: `compute` gives the gradients of `params`, in order, or None where
-    it has delivered them itself."""
+def weight_grad_task(
+    name: str,
+    params: Sequence[Tensor],
+    compute: Callable[[], Sequence[Tensor] | None],
+    stream: torch.cuda.Stream | None = None,
+) -> Callable[[], None]:
+    """Return a function that computes gradients and delivers them. The gate of the parameters waits
+    for it from now on.
 
-    name: str
-    params: Sequence[Tensor]
-    compute: Callable[[], Sequence[Tensor] | None]
-    stream: torch.cuda.Stream | None = None
+    Args:
+        name, params, compute: see WeightGradScheduler.submit.
+        stream: where it runs, whatever stream it is called on; None: on that one.
+    """
 
-    def run(self) -> None:
-        if self.stream is None:
-            self._run()
-            return
-        # On the stream it was queued from: what it reads was made there, and the allocator knows
-        # those tensors by it.
-        with torch.cuda.stream(self.stream):
-            self._run()
-        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
-
-    def _run(self) -> None:
+    def run() -> None:
         with torch.no_grad():
-            gradients = self.compute()
+            gradients = compute()
         if gradients is None:
             return
-        if (found := len(gradients)) != len(self.params):
-            raise RuntimeError(f"{self.name}: {found} gradients for {len(self.params)} parameters")
-        deliver_gradients(self.params, gradients)
+        if (found := len(gradients)) != len(params):
+            raise RuntimeError(f"{name}: {found} gradients for {len(params)} parameters")
+        deliver_gradients(params, gradients)
+
+    def run_on_stream() -> None:
+        assert stream is not None
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    task = run if stream is None else run_on_stream
+    gate = gate_with(params[0]) if params else None
+    return task if gate is None else gate.deferred(task)
 
 
 class _Deliver(torch.autograd.Function):
@@ -203,9 +206,11 @@ class WeightGradScheduler:
                 delivered them itself; called once, without gradient mode. It owns the tensors that
                 it reads.
         """
+        # On the stream it is queued from: what it reads was made there, and the allocator knows
+        # those tensors by it.
         stream = torch.cuda.current_stream() if any(param.is_cuda for param in params) else None
         graph_task = torch._C._current_graph_task_id()
-        run = counted(params, WeightGradTask(name, params, compute, stream).run)
+        run = weight_grad_task(name, params, compute, stream)
         if graph_task == -1 or not self.enabled or _sharded_by_fsdp():
             run()
             return

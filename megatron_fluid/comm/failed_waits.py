@@ -17,8 +17,8 @@ error, and ends the process with EXIT_CODE if the main thread has not raised it 
 process that waits inside NCCL for a rank that is lost cannot raise.
 
 A call that raises on one rank leaves the others waiting for it. `tells_peers` reports it to them.
-They end with the report in `Agreement.gather`, by the monitor of waits (comm/waits.py), and by the
-watcher: every second it asks for reports, and ends the process if there is one and this rank's
+They end with the report in `Agreement.gather`, in collectives on a GPU (comm/waits.py), and by
+`look`: every second it asks for reports, and ends the process if there is one and this rank's
 device is stuck. A wait of gloo cannot be interrupted; it ends when the process of the reporting
 rank does, and its error names the report.
 
@@ -144,8 +144,8 @@ def watch(errors: ErrorWords, owner: object) -> None:
             _started = True
             register_optimizer_step_pre_hook(_before_step)
             atexit.register(_at_exit)
-            WATCHER.add(_look_again)
-    weakref.finalize(owner, _forget_if_sound, errors)
+            WATCHER.add(lambda now: look(now))
+    weakref.finalize(owner, lambda: None if errors.failed() else forget(errors))
 
 
 def forget(errors: ErrorWords) -> None:
@@ -153,11 +153,6 @@ def forget(errors: ErrorWords) -> None:
     global _watched
     with _lock:
         _watched = tuple(kept for kept in _watched if kept is not errors)
-
-
-def _forget_if_sound(errors: ErrorWords) -> None:
-    if not errors.failed():
-        forget(errors)
 
 
 def raise_if_failed(synchronize: bool = False) -> None:
@@ -209,8 +204,8 @@ def tells_peers[**P, R](call: Callable[P, R]) -> Callable[P, R]:
     def told(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():
             return outside_the_graph(*args, **kwargs)
-        if _reported:
-            _take_back()
+        while _reported:
+            _reported.pop().withdraw_refusal()
         try:
             if torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting():
                 found = "torch.func or torch.export"
@@ -237,29 +232,19 @@ def _tell(error: Exception) -> None:
         _reported.append(channel)
 
 
-def _take_back() -> None:
-    for channel in _reported:
-        channel.withdraw_refusal()
-    _reported.clear()
-
-
 def _before_step(optimizer: Any, arguments: Any, keywords: Any) -> None:
     if not torch.compiler.is_compiling():
         raise_if_failed(synchronize=True)
-
-
-def _look_again(now: float) -> float:
-    look(now)
-    return _INTERVAL_S
 
 
 def look(
     now: float,
     end: Callable[[Exception], None] = end_process,
     stuck: Callable[[torch.device], bool] | None = None,
-) -> None:
-    """Look at all records once at time `now` (seconds, monotonic): report new ones, and `end` what
-    has not raised it in time, or is `stuck` in a wait for a rank that has failed."""
+) -> float:
+    """Look at all records once at time `now` (seconds, monotonic): print new ones, and `end` the
+    process if it has not raised one in time, or if its device is `stuck` in a wait for a rank that
+    has failed. Return after how many seconds to look again."""
     global _asked_at
     if asks := now - _asked_at >= _PEERS_EVERY_S:
         _asked_at = now
@@ -276,8 +261,9 @@ def look(
         if errors.seen_at is None:
             errors.seen_at = now
             say(error)
-        elif any(errors.on_host) and now - errors.seen_at > GRACE_S:
+        elif now - errors.seen_at > GRACE_S:
             end(error)
+    return _INTERVAL_S
 
 
 def _is_stuck(device: torch.device, limit_s: float = _STUCK_S, at_exit: bool = False) -> bool:

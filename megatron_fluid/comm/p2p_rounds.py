@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_fluid.comm.agreement import agreement
 from megatron_fluid.comm.groups import group_or_lone_rank, group_resource, wait_timeout_s
-from megatron_fluid.comm.waits import GroupWaits, WaitName, record_event, required
+from megatron_fluid.comm.waits import SLOW_START, GroupWaits, WaitName, record_event, required
 from megatron_fluid.errors import ConfigError, first_line
 from megatron_fluid.topology import check_group, domain_name, partners
 
@@ -35,13 +35,9 @@ __all__ = [
     "P2PRounds",
     "PendingRound",
     "SeveralRounds",
-    "bounded_collective",
     "detect_hosts",
     "shared_rounds",
 ]
-
-# The first round on a device may take this many times the timeout: NCCL connects and loads kernels.
-_SLOW_START = 2.0
 
 type Transfer = tuple[int, Sequence[Tensor], Sequence[Tensor]]  # peer, sent, received
 
@@ -53,7 +49,7 @@ class PendingRound:
         """Make the received tensors ready: on a GPU the current stream waits, on a CPU the caller.
 
         Raises:
-            PeerTimeoutError: on a CPU, the peer did not answer in time. On a GPU the monitor
+            PeerTimeoutError: on a CPU, the peer did not answer in time. On a GPU the watcher
                 reports it.
         """
 
@@ -135,20 +131,12 @@ def detect_hosts(
     return [ids.setdefault(domain, len(ids)) for domain, _ in found], [name for _, name in found]
 
 
-def bounded_collective(
-    rounds: P2PRounds, operation: str, launch: Callable[[], dist.Work | None]
-) -> None:
-    """Run one collective of the group with the bound of a round: GroupWaits.collective."""
-    rounds.waits.collective(operation, launch, rounds.timeout_s)
-
-
 class P2PRounds:
     """Exchanges with one peer a round. Construction is collective over the group.
 
     Args:
         group: process group with NCCL (CUDA tensors) or gloo (CPU tensors), or both.
         timeout_s: bound in seconds on every wait for a peer; None takes the configuration's.
-        first_timeout_s: the bound for the first round on a GPU; None takes twice timeout_s.
 
     Attributes:
         group, rank, world_size: the group, this rank in it, and its size W.
@@ -166,18 +154,11 @@ class P2PRounds:
         PeerTimeoutError: a rank of the group does not come.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        timeout_s: float | None = None,
-        first_timeout_s: float | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
         self.group = group = check_group(group)
         self.timeout_s = wait_timeout_s(group, timeout_s)
         if not self.timeout_s > 0:
             raise ConfigError.of("timeout_s", self.timeout_s, "seconds above 0")
-        slow_start = _SLOW_START * self.timeout_s
-        self.first_timeout_s = slow_start if first_timeout_s is None else first_timeout_s
         self.rank, self.world_size = group.rank(), group.size()
         self.domains, self.hosts = detect_hosts(group, self.timeout_s)
         self.partners = partners(self.rank, self.world_size, self.domains)
@@ -202,8 +183,12 @@ class P2PRounds:
             self.waits.collective(
                 "communicator set-up",
                 lambda: dist.all_reduce(one, group=self.group, async_op=True),
-                self.first_timeout_s,
+                SLOW_START * self.timeout_s,
             )
+
+    def collective(self, operation: str, launch: Callable[[], dist.Work | None]) -> None:
+        """Run one collective of the group with the bound of a round: GroupWaits.collective."""
+        self.waits.collective(operation, launch, self.timeout_s)
 
     def _between_hosts(self, peer: int | None) -> str:
         """For errors: the hosts that a wait is between, "" where it is inside one."""
@@ -252,7 +237,10 @@ class P2PRounds:
         Raises:
             ConfigError: as for `start`.
         """
-        found = [(peer, _filled(send), _filled(recv)) for peer, send, recv in transfers]
+        found = [
+            (peer, [t for t in send if t.numel()], [t for t in recv if t.numel()])
+            for peer, send, recv in transfers
+        ]
         found = [transfer for transfer in found if transfer[1] or transfer[2]]
         if not found:
             return PendingRound()
@@ -266,13 +254,12 @@ class P2PRounds:
         _, outgoing, incoming = found[0]
         if (*outgoing, *incoming)[0].is_cuda:
             return self._start_cuda(name, found)
-        # gloo sends what has been asked for: no question may queue behind another peer's data.
-        asked = [(peer, dist.irecv, incoming) for peer, _, incoming in found if incoming]
-        given = [(peer, dist.isend, outgoing) for peer, outgoing, _ in found if outgoing]
-        works = [
-            self._start_gloo(name._replace(peer=p), move, t) for p, move, t in (*asked, *given)
-        ]
-        return works[0] if len(works) == 1 else SeveralRounds(works)
+        # gloo sends what has been asked for: no receive may queue behind another peer's data.
+        receives = [(peer, dist.irecv, incoming) for peer, _, incoming in found if incoming]
+        sends = [(peer, dist.isend, outgoing) for peer, outgoing, _ in found if outgoing]
+        return SeveralRounds(
+            [self._start_gloo(name._replace(peer=p), move, t) for p, move, t in receives + sends]
+        )
 
     def _start_gloo(
         self, name: WaitName, move: Callable[..., dist.Work | None], tensors: Sequence[Tensor]
@@ -303,7 +290,7 @@ class P2PRounds:
             ]
             batch = [dist.P2POp(m, t, group=self.group, group_peer=peer) for m, t, peer in moves]
             peers = {peer for peer, *_ in transfers}
-            timeout_s = self.timeout_s if peers <= self._connected else self.first_timeout_s
+            timeout_s = self.timeout_s * (1.0 if peers <= self._connected else SLOW_START)
             self._connected |= peers
             with self.waits.inside_library(name, timeout_s):
                 works = dist.batch_isend_irecv(batch)
@@ -315,10 +302,6 @@ class P2PRounds:
         if started is not None:
             self.waits.watch(name, started.query, finished.query, timeout_s, stream)
         return _CudaRound(finished, [tensor for _, tensor, _ in moves])
-
-
-def _filled(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor.numel()]
 
 
 def _tag(name: WaitName, index: int) -> int:
@@ -335,7 +318,7 @@ def shared_rounds(group: dist.ProcessGroup | None, timeout_s: float | None = Non
     group = check_group(group_or_lone_rank(group))
     found = group_resource(group, "p2p rounds", lambda: P2PRounds(group, timeout_s))
     if timeout_s is not None:
-        found.timeout_s, found.first_timeout_s = timeout_s, _SLOW_START * timeout_s
+        found.timeout_s = timeout_s
     return found
 
 

@@ -170,25 +170,19 @@ class PeerWatch:
             holder = 0 if not _launcher_holds_store() else None
             who = "rank 0" if holder == 0 else "the launcher of the first host"
             return holder, f"the store of the job does not answer: {who}, which holds it, is lost"
-        failed = [rank for rank, beat in after.items() if beat.failed]
+        others = {rank: beat for rank, beat in after.items() if rank != self._rank}
+        failed = [rank for rank, beat in others.items() if beat.failed]
         absent = [r for r in range(self._world_size) if before and r not in after]
-        silent = [
-            rank
-            for rank, beat in after.items()
-            if not beat.ended and rank in before and beat.count == before[rank].count
-        ]
-        silent = [rank for rank in silent if rank != self._rank]
+        running = [rank for rank, beat in others.items() if not beat.ended and rank in before]
+        silent = [rank for rank in running if after[rank].count == before[rank].count]
         texts = []
         if silent:
-            last = after[silent[0]]
-            texts.append(
-                f"{ranks_text(silent)} stopped beating (killed, frozen or cut off), last seen in "
-                f"{last.place}"
-            )
+            stopped = "stopped beating (killed, frozen or cut off), last seen in"
+            texts.append(f"{ranks_text(silent)} {stopped} {after[silent[0]].place}")
         if absent:
             texts.append(f"{ranks_text(absent)} never came")
         if not silent + absent + failed:  # what is known is what others have found
-            failed = [r for r, beat in after.items() if beat.ended and r != self._rank]
+            failed = [rank for rank, beat in others.items() if beat.ended]
         texts += [f"rank {rank} ended: {after[rank].ended}" for rank in failed]
         first = next(iter([*silent, *absent, *failed]), None)
         return first, "; ".join(texts)
@@ -227,15 +221,12 @@ class PeerWatch:
             in_collective = True
         if not in_collective and not _LOST.search(str(error)):
             return None
-        begin = time.monotonic()
-        before = self._read()
-        while True:
+        begin, enough = time.monotonic(), False
+        before = after = self._read()
+        while not enough and not any(beat.failed for beat in (after or {}).values()):
             time.sleep(self.interval_s)
             after = self._read()
-            failed = any(beat.failed for beat in (after or {}).values())
             enough = time.monotonic() - begin >= _LOOKS * self.interval_s
-            if failed or enough:
-                break
         # Too few beats tell nothing of the silent ones; an error that is there does.
         peer, lost = self._lost(before if enough or before is None else {}, after)
         if not lost:

@@ -33,22 +33,20 @@ def symmetric_unsupported_reason(
 
 def _ask_every_rank(group: dist.ProcessGroup, domain_size: int | None) -> str | None:
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    facts: tuple[str, str | None] = (host_identity(), None)
-    if device is None:
-        facts = (facts[0], "CUDA is not available")
-    else:
+    missing = "CUDA is not available" if device is None else ""
+    if not missing:
         try:
             import triton  # noqa: F401
         except ImportError as error:
-            facts = (facts[0], f"Triton cannot be imported ({error})")
+            missing = f"Triton cannot be imported ({error})"
     world_size = dist.get_world_size(group)
     size = domain_size or world_size
-    everyone: list[tuple[str, str | None, int | None]] = agreement(group).gather(
-        "look for symmetric memory", (*facts, device)
+    everyone: list[tuple[str, str, int | None]] = agreement(group).gather(
+        "look for symmetric memory", (host_identity(), missing, device)
     )
-    for rank, (_, reason, _) in enumerate(everyone):
-        if reason:
-            return f"rank {rank}: {reason}"
+    for rank, (_, missing, _) in enumerate(everyone):
+        if missing:
+            return f"rank {rank}: {missing}"
     for first in range(0, world_size, size):
         hosts = sorted({host for host, _, _ in everyone[first : first + size]})
         if len(hosts) > 1:

@@ -1,10 +1,9 @@
-"""The registry of waits: every wait of this package for a peer is bounded and named.
+"""The waits of a process group: each is bounded, and its error names rank, peer, operation and
+round.
 
 On a CPU a wait has a timeout and raises. On a GPU the host enqueues a collective and goes on, so
 the watcher (watcher.py) looks at the CUDA events around it. It watches the host itself, too, while
-that is inside a library that may wait for a peer (NCCL connects, symmetric memory is mapped). Past
-the deadline it names rank, peer, operation and round, prints the stacks of all Python threads, and
-ends the process: work that waits inside NCCL cannot be cancelled.
+that is inside a library that may wait for a peer (NCCL connects, symmetric memory is mapped).
 
 A rank whose wait has failed reports it to the ranks of all its groups
 (megatron_fluid.comm.agreement). They follow such reports from rank to rank and name the root cause.
@@ -15,9 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -26,20 +23,13 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.agreement import Agreement, agreement, live_agreements
 from megatron_fluid.comm.groups import group_resource, group_timeout_s
-from megatron_fluid.comm.watcher import (
-    WATCHER,
-    Watcher,
-    allow_queries_during_capture,
-    end_process,
-    say,
-)
+from megatron_fluid.comm.watcher import WATCHER, say
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import PeerTimeoutError, first_line, ranks_text
 
 __all__ = [
-    "MONITOR",
+    "SLOW_START",
     "GroupWaits",
-    "WaitMonitor",
     "WaitName",
     "explain",
     "group_waits",
@@ -49,7 +39,7 @@ __all__ = [
 
 _GRACE_S = 2.0  # for the reports of other ranks, whose waits end at about the same time
 # The first use of a connection may take this many times the timeout: NCCL connects, loads kernels.
-_SLOW_START = 2.0
+SLOW_START = 2.0
 
 
 class WaitName(NamedTuple):
@@ -59,98 +49,6 @@ class WaitName(NamedTuple):
     operation: str
     round_index: int | None = None
     peer: int | None = None
-
-
-# ---- the monitor
-
-
-@dataclass
-class _Watch:
-    """One wait; its time runs from `started` to `finished`."""
-
-    started: Callable[[], bool]
-    finished: Callable[[], bool]
-    timeout_s: float
-    error: Callable[[], PeerTimeoutError]
-    failed_already: Callable[[], bool]
-    since: float | None = None
-
-    def is_over(self, now: float) -> bool:
-        """Return whether its time is over, or another rank has failed."""
-        if self.since is None:
-            self.since = now if self.started() else None
-            return False
-        waited = now - self.since
-        return waited > self.timeout_s or (waited > _GRACE_S and self.failed_already())
-
-
-class WaitMonitor:
-    """Watches waits and acts when one outlives its timeout.
-
-    Args:
-        on_timeout: receives the error; by default it is printed and the process ends with
-            EXIT_CODE.
-        interval_s: seconds between two looks.
-        watcher: calls it from the first wait on.
-    """
-
-    def __init__(
-        self, on_timeout: Callable[[PeerTimeoutError], None] = end_process,
-        interval_s: float = 0.25, watcher: Watcher = WATCHER,
-    ) -> None:  # fmt: skip
-        self._on_timeout, self._interval_s = on_timeout, interval_s
-        # Waits of one stream finish in order, so only its first unfinished one is looked at.
-        self._lanes: dict[object, deque[_Watch]] = {}
-        self._lock = threading.Lock()
-        self._watcher: Watcher | None = watcher
-        self._gpu: int | None = None  # of the first wait after CUDA was initialised
-        self._queries_allowed = False  # to the watcher's thread
-
-    def watch(
-        self, lane: object, started: Callable[[], bool], finished: Callable[[], bool],
-        timeout_s: float, error: Callable[[], PeerTimeoutError],
-        failed_already: Callable[[], bool] = lambda: False,
-    ) -> None:  # fmt: skip
-        """Watch one wait.
-
-        Args:
-            lane: the stream it is queued on (any hashable); waits of one lane finish in order.
-            started, finished: whether it has, without blocking: `query` of its events.
-            timeout_s: seconds allowed from `started` to `finished`.
-            error: makes the error to report; called at the deadline only.
-            failed_already: whether another rank has failed: then this wait cannot finish.
-        """
-        if self._gpu is None and torch.cuda.is_initialized():
-            self._gpu = torch.cuda.current_device()
-        with self._lock:
-            watch = _Watch(started, finished, timeout_s, error, failed_already)
-            self._lanes.setdefault(lane, deque()).append(watch)
-            watcher, self._watcher = self._watcher, None
-        if watcher is not None:
-            watcher.add(self._look_again)
-
-    def _look_again(self, now: float) -> float:
-        if self._gpu is not None and not self._queries_allowed:
-            # Not earlier: the driver refuses it where CUDA is not initialised.
-            allow_queries_during_capture(self._gpu)
-            self._queries_allowed = True
-        self.look(now)
-        return self._interval_s
-
-    def look(self, now: float) -> None:
-        """Look at all lanes once at time `now` (seconds, monotonic)."""
-        with self._lock:
-            lanes = list(self._lanes.values())
-        # Outside the lock: enqueuing a wait must not wait for a store that does not answer.
-        for lane in lanes:
-            while lane and lane[0].finished():
-                lane.popleft()
-            if lane and lane[0].is_over(now):
-                self._on_timeout(lane.popleft().error())
-
-
-MONITOR = WaitMonitor()
-"""Of all groups of this process."""
 
 
 def record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -259,7 +157,7 @@ class GroupWaits:
             launch: starts it with async_op=True.
 
         Raises:
-            PeerTimeoutError: on a CPU, it did not finish within the timeout. On a GPU the monitor
+            PeerTimeoutError: on a CPU, it did not finish within the timeout. On a GPU the watcher
                 reports it.
         """
         self.start(operation, launch, timeout_s)()
@@ -278,7 +176,7 @@ class GroupWaits:
         if self.device.type != "cuda":
             work = required(launch())
             return lambda: self.wait(work, name, limit_s)
-        limit_s *= _SLOW_START if first else 1.0
+        limit_s *= SLOW_START if first else 1.0
         stream = torch.cuda.current_stream(self.device)
         watched = not self.channel.alone and not torch.cuda.is_current_stream_capturing()
         started = record_event(stream) if watched else None
@@ -328,13 +226,13 @@ class GroupWaits:
         self, name: WaitName, started: Callable[[], bool], finished: Callable[[], bool],
         timeout_s: float, lane: object, reason: str = "",
     ) -> None:  # fmt: skip
-        """Let the monitor end the process unless `finished` follows `started` within `timeout_s`
+        """Let the watcher end the process unless `finished` follows `started` within `timeout_s`
         seconds."""
 
         def error() -> PeerTimeoutError:
             return self.failure(name, timeout_s, reason)
 
-        MONITOR.watch(
+        WATCHER.watch(
             lane, started, finished, timeout_s, error, lambda: bool(self.channel.failed())
         )
 

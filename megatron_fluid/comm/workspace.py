@@ -186,18 +186,10 @@ class Workspace:
         """
         return self._find(name, dtype).pointers
 
-    def peer_view(self, name: str, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return rank `rank`'s buffer `name` as a tensor that addresses its memory directly."""
-        numel = math.prod(shape)
-        flat = self._find(name, dtype).peers[rank]
-        if numel > flat.numel():
-            allowed = f"at most {flat.numel()} elements"
-            raise ConfigError.of(f"peer_view of {name!r}", tuple(shape), allowed)
-        return flat[:numel].view(tuple(shape))
-
-    def peer_addresses(self, name: str, dtype: torch.dtype) -> list[int]:
-        """Return the address of every rank's buffer `name`; valid until it grows."""
-        return [peer.data_ptr() for peer in self._find(name, dtype).peers]
+    def peer_buffers(self, name: str, dtype: torch.dtype) -> list[Tensor]:
+        """Return every rank's buffer `name`, flat, as tensors that address its memory directly;
+        valid until it grows."""
+        return self._find(name, dtype).peers
 
     def _find(self, name: str, dtype: torch.dtype | None) -> Buffer:
         self.check_open()

@@ -105,22 +105,18 @@ class Launch:
         grid: tuple[int, int],
         arguments: Sequence[Argument],
         stream: torch.cuda.Stream | None = None,
+        values: Sequence[int] | None = None,
     ) -> None:
-        """Start grid[0] * grid[1] programs on `stream`; None means the current stream."""
+        """Start grid[0] * grid[1] programs on `stream`; None means the current stream.
+
+        values: the arguments with tensors as their addresses, where the caller has them.
+        """
         if self._direct is not None:
-            values = [a if type(a) is int else a.data_ptr() for a in arguments]  # type: ignore[union-attr]
+            if values is None:
+                values = [a if type(a) is int else a.data_ptr() for a in arguments]  # type: ignore[union-attr]
             self._direct(*grid, values, None if stream is None else stream.cuda_stream)
         else:
             self._by_triton(grid, arguments, (), stream)
-
-    def start(
-        self, grid: tuple[int, int], arguments: Sequence[Argument], values: Sequence[int]
-    ) -> None:
-        """As a call on the current stream; `values`: the arguments, tensors as addresses."""
-        if self._direct is not None:
-            self._direct(*grid, values, None)
-        else:
-            self._by_triton(grid, arguments, (), None)
 
     def start_aligned(
         self, programs: int, tensors: Sequence[Tensor | None], integers: Sequence[int]
@@ -238,7 +234,7 @@ class Launcher:
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = Launch(self._kernel, self._num_warps, constants)
-        launch.start((programs, rows), arguments, values)
+        launch((programs, rows), arguments, None, values)
 
 
 def _address(argument: Argument | None) -> int | None:

@@ -35,7 +35,7 @@ from megatron_fluid.backward.autograd import (
     readiness_of,
 )
 from megatron_fluid.backward.deferred_linear import graph_anchor
-from megatron_fluid.backward.main_grad import mark_all_added_to_main_grad
+from megatron_fluid.backward.main_grad import mark_added_to_main_grad
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation, resolve_activation
@@ -300,7 +300,7 @@ def _weight_grads(
     if not (reported or call.fused_main_grad):
         return call.experts.weight_grads(fc, pairs, groups)
     call.experts.add_to_main_grads(fc, pairs, groups)
-    return None if reported else mark_all_added_to_main_grad(fc.params)
+    return None if reported else mark_added_to_main_grad(fc.params)
 
 
 @dataclass(slots=True)

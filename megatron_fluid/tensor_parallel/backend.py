@@ -95,7 +95,7 @@ class DoubleBuffer:
         self._flat = torch.empty(0, dtype=_UNIT)
         each = max(1, -(-nbytes // _ALIGN)) * _ALIGN
         self._flat = flat = self.workspace.reserve(self.name, 2 * each // _UNIT.itemsize, _UNIT)
-        bases = self.workspace.peer_addresses(self.name, _UNIT)
+        bases = [peer.data_ptr() for peer in self.workspace.peer_buffers(self.name, _UNIT)]
         self._addresses = [bases, [base + flat.nbytes // 2 for base in bases]]
 
     def local(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_fluid.backward.autograd import counted
 from megatron_fluid.backward.weight_grads import (
     WeightGradScheduler,
-    WeightGradTask,
     get_backward_scheduler,
+    weight_grad_task,
 )
 from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.moe.autograd import run_experts
@@ -51,7 +50,7 @@ class _DelayedGradients(WeightGradScheduler):
     def submit(
         self, name: str, params: Sequence[Tensor], compute: Callable[[], Sequence[Tensor] | None]
     ) -> None:
-        self._queue.append(counted(params, WeightGradTask(name, params, compute).run))
+        self._queue.append(weight_grad_task(name, params, compute))
 
     def finish_batch(self) -> None:
         """Nothing: the schedule says when."""

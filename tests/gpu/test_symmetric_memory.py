@@ -35,7 +35,7 @@ def _write_at_once(rank: int, ranks: int) -> float:
         mine = space.buffer("landing", (numel,), torch.float32)
         symmetric_memory.empty = empty
         if rank == 1:
-            space.peer_view("landing", 0, (numel,), torch.float32).fill_(3.0)
+            space.peer_buffers("landing", torch.float32)[0][:numel].fill_(3.0)
         torch.cuda.synchronize()
         dist.barrier()
         if rank == 0:

@@ -19,7 +19,7 @@ from megatron_fluid.comm.p2p_rounds import P2PRounds
 def lose_a_peer(rank: int, world: int, silent: bool) -> None:
     group = dist.group.WORLD
     assert group is not None
-    rounds = P2PRounds(group, timeout_s=5.0, first_timeout_s=10.0)
+    rounds = P2PRounds(group, timeout_s=5.0)
     last = 2 * len(rounds.partners) - 1
     for step in range(
         last + 1

@@ -110,7 +110,8 @@ class HeadBuffers:
             self._growths = self.workspace.growths
         found = self._addresses.get((name, dtype))
         if found is None:
-            found = self.workspace.peer_addresses(f"attention {name}", dtype)
+            peers = self.workspace.peer_buffers(f"attention {name}", dtype)
+            found = [peer.data_ptr() for peer in peers]
             self._addresses[name, dtype] = found
         return found
 

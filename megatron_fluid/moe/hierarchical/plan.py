@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.comm.groups import group_resource
-from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
+from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.moe.expert_weights import RowGroups
 from megatron_fluid.moe.permute import Permutation, check_ids, local_experts
 from megatron_fluid.topology import HostLayout
@@ -172,7 +172,7 @@ def gather_ids(
                 every.view(-1), mine, group=rounds.group, async_op=True
             )
 
-        bounded_collective(rounds, operation, start)
+        rounds.collective(operation, start)
         counts: list[int] = every[:, :4].contiguous().view(torch.int32).view(-1).tolist()
         if max(counts) <= room:
             choices = every[:, 4:].contiguous().view(narrow).view(world, room, top_k)

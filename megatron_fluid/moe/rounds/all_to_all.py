@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
+from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.moe.expert_weights import RowGroups
 from megatron_fluid.moe.experts import merge_rows, split_rows
 from megatron_fluid.moe.rounds.plan import ExactPlan
@@ -72,7 +72,7 @@ class _AllToAllExchange(Exchange):
                 out, rows, receive, send, group=rounds.group, async_op=True
             )
 
-        bounded_collective(rounds, f"{transport.name} {self.direction}{what}", launch)
+        rounds.collective(f"{transport.name} {self.direction}{what}", launch)
         return out
 
     def segments(self) -> Iterator[Segment]:

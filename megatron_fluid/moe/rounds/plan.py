@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm.p2p_rounds import P2PRounds, bounded_collective
+from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.permute import (
     Permutation,
@@ -172,7 +172,7 @@ def _start_counts(
         def start() -> Any:
             return dist.all_to_all_single(theirs, mine, group=rounds.group, async_op=True)
 
-        bounded_collective(rounds, operation, start)
+        rounds.collective(operation, start)
     host = torch.stack([mine, theirs])
     event: torch.cuda.Event | None = None
     if host.is_cuda:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fluid.backward.deferred_linear import deferred_linear
-from megatron_fluid.backward.main_grad import add_product_to_main_grad, mark_all_added_to_main_grad
+from megatron_fluid.backward.main_grad import add_product_to_main_grad, mark_added_to_main_grad
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, deliver_gradients
 from megatron_fluid.errors import ConfigError
 
@@ -384,14 +384,14 @@ def test_many_parameters_are_marked_with_one_memory_but_those_that_want_zeros() 
     params = [nn.Parameter(torch.zeros(3, 4)) for _ in range(3)]
     for param in params:
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    given = mark_all_added_to_main_grad(params)
+    given = mark_added_to_main_grad(params)
     assert all(param.grad_added_to_main_grad for param in params)  # type: ignore[attr-defined]
     assert [(g.shape, g.dtype, g.stride()) for g in given] == [
         (p.shape, p.dtype, p.stride()) for p in params
     ]
     assert len({g.data_ptr() for g in given}) == 1
     params[1].zero_out_wgrad = True  # type: ignore[attr-defined]
-    given = mark_all_added_to_main_grad(params)
+    given = mark_added_to_main_grad(params)
     assert not given[1].any() and given[0].data_ptr() != given[1].data_ptr()
 
 

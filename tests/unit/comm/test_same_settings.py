@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 import megatron_fluid
 from megatron_fluid.comm.agreement import Agreement, agreement
-from megatron_fluid.comm.groups import close_group
 from megatron_fluid.comm.same_settings import settings_difference
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
@@ -115,22 +114,6 @@ def _alike(rank: int, world: int) -> None:
     if rank == 0:
         with pytest.raises(PeerTimeoutError, match="a new layer .*: rank 1 did not come"):
             _moe(top_k=3)
-
-
-def _closed(rank: int, world: int) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    for top_k in (3, 2, 4, 3):
-        _moe(top_k=top_k)
-    close_group(group)
-    for top_k in (4, 2):  # another order: reports of before must not be taken for these
-        if rank == 0:
-            time.sleep(0.3)
-        _moe(top_k=top_k)(torch.ones(3, 8))
-
-
-def test_a_group_that_was_closed_is_compared_anew() -> None:
-    run_ranks(_closed, 2)
 
 
 def test_layers_that_are_alike_are_compared_once_and_a_lost_rank_is_named() -> None:

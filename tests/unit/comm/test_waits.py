@@ -1,4 +1,4 @@
-"""The monitor of waits, with events that the test sets by hand, and what failures tell."""
+"""The watcher of waits, with events that the test sets by hand, and what failures tell."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from megatron_fluid.comm import waits
+from megatron_fluid.comm import watcher as watcher_module
 from megatron_fluid.comm.agreement import Agreement
-from megatron_fluid.comm.waits import GroupWaits, WaitMonitor, explain
+from megatron_fluid.comm.waits import GroupWaits, explain
 from megatron_fluid.comm.watcher import Watcher
 from megatron_fluid.errors import PeerTimeoutError
 from tests.support.agreements import agreements, on_all
@@ -26,60 +27,45 @@ def lost(round_index: int) -> PeerTimeoutError:
 
 
 @pytest.fixture
-def monitor(monkeypatch: pytest.MonkeyPatch) -> WaitMonitor:
-    """A monitor without its thread: the test decides when it looks."""
+def watcher(monkeypatch: pytest.MonkeyPatch) -> Watcher:
+    """A watcher without its thread: the test decides when it looks."""
     errors.clear()
-    return WaitMonitor(errors.append, watcher=mock.Mock())
+    monkeypatch.setattr(Watcher, "add", lambda self, look: None)
+    return Watcher(errors.append)
 
 
-errors: list[PeerTimeoutError] = []
+errors: list[Exception] = []
 
 
-def test_finished_rounds_are_forgotten(monitor: WaitMonitor) -> None:
-    waiting = threading.Event()
-    monitor.watch("a", HAPPENED, HAPPENED, 5.0, lambda: lost(0))
-    monitor.watch("a", HAPPENED, waiting.is_set, 5.0, lambda: lost(1))
-    monitor.look(0.0)
-    assert len(monitor._lanes["a"]) == 1
-    waiting.set()
-    monitor.look(100.0)
-    assert not monitor._lanes["a"]
-    assert not errors
-
-
-def test_the_clock_starts_when_the_round_does(monitor: WaitMonitor) -> None:
-    started = threading.Event()
-    monitor.watch("a", started.is_set, NEVER, 5.0, lambda: lost(3))
-    monitor.look(0.0)
-    monitor.look(1000.0)  # still behind a long computation
-    assert not errors
+def test_the_clock_of_each_lane_starts_when_its_first_unfinished_wait_does(
+    watcher: Watcher,
+) -> None:
+    started, late = threading.Event(), threading.Event()
+    watcher.watch("a", HAPPENED, HAPPENED, 5.0, lambda: lost(0))
+    watcher.watch("a", HAPPENED, late.is_set, 5.0, lambda: lost(1))
+    watcher.watch("b", started.is_set, NEVER, 5.0, lambda: lost(3))
+    watcher.look(0.0)
+    assert len(watcher._lanes["a"]) == 1, "what has finished is forgotten"
+    late.set()
+    watcher.look(1000.0)  # b is still behind a long computation
     started.set()
-    monitor.look(1001.0)
-    monitor.look(1005.9)
-    assert not errors
-    monitor.look(1006.1)
-    assert [error.round_index for error in errors] == [3]
+    for now in (1001.0, 1005.9):
+        watcher.look(now)
+        assert not errors and not watcher._lanes["a"]
+    watcher.look(1006.1)
     assert "rank 1: no answer from peer 2 in moe dispatch, round 3 after 5 s" in str(errors[0])
 
 
-def test_lanes_are_independent(monitor: WaitMonitor) -> None:
-    monitor.watch("a", NEVER, NEVER, 5.0, lambda: lost(0))
-    monitor.watch("b", HAPPENED, NEVER, 5.0, lambda: lost(1))
-    monitor.look(0.0)
-    monitor.look(6.0)
-    assert [error.round_index for error in errors] == [1]
-
-
-def test_another_ranks_failure_ends_the_wait_early(monitor: WaitMonitor) -> None:
+def test_another_ranks_failure_ends_the_wait_early(watcher: Watcher) -> None:
     channels = agreements(2)
     on_all(channels, lambda w: w.barrier("begin"))
     failed = channels[0].failed
-    monitor.watch("a", HAPPENED, NEVER, 300.0, lambda: lost(4), lambda: bool(failed()))
-    monitor.look(0.0)
-    monitor.look(10.0)
+    watcher.watch("a", HAPPENED, NEVER, 300.0, lambda: lost(4), lambda: bool(failed()))
+    watcher.look(0.0)
+    watcher.look(10.0)
     assert not errors
     channels[1].report_failure(0, "rank 1 waited")
-    monitor.look(20.0)
+    watcher.look(20.0)
     assert [error.round_index for error in errors] == [4]
 
 
@@ -91,18 +77,18 @@ def test_the_watcher_looks_by_itself_and_may_query_during_a_capture_from_the_fir
     seen: list[PeerTimeoutError] = []
     threads: list[tuple[threading.Thread, int]] = []
     monkeypatch.setattr(
-        waits,
+        watcher_module,
         "allow_queries_during_capture",
         lambda device: threads.append((threading.current_thread(), device)),
     )
-    looked, watcher = threading.Event(), Watcher()
+    looked = threading.Event()
+    watcher = Watcher(on_timeout=seen.append, interval_s=0.01)
     watcher.add(lambda now: looked.set() or 60.0)  # type: ignore[func-returns-value]
     assert looked.wait(20) and not threads
-    monitor = WaitMonitor(on_timeout=seen.append, interval_s=0.01, watcher=watcher)
-    monitor.watch("a", HAPPENED, HAPPENED, 5.0, lambda: lost(1))
+    watcher.watch("a", HAPPENED, HAPPENED, 5.0, lambda: lost(1))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monitor.watch("a", HAPPENED, NEVER, 0.05, lambda: lost(2))
+    watcher.watch("a", HAPPENED, NEVER, 0.05, lambda: lost(2))
     deadline = time.monotonic() + 20
     while not seen and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -183,8 +169,8 @@ def test_a_collective_on_a_gpu_is_watched_unless_it_is_captured(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "Event", Recorded)
-    monitor = SimpleNamespace(watch=lambda *arguments: watched.append(arguments))
-    monkeypatch.setattr(waits, "MONITOR", monitor)
+    watcher = SimpleNamespace(watch=lambda *arguments: watched.append(arguments))
+    monkeypatch.setattr(waits, "WATCHER", watcher)
     group = object.__new__(GroupWaits)
     group.rank, group.channel, group._used = 2, agreements(4)[2], True
     group.device, group._place = torch.device("cuda", 0), lambda peer: ""
