@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megatron_fluid.attention.attention_kernels import CoreCase, choose_kernel
 from megatron_fluid.attention.config import AttentionConfig
 from megatron_fluid.attention.exchange.buffers import HeadBuffers
-from megatron_fluid.attention.exchange.registry import EXCHANGES
+from megatron_fluid.attention.exchange.registry import EXCHANGES, open_exchange
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.one_rank import one_rank_attention
 from megatron_fluid.attention.overlap import AttentionCall, AttentionWeights, overlapped_attention
@@ -44,9 +44,6 @@ def _table(rotary: Rotary, length: int, device: torch.device, dtype: torch.dtype
     return rotary.table(length, device, dtype)
 
 
-_grouped = functools.lru_cache(maxsize=64, typed=True)(
-    lambda heads, groups: dataclasses.replace(heads, groups=groups)
-)
 # One object a shape, so that what follows from it is made once.
 _sequence = functools.lru_cache(maxsize=64)(SequenceLayout)
 
@@ -109,16 +106,16 @@ class SelfAttention(nn.Module):
     def _connect(self) -> tuple[str, Any]:
         """The exchange's name, and what it shares with other layers of the group."""
         asked, group, device = self.config.exchange, self.group, self.linear_qkv.weight.device.type
-        if not self.config.overlap:
-            return "collective", group
         if group is None or group.size() == 1:
             return "rounds", None
-        if asked == "auto":
-            reasons = ((n, EXCHANGES[n].unsupported_reason) for n in ("symmetric", "rounds"))
-            asked = next(n for n, of in reasons if of(group, self.heads.head_dim, device) is None)
-        elif reason := EXCHANGES[asked].unsupported_reason(group, self.heads.head_dim, device):
+        if not self.config.overlap:
+            return "collective", group
+        wanted = "symmetric" if asked == "auto" else asked
+        reason = EXCHANGES[wanted].unsupported_reason(group, self.heads.head_dim, device)
+        if reason is not None and asked != "auto":
             raise ConfigError.of("exchange", asked, f"auto, rounds: {reason}")
-        return asked, EXCHANGES[asked].connect(group)
+        name = wanted if reason is None else "rounds"
+        return name, EXCHANGES[name].connect(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SelfAttention:
         """Copy the parameters; the copy shares process group, transport and scheduler."""
@@ -147,7 +144,7 @@ class SelfAttention(nn.Module):
     def head_groups(self, groups: int | None) -> None:
         if not self.config.overlap and groups not in (None, 1):
             raise ConfigError.of("head_groups", groups, "1 with overlap=False")
-        self.heads = _grouped(self.heads, 1 if groups is None else groups)
+        self.heads = dataclasses.replace(self.heads, groups=1 if groups is None else groups)
         self._head_groups = groups
 
     def _case(self, like: Tensor) -> CoreCase:
@@ -182,7 +179,7 @@ class SelfAttention(nn.Module):
         if x.dim() != 3 or x.shape[2] != hidden:
             allowed = f"[local rows, batch, {hidden}]"
             raise ConfigError.of(f"{self.name} input", tuple(x.shape), allowed)
-        heads, kind = self.heads, EXCHANGES[self.exchange]
+        heads = self.heads
         world, rank = heads.world, 0 if self.group is None else self.group.rank()
         length = x.shape[0] * world if sequence_length is None else sequence_length
         sequence = _sequence(length, world, config.sequence_layout)
@@ -191,12 +188,9 @@ class SelfAttention(nn.Module):
             allowed = f"{rows} on rank {rank} for sequence_length {length} over {world} ranks"
             raise ConfigError.of(f"{self.name} local rows", x.shape[0], allowed)
         case, rotary = self._case(x), config.rotary
-        if self._head_groups is None:
-            sizes = heads, length, x.shape[1], x.element_size()
-            groups = kind.head_groups(self.connection, *sizes)
-            heads = _grouped(heads, groups)
+        sizes = x.shape[1], x.element_size(), self._head_groups
         return AttentionCall(
-            kind.make(self.connection, heads, sequence),
+            open_exchange(self.exchange, self.connection, heads, sequence, *sizes),
             choose_kernel(config.kernel, case),
             case,
             None if rotary is None else _table(rotary, length, x.device, x.dtype),

@@ -192,7 +192,7 @@ def backward(
         returning.append(exchange.send_rows(f"{call.name} d-qkv", g, packed, False, chunks))
         del gradient, packed
     if deferral is not None:
-        deferral.scheduler.run_during([arrival for back in returning for arrival in back.pending()])
+        deferral.scheduler.run_during([arrival for back in returning for arrival in back.waits])
     elif "w_out" in wanted and exchange.late_weight_gradient:
         result["w_out"] = call.output_gradient(dy, projected)
     dx = x.new_empty((*dy.shape[:2], weights.w_qkv.shape[1])) if "x" in wanted else None

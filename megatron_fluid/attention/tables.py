@@ -1,11 +1,11 @@
 """Tables on a device: a cache that outlives the CUDA graphs reading it, and the tables of the
 kernels of the symmetric exchange.
 
-A unit is a piece's number among those of one tensor: the fused QKV columns (for each key/value head
-its n queries, its key, its value), the attention output's Hq heads, or q, k and v apart ("split",
-as Megatron has them between projection and attention). "apart" sends fused columns, and lays q, k
-and v out one after the other in the target. A piece is a head; where heads of values have a width
-of their own, it is ``HeadLayout.unit`` columns of one.
+A piece is a head; where heads of values have a width of their own, it is ``HeadLayout.unit``
+columns of one. Tables are for pieces of one of these tensors: the fused QKV columns (for each
+key/value head its n queries, its key, its value), the attention output's Hq heads, or q, k and v
+apart ("split", as Megatron has them between projection and attention). "apart" sends fused columns,
+and lays q, k and v out one after the other in the target.
 
 Legend: W ranks, D width of a piece; slot: a piece's index in a rank's packed part; kind: 0 query, 1
 key, 2 value.
@@ -111,38 +111,26 @@ class ExchangeTables:
     columns: int  # pieces of the sequence-parallel tensor
 
 
-def _heads(part: HeadPart, layout: HeadLayout, kind: str) -> list[tuple[int, int]]:
-    """(kind, piece) of each slot of a part; a tensor's pieces are numbered head by head."""
-    wide, narrow = layout.head_dim // layout.unit, layout.dv // layout.unit
-    if kind == OUTPUT:
-        return [(0, head * narrow + i) for head in part.q_heads for i in range(narrow)]
-    of_queries = layout.num_heads // layout.num_kv_heads * wide
-    found = []
-    for rows in part.qkv_rows:
-        for unit in range(rows.start // layout.unit, rows.stop // layout.unit):
-            kv, index = divmod(unit, of_queries + wide + narrow)
-            if index < of_queries:
-                found.append((0, kv * of_queries + index))
-            elif index < of_queries + wide:
-                found.append((1, kv * wide + index - of_queries))
-            else:
-                found.append((2, kv * narrow + index - of_queries - wide))
-    return found
+type _Piece = tuple[int, int]  # kind, number among the pieces of all heads of this kind
 
 
-def _unit(layout: HeadLayout, kind: str, of: int, piece: int) -> tuple[int, int, int]:
-    """(pieces in earlier tensors, piece, pieces of its tensor) in the sequence-parallel tensor or
-    tensors."""
+def _tensors(layout: HeadLayout, kind: str) -> list[list[_Piece]]:
+    """The pieces of the sequence-parallel tensor or tensors, in their order."""
     wide, narrow = layout.head_dim // layout.unit, layout.dv // layout.unit
-    kv, of_queries = layout.num_kv_heads, layout.num_heads // layout.num_kv_heads * wide
-    counts = kv * of_queries, kv * wide, kv * narrow
     if kind == OUTPUT:
-        return 0, piece, layout.num_heads * narrow
+        return [[(0, i) for i in range(layout.num_heads * narrow)]]
+    kv = range(layout.num_kv_heads)
+    counts = (layout.num_heads // len(kv) * wide, wide, narrow)  # of one key/value head
     if kind == SPLIT:
-        return sum(counts[:of]), piece, counts[of]
-    before, of_head = (0, of_queries, of_queries + wide)[of], (of_queries, wide, narrow)[of]
-    head, index = divmod(piece, of_head)
-    return 0, head * (of_queries + wide + narrow) + before + index, sum(counts)
+        return [[(of, i) for i in range(len(kv) * n)] for of, n in enumerate(counts)]
+    return [[(of, head * n + i) for head in kv for of, n in enumerate(counts) for i in range(n)]]
+
+
+def _slots(part: HeadPart, layout: HeadLayout, kind: str) -> list[_Piece]:
+    """The piece in each slot of a part."""
+    [whole] = _tensors(layout, OUTPUT if kind == OUTPUT else FUSED)
+    cuts, unit = part.columns(kind == OUTPUT), layout.unit
+    return [piece for cut in cuts for piece in whole[cut.start // unit : cut.stop // unit]]
 
 
 def _spans(sequence: SequenceLayout) -> list[list[int]]:
@@ -165,16 +153,19 @@ def exchange_tables(
     def tensor(lines: Sequence[Sequence[int]] | Sequence[int]) -> Tensor:
         return torch.tensor(lines, dtype=torch.int32, device=device)
 
-    slots = [[_heads(layout.part(r, g), layout, kind) for g in groups] for r in range(world)]
+    slots = [[_slots(layout.part(r, g), layout, kind) for g in groups] for r in range(world)]
     counts = [[len(s) for s in by_group] for by_group in slots]
     most = max(sum(c) for c in counts)
+    # (pieces in earlier tensors, number in its own, pieces of that) of each
+    places: dict[_Piece, tuple[int, int, int]] = {}
+    for whole in _tensors(layout, kind):
+        before = len(places)
+        places |= {piece: (before, i, len(whole)) for i, piece in enumerate(whole)}
     push = []
     for by_group in slots:
-        entries = [head for group in by_group for head in group]
-        tensors = [of << 24 if kind == SPLIT else 0 for of, _ in entries]
-        units = [_unit(layout, kind, of, head)[1] for of, head in entries]
-        codes = [tensor | unit for tensor, unit in zip(tensors, units, strict=True)]
-        push.append([len(entries), *codes, *[-1] * (most - len(entries))])
+        pieces = [piece for group in by_group for piece in group]
+        codes = [(piece[0] << 24 if kind == SPLIT else 0) | places[piece][1] for piece in pieces]
+        push.append([len(codes), *codes, *[-1] * (most - len(codes))])
     arrive: list[list[int]] = []
     for group in slots[rank]:
         before = len(arrive)
@@ -189,13 +180,13 @@ def exchange_tables(
     group_slots = tuple(max(counts[r][g] for r in range(world)) for g in groups)
     rows = []
     for g in groups:
-        sources: dict[tuple[int, int], list[int]] = {}
+        sources: dict[_Piece, list[int]] = {}
         for r in range(world):
-            for j, head in enumerate(slots[r][g]):
-                sources.setdefault(head, []).append(r * group_slots[g] + j)
+            for j, piece in enumerate(slots[r][g]):
+                sources.setdefault(piece, []).append(r * group_slots[g] + j)
         several = max(len(s) for s in sources.values())
-        padded = {head: [*s, *[-1] * (several - len(s))] for head, s in sources.items()}
-        rows.append([[*_unit(layout, kind, *head), *s] for head, s in padded.items()])
+        padded = {piece: [*s, *[-1] * (several - len(s))] for piece, s in sources.items()}
+        rows.append([[*places[piece], *s] for piece, s in padded.items()])
     return ExchangeTables(
         spans=tensor(_spans(sequence)),
         push=tensor(push),

@@ -155,7 +155,7 @@ class Exchanges:
         return self._of_length(self.group, rows, batch_bytes, layout)
 
     def _make(self, group: Any, rows: int, batch_bytes: int, layout: str) -> HeadExchange:
-        from megatron_fluid.attention.exchange.registry import open_exchange
+        from megatron_fluid.attention.exchange.registry import EXCHANGES, open_exchange
         from megatron_fluid.attention.layouts import SequenceLayout
 
         ranks = self.heads.world
@@ -165,7 +165,8 @@ class Exchanges:
             )
         sequence = SequenceLayout(rows * ranks, ranks, layout)
         name = "symmetric" if self.nvlink else "collective"
-        return open_exchange(name, group, self.heads, sequence, 1, batch_bytes)
+        connection = EXCHANGES[name].connect(group)
+        return open_exchange(name, connection, self.heads, sequence, 1, batch_bytes)
 
 
 def nvlink_reason(group: Any, head_dim: int) -> str | None:
@@ -173,11 +174,11 @@ def nvlink_reason(group: Any, head_dim: int) -> str | None:
     group on GPUs."""
     import torch
 
-    from megatron_fluid.attention.exchange.registry import symmetric_heads_unsupported_reason
+    from megatron_fluid.attention.exchange.symmetric import SymmetricExchange
 
     # In CPU mode is_available() may say otherwise.
     device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    return symmetric_heads_unsupported_reason(group, head_dim, device)
+    return SymmetricExchange.unsupported_reason(group, head_dim, device)
 
 
 def _group_of(pg_collection: Any, name: str, getter: str) -> Any:

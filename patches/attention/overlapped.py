@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
 from megatron_fluid.attention.exchange.protocol import HeadExchange
-from megatron_fluid.attention.exchange.registry import open_exchange
+from megatron_fluid.attention.exchange.registry import EXCHANGES, open_exchange
 from megatron_fluid.attention.layouts import SequenceLayout
 from megatron_fluid.attention.overlap import (
     AttentionCall,
@@ -166,15 +166,16 @@ class OverlappedAttention(OverlappedModule):
             settings["apart"] = "alone" in self.core.__dict__ and not self.norms.any
         else:
             shared_rounds(self.group, self.config.timeout_s)
+        name = "symmetric" if self.backend == "nvlink" else "rounds"
         return open_exchange(
-            "symmetric" if self.backend == "nvlink" else "rounds",
-            self.group,
+            name,
+            EXCHANGES[name].connect(self.group),
             self.heads,
             sequence,
             batch,
             dtype.itemsize,
             # With dropout all heads in one call: random numbers fall where Megatron's do.
-            in_groups=not self.dropout,
+            groups=1 if self.dropout else None,
             **settings,
         )
 

@@ -25,7 +25,7 @@ from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.flags import barrier_kernel
 
-__all__ = ["TRANSPORTS", "Copies", "HeadBuffers", "Transfer", "shared_head_buffers"]
+__all__ = ["TRANSPORTS", "HeadBuffers", "Transfer", "shared_head_buffers"]
 
 TRANSPORTS = ("auto", "sm_push", "copy_engine")
 
@@ -152,49 +152,46 @@ class HeadBuffers:
         return stream
 
 
-class Copies:
-    """The copy stream's work of one exchange."""
-
-    def __init__(self, event: torch.cuda.Event | None) -> None:
-        self.event = event
-
-    def wait(self) -> None:
-        if self.event is not None:
-            self.event.wait(current_stream())
-
-    def done(self) -> bool:
-        return self.event is None or self.event.query()
-
-
 @dataclass
 class Transfer:
-    """One use of a receive buffer, in flight; ``held`` is what the copy stream still reads."""
+    """One use of a receive buffer, in flight.
+
+    Attributes:
+        copied: whether the copy stream writes it; it is ordered after that by ``event`` (None on a
+            CPU), and ``held`` is what it still reads.
+    """
 
     buffers: HeadBuffers
     name: str
     received: Tensor
     use: int
-    copies: Copies | None = None
+    copied: bool = False
+    event: torch.cuda.Event | None = None
     proven: dict[str, int] = field(default_factory=dict)
     held: list[Tensor] = field(default_factory=list)
 
-    def pending(self) -> list[Copies]:
-        return [] if self.copies is None else [self.copies]
+    def pending(self) -> list[Transfer]:
+        """What is in flight, for work that may overlap with it."""
+        return [self] if self.copied else []
+
+    def done(self) -> bool:
+        """Return whether the copies have finished. Never blocks."""
+        return self.event is None or self.event.query()
 
     def close_copies(self) -> None:
         """Enqueue the barrier on the copy stream, after its copies. The current stream does not
         wait."""
         side = self.buffers.side
         self.proven = self.buffers.barrier(self.name, side, self.received)
-        self.copies = Copies(None if side is None else side.record_event())
+        self.copied, self.event = True, None if side is None else side.record_event()
 
     def wait(self) -> None:
         """Order the current stream after every rank's writes into the receive buffer."""
         self.buffers.expect(self.name, self.use)
-        if self.copies is None:
+        if not self.copied:
             self.proven = self.buffers.barrier(self.name, None, self.received)
-        else:
-            self.copies.wait()
+        elif self.event is not None:
+            self.event.wait(current_stream())
         self.held.clear()
 
     def mark_read(self) -> None:

@@ -5,8 +5,8 @@ HP2SP, the transpose: a rank sends each peer the peer's rows of its own heads, a
 rows of all heads. Head-parallel buffers are [S, B, columns] in the order of positions,
 sequence-parallel ones [s, B, columns].
 
-A transport is one file with a ``HeadExchange``, which implements ``project``, ``send_heads``,
-``send_rows`` and ``collect``, and one row of ``registry.EXCHANGES``.
+A transport is one file with a ``HeadExchange``, which implements ``send_heads``, ``send_rows`` and
+``collect``, and one row of ``registry.EXCHANGES``.
 
 Legend: S sequence, s local rows, B batch, H hidden, Hq query heads, Hkv key/value heads, hq and hkv
 those of a rank's head group, D head dim, W ranks, C columns of a packed part.
@@ -20,15 +20,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
 from megatron_fluid.attention.packed import Norm, RotaryTable, Triple, normalize, rotate_, split
+from megatron_fluid.backward.weight_grads import Exchange
 
 __all__ = [
     "HeadExchange",
     "HeadsInFlight",
-    "Pending",
     "Prepare",
     "Projection",
     "RowsInFlight",
@@ -36,19 +37,6 @@ __all__ = [
     "matmul",
     "wide_dtype",
 ]
-
-
-class Pending(Protocol):
-    """A transfer in flight."""
-
-    def wait(self) -> None:
-        """Order the current stream (on a CPU: the caller) after the arrival; bounded by the
-        transport's timeout."""
-        ...
-
-    def done(self) -> bool:
-        """Return whether it has finished. Never blocks."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -96,7 +84,7 @@ class Prepare:
 class HeadsInFlight(Protocol):
     """Heads on their way to the ranks that attend them."""
 
-    def pending(self) -> Sequence[Pending]:
+    def pending(self) -> Sequence[Exchange]:
         """What is in flight, for work that may overlap with it."""
         ...
 
@@ -118,10 +106,7 @@ class RowsInFlight:
 
     buffer: Tensor
     arrivals: Any
-    waits: Sequence[Pending] = ()
-
-    def pending(self) -> Sequence[Pending]:
-        return self.waits
+    waits: Sequence[Exchange] = ()
 
 
 class HeadExchange(ABC):
@@ -129,8 +114,15 @@ class HeadExchange(ABC):
 
     Every rank of the group makes the same calls in the same order. Calls raise PeerTimeoutError
     where the transport notices that a peer does not answer.
+
+    Args:
+        connection: what all layers of a group share, as ``connect`` returns it.
+        heads: who attends which heads.
+        sequence: who holds which positions.
     """
 
+    group: Any
+    """The process group; None for one rank."""
     rank: int
     heads: HeadLayout
     sequence: SequenceLayout
@@ -141,17 +133,38 @@ class HeadExchange(ABC):
     """Whether queries, keys and values arrive one after the other (``packed.split_apart``), and not
     by key/value head."""
 
-    @property
-    @abstractmethod
-    def group(self) -> Any:
-        """The process group; None for one rank."""
+    def __init__(self, connection: Any, heads: HeadLayout, sequence: SequenceLayout) -> None:
+        self.heads, self.sequence = heads, sequence
 
-    @abstractmethod
+    @classmethod
+    def unsupported_reason(
+        cls, group: dist.ProcessGroup, head_dim: int, device_type: str
+    ) -> str | None:
+        """Return why a group cannot exchange heads of this size on this type of device, or None if
+        it can. Collective on GPUs."""
+        return None
+
+    @classmethod
+    def connect(cls, group: dist.ProcessGroup) -> Any:
+        """Make what all layers of a group share. Collective the first time."""
+        return group
+
+    @classmethod
+    def head_groups(
+        cls, connection: Any, heads: HeadLayout, length: int, batch: int, itemsize: int
+    ) -> int:
+        """Return how many head groups pay for a sequence of this length, in values of ``itemsize``
+        bytes."""
+        return 1
+
     def project(
         self, operation: str, x: Tensor, projection: Projection, chunks: int = 1
     ) -> HeadsInFlight:
         """Project this rank's rows x [s, B, K], in ``chunks`` where the transport sends pieces, and
         send every rank its heads."""
+        whole = x.new_empty((*x.shape[:2], projection.matrix.shape[1]))
+        matmul(x, projection, whole)
+        return self.send_heads(operation, whole, projection.of_output)
 
     @abstractmethod
     def send_heads(self, operation: str, whole: Tensor, of_output: bool) -> HeadsInFlight:

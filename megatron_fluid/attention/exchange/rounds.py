@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.attention.exchange.protocol import (
@@ -22,9 +22,9 @@ from megatron_fluid.attention.exchange.protocol import (
     wide_dtype,
 )
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
-from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound
+from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, shared_rounds
 
-__all__ = ["HeadsByPeer", "RoundsExchange", "groups_between_hosts"]
+__all__ = ["HeadsByPeer", "RoundsExchange"]
 
 # A message below this costs more by its latency and launch, and by smaller kernels, than it hides.
 _LEAST_MESSAGE_BYTES = {"cuda": 4 * 2**20, "cpu": 2**17}
@@ -32,22 +32,6 @@ _LEAST_MESSAGE_BYTES = {"cuda": 4 * 2**20, "cpu": 2**17}
 Arrivals = dict[tuple[int, int], PendingRound]  # by (chunk, peer)
 Fill = Callable[[int, slice, Tensor], None]
 """(rank, local rows, out): write that rank's heads of these rows into ``out``."""
-
-
-def groups_between_hosts(
-    rounds: P2PRounds | None, heads: HeadLayout, length: int, batch: int, itemsize: int
-) -> int:
-    """Return the number of head groups for a sequence: inside one host 1; over several, as many as
-    leave messages long enough, so that one group is attended while the others cross."""
-    if rounds is None or len(set(rounds.domains)) == 1 or not heads.disjoint:
-        return 1
-    world = heads.world
-    sent = length * batch * heads.output_columns * itemsize // world**2
-    least, most = _LEAST_MESSAGE_BYTES[rounds.device.type], heads.num_kv_heads // world
-    for groups in (8, 4, 2):
-        if most % groups == 0 and sent >= groups * least:
-            return groups
-    return 1
 
 
 @dataclass
@@ -91,23 +75,39 @@ class RoundsExchange(HeadExchange):
     messages by the owners' stretches, so they pass equal lists of tensors.
 
     Args:
-        rounds: the P2P rounds of the context-parallel group.
-        heads: who attends which heads.
-        sequence: who holds which positions.
+        connection: the P2P rounds of the context-parallel group, or None.
+        heads, sequence: as of HeadExchange.
     """
 
     def __init__(
-        self, rounds: P2PRounds | None, heads: HeadLayout, sequence: SequenceLayout
+        self, connection: P2PRounds | None, heads: HeadLayout, sequence: SequenceLayout
     ) -> None:
-        self.rounds, self.heads, self.sequence = rounds, heads, sequence
-        self.rank = 0 if rounds is None else rounds.rank
+        super().__init__(connection, heads, sequence)
+        self.rounds = rounds = connection
+        self.rank, self.group = (0, None) if rounds is None else (rounds.rank, rounds.group)
         partners = [] if rounds is None else rounds.partners
         # (round, peer) in the order of the rounds; a bye is left out
         self.peers = [(i, peer) for i, peer in enumerate(partners) if peer is not None]
 
-    @property
-    def group(self) -> Any:
-        return None if self.rounds is None else self.rounds.group
+    @classmethod
+    def connect(cls, group: dist.ProcessGroup) -> P2PRounds:
+        return shared_rounds(group)
+
+    @classmethod
+    def head_groups(
+        cls, connection: P2PRounds | None, heads: HeadLayout, length: int, batch: int, itemsize: int
+    ) -> int:
+        """Inside one host 1; over several, as many as leave messages long enough, so that one group
+        is attended while the others cross."""
+        if connection is None or len(set(connection.domains)) == 1 or not heads.disjoint:
+            return 1
+        world = heads.world
+        sent = length * batch * heads.output_columns * itemsize // world**2
+        least, most = _LEAST_MESSAGE_BYTES[connection.device.type], heads.num_kv_heads // world
+        for groups in (8, 4, 2):
+            if most % groups == 0 and sent >= groups * least:
+                return groups
+        return 1
 
     def _pieces(
         self, local: Tensor, whole: Tensor, peer: int, chunk: int, chunks: int
@@ -124,6 +124,8 @@ class RoundsExchange(HeadExchange):
     def project(
         self, operation: str, x: Tensor, projection: Projection, chunks: int = 1
     ) -> HeadsByPeer:
+        if self.heads.single:
+            return super().project(operation, x, projection)  # type: ignore[return-value]
         ranks = (self.rank, *(peer for _, peer in self.peers))
 
         def send(group: int) -> tuple[Tensor, Arrivals]:
@@ -137,6 +139,9 @@ class RoundsExchange(HeadExchange):
         return HeadsByPeer(self, [send(group) for group in range(self.heads.groups)])
 
     def send_heads(self, operation: str, whole: Tensor, of_output: bool) -> HeadsByPeer:
+        if self.heads.single:
+            return HeadsByPeer(self, [(whole, {})])
+
         def send(group: int) -> tuple[Tensor, Arrivals]:
             def fill(rank: int, rows: slice, out: Tensor) -> None:
                 columns = self.heads.part(rank, group).columns(of_output)
@@ -151,15 +156,15 @@ class RoundsExchange(HeadExchange):
     ) -> tuple[Tensor, Arrivals]:
         """Fill each peer's part of x's rows and send it while the next is filled; own part last,
         in place."""
-        batch, width = x.shape[1], self.heads.part(self.rank, group).columns_width(of_output)
-        buffer = x.new_empty((self.sequence.length, batch, width))
+        # A head group is equally wide on all ranks.
+        shape = x.shape[1], self.heads.part(self.rank, group).columns_width(of_output)
+        buffer = x.new_empty((self.sequence.length, *shape))
         arrivals: Arrivals = {}
         for chunk in range(chunks):
             rows = self.sequence.chunk(self.rank, chunk, chunks)
             for index, peer in self.peers:
                 assert self.rounds is not None
-                width = self.heads.part(peer, group).columns_width(of_output)
-                part = x.new_empty((rows.stop - rows.start, batch, width))
+                part = x.new_empty((rows.stop - rows.start, *shape))
                 fill(peer, rows, part)
                 send, receive = self._pieces(part, buffer, peer, chunk, chunks)
                 arrivals[chunk, peer] = self.rounds.start(operation, index, send, receive)
@@ -175,8 +180,7 @@ class RoundsExchange(HeadExchange):
             rows = self.sequence.chunk(self.rank, chunk, chunks)
             for index, peer in self.peers:
                 assert self.rounds is not None
-                width = self.heads.part(peer, group).columns_width(of_output)
-                into = buffer.new_empty((rows.stop - rows.start, buffer.shape[1], width))
+                into = buffer.new_empty((rows.stop - rows.start, *buffer.shape[1:]))
                 receive, send = self._pieces(into, buffer, peer, chunk, chunks)
                 arrival = self.rounds.start(f"{operation} {group}", index, send, receive)
                 received[chunk].append((peer, arrival, into))
@@ -188,6 +192,9 @@ class RoundsExchange(HeadExchange):
     ) -> Iterator[tuple[slice, Tensor]]:
         heads, sequence, first = self.heads, self.sequence, returning[0].buffer
         rows = sequence.local_length(self.rank)
+        if heads.single:
+            yield slice(0, rows), first
+            return
         columns = heads.output_columns if of_output else heads.qkv_rows
         shared = not of_output and not heads.disjoint
         wide = total = first.new_empty((rows, first.shape[1], columns))

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fluid.attention.exchange.buffers import Copies, HeadBuffers, Transfer
+from megatron_fluid.attention.exchange.buffers import HeadBuffers, Transfer, shared_head_buffers
 from megatron_fluid.attention.exchange.protocol import (
     HeadExchange,
     Prepare,
@@ -52,6 +53,7 @@ from megatron_fluid.attention.tables import (
     exchange_tables,
     keep,
 )
+from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
 from megatron_fluid.cuda.triton_launch import power_of_two
 from megatron_fluid.kernels.head_exchange.launch import (
     arrive_heads,
@@ -60,7 +62,7 @@ from megatron_fluid.kernels.head_exchange.launch import (
     push_rows,
 )
 
-__all__ = ["SymmetricExchange", "choose_groups", "choose_transport"]
+__all__ = ["SymmetricExchange", "choose_transport"]
 
 _ROWS = 32  # rows of a program's tile
 _HEADS = 4  # slots of a program that rotates: it loads the angles once for them
@@ -73,18 +75,6 @@ def choose_transport(transport: str, sent_bytes: int) -> str:
     if transport != "auto":
         return transport
     return "copy_engine" if sent_bytes >= _COPY_ENGINE_BYTES else "sm_push"
-
-
-def choose_groups(heads: HeadLayout, length: int, batch: int, itemsize: int) -> int:
-    """Return the number of head groups for a sequence: more than one where the output of a group is
-    large enough to send while the next group is attended."""
-    world, values = heads.world, length * batch * heads.output_columns
-    sent = values * itemsize // world * (world - 1) // world
-    most = heads.num_kv_heads // world if heads.disjoint else 1
-    for groups in (4, 2):
-        if most % groups == 0 and sent >= groups * _COPY_ENGINE_BYTES:
-            return groups
-    return 1
 
 
 def _wide(dtype: torch.dtype) -> Any:
@@ -102,7 +92,7 @@ class _Heads:
     batch: int
     taken: list[tuple[Tensor | None, Tensor] | None] | None = None
 
-    def pending(self) -> list[Copies]:
+    def pending(self) -> list[Transfer]:
         return self.sent.pending()
 
     def take(self, group: int, prepare: Prepare | None = None) -> tuple[Tensor | None, Tensor]:
@@ -136,9 +126,8 @@ class SymmetricExchange(HeadExchange):
     """``HeadExchange`` over ``HeadBuffers``; all calls of one layout share it.
 
     Args:
-        buffers: of the context-parallel group.
-        heads: who attends which heads; ``head_dim`` values must be a multiple of 16 bytes.
-        sequence: who holds which positions.
+        connection: buffers of the context-parallel group.
+        heads, sequence: as of HeadExchange; ``head_dim`` values must be a multiple of 16 bytes.
         apart: lay queries, keys and values out one after the other, for attention kernels that read
             each for itself. Not with a norm of queries and keys.
     """
@@ -146,16 +135,45 @@ class SymmetricExchange(HeadExchange):
     late_weight_gradient = True
 
     def __init__(
-        self, buffers: HeadBuffers, heads: HeadLayout, sequence: SequenceLayout, apart: bool = False
+        self,
+        connection: HeadBuffers,
+        heads: HeadLayout,
+        sequence: SequenceLayout,
+        apart: bool = False,
     ) -> None:
-        self.buffers, self.heads, self.sequence = buffers, heads, sequence
-        self.rank, self.apart = buffers.rank, apart
+        super().__init__(connection, heads, sequence)
+        self.buffers, self.rank, self.apart = connection, connection.rank, apart
+        self.group = getattr(connection.workspace, "group", None)
         self._tables: dict[str, ExchangeTables] = {}
         self._copies: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
 
-    @property
-    def group(self) -> Any:
-        return self.buffers.workspace.group  # type: ignore[attr-defined]
+    @classmethod
+    def unsupported_reason(
+        cls, group: dist.ProcessGroup, head_dim: int, device_type: str
+    ) -> str | None:
+        if device_type != "cuda":
+            return f"symmetric memory is on CUDA devices, not on {device_type}"
+        if head_dim % 8:
+            return f"a head of {head_dim} 16-bit values is not a multiple of 16 bytes"
+        return symmetric_unsupported_reason(group)
+
+    @classmethod
+    def connect(cls, group: dist.ProcessGroup) -> HeadBuffers:
+        return shared_head_buffers(group)
+
+    @classmethod
+    def head_groups(
+        cls, connection: Any, heads: HeadLayout, length: int, batch: int, itemsize: int
+    ) -> int:
+        """More than one where the output of a group is large enough to send while the next group is
+        attended."""
+        world, values = heads.world, length * batch * heads.output_columns
+        sent = values * itemsize // world * (world - 1) // world
+        most = heads.num_kv_heads // world if heads.disjoint else 1
+        for groups in (4, 2):
+            if most % groups == 0 and sent >= groups * _COPY_ENGINE_BYTES:
+                return groups
+        return 1
 
     def tables(self, kind: str) -> ExchangeTables:
         found = self._tables.get(kind)
@@ -185,26 +203,21 @@ class SymmetricExchange(HeadExchange):
     def project(self, operation: str, x: Tensor, projection: Projection, chunks: int = 1) -> _Heads:
         kind = self._kind(projection.of_output)
         tables = self.tables(kind)
-        sent = self._claim_heads(x, tables)
         positions = ceil_div(self.sequence.length, self.buffers.world)
-        if self._transport(x, positions, tables.columns) == "copy_engine":
-            self._copy_parts(sent, x, projection)
-        else:
-            whole = x.new_empty((*x.shape[:2], tables.columns * self.heads.unit))
-            matmul(x, projection, whole)
-            self._push_whole(sent, tables, whole)
+        if self._transport(x, positions, tables.columns) != "copy_engine":
+            return super().project(operation, x, projection)  # type: ignore[return-value]
+        sent = self._claim_heads(x, tables)
+        self._copy_parts(sent, x, projection)
         return _Heads(self, sent, kind, x.shape[1])
 
     def send_heads(self, operation: str, whole: Tensor, of_output: bool) -> _Heads:
         kind = self._kind(of_output)
-        sent = self._claim_heads(whole, self.tables(kind))
-        self._push_whole(sent, self.tables(kind), whole)
-        return _Heads(self, sent, kind, whole.shape[1])
-
-    def _push_whole(self, sent: Transfer, tables: ExchangeTables, whole: Tensor) -> None:
-        shape = (*whole.shape[:2], tables.columns, self.heads.unit)
+        tables, batch = self.tables(kind), whole.shape[1]
+        sent = self._claim_heads(whole, tables)
+        shape = (whole.shape[0], batch, tables.columns, self.heads.unit)
         by_head = aligned_heads(whole.reshape(shape))
         self._push_heads(sent, tables, by_head, by_head, by_head)
+        return _Heads(self, sent, kind, batch)
 
     def _copy_parts(self, sent: Transfer, x: Tensor, projection: Projection) -> None:
         """Project each peer's part, and let the copy engine send it while the next is computed; own

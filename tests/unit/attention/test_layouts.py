@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fluid.attention.exchange.rounds import groups_between_hosts
+from megatron_fluid.attention.exchange.rounds import RoundsExchange
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.packed import split
 from megatron_fluid.errors import ConfigError
@@ -116,30 +116,29 @@ def test_head_layouts_that_cannot_be_are_refused(arguments: tuple[int, ...], nam
         HeadLayout(*arguments)
 
 
-def _rounds(*hosts: int, device: str = "cuda") -> Any:
-    return SimpleNamespace(domains=list(hosts), device=torch.device(device))
+ONE_HOST, TWO_HOSTS, FOUR_HOSTS = (0, 0), (0, 1), (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
-    ("rounds", "length", "groups"),
+    ("hosts", "device", "heads", "length", "groups"),
     [
-        (None, 1 << 20, 1),
-        (_rounds(0, 0), 1 << 20, 1),  # one host
-        (_rounds(0, 1), 1024, 1),
-        (_rounds(0, 1), 4096, 2),  # 8 MiB of output to each peer, 4 in a message
-        (_rounds(0, 1), 1 << 20, 8),
-        (_rounds(0, 1, device="cpu"), 1024, 8),
+        (None, "cuda", (32, 16), 1 << 20, 1),
+        (ONE_HOST, "cuda", (32, 16), 1 << 20, 1),
+        (TWO_HOSTS, "cuda", (32, 16), 1024, 1),
+        (TWO_HOSTS, "cuda", (32, 16), 4096, 2),  # 8 MiB of output to each peer, 4 in a message
+        (TWO_HOSTS, "cuda", (32, 16), 1 << 20, 8),
+        (TWO_HOSTS, "cpu", (32, 16), 1024, 8),
+        # They divide the key/value heads of a rank.
+        (TWO_HOSTS, "cuda", (36, 12), 1 << 20, 2),
+        (TWO_HOSTS, "cuda", (32, 2), 1 << 20, 1),
+        (FOUR_HOSTS, "cuda", (32, 2), 1 << 20, 1),
     ],
 )
 def test_heads_cross_in_groups_where_messages_stay_long(
-    rounds: Any, length: int, groups: int
+    hosts: tuple[int, ...] | None, device: str, heads: tuple[int, int], length: int, groups: int
 ) -> None:
-    heads = HeadLayout(32, 16, 128, 2)
-    assert groups_between_hosts(rounds, heads, length, 1, 2) == groups
-
-
-def test_groups_divide_the_key_and_value_heads_of_a_rank() -> None:
-    rounds = _rounds(0, 1)
-    assert groups_between_hosts(rounds, HeadLayout(36, 12, 128, 2), 1 << 20, 1, 2) == 2
-    assert groups_between_hosts(rounds, HeadLayout(32, 2, 128, 2), 1 << 20, 1, 2) == 1
-    assert groups_between_hosts(_rounds(0, 1, 2, 3), HeadLayout(32, 2, 128, 4), 1 << 20, 1, 2) == 1
+    layout = HeadLayout(*heads, 128, 2 if hosts is None else len(hosts))
+    rounds: Any = None
+    if hosts is not None:
+        rounds = SimpleNamespace(domains=list(hosts), device=torch.device(device))
+    assert RoundsExchange.head_groups(rounds, layout, length, 1, 2) == groups

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid.attention.exchange.collective import CollectiveExchange
-from megatron_fluid.attention.exchange.rounds import RoundsExchange
 from megatron_fluid.attention.layer import SelfAttention
 from megatron_fluid.attention.overlap import overlapped_attention
 from megatron_fluid.attention.packed import Rotary
@@ -34,22 +31,19 @@ def _results(layer: SelfAttention, x: Tensor, y: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("rotary", [None, Rotary(4)])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_chain_of_nodes_has_the_bits_of_the_one_node_over_either_exchange(
+def test_the_chain_of_nodes_has_the_bits_of_the_one_node(
     rotary: Rotary | None, qk_norm: bool, bias: bool
 ) -> None:
     layer = _layer(rotary=rotary, qk_norm=qk_norm, qkv_bias=bias, output_bias=bias)
     x = _input()
     found = _results(layer, x, layer(x))
     assert len(found) == 4 + 2 * qk_norm + 2 * bias
-    local = layer.call(x)
-    rounds = RoundsExchange(None, local.exchange.heads, local.exchange.sequence)
-    for exchange in (local.exchange, rounds):
-        call = dataclasses.replace(local, exchange=exchange)
-        layer.zero_grad()
-        x = _input()
-        expected = _results(layer, x, overlapped_attention(x, layer.weights(), call))
-        for a, b in zip(found, expected, strict=True):
-            assert torch.equal(a, b)
+    call = layer.call(x)
+    layer.zero_grad()
+    x = _input()
+    expected = _results(layer, x, overlapped_attention(x, layer.weights(), call))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("rotary", [None, Rotary(4)])
@@ -76,7 +70,5 @@ def test_a_call_is_made_anew_only_where_something_changed() -> None:
     assert layer.train().call(x).case.dropout == 0.5
     layer.dx_chunks = 3
     assert layer.call(x).dx_chunks == 3
-    layer.exchange = "collective"
-    assert isinstance(layer.call(x).exchange, CollectiveExchange)
-    layer.exchange, layer.head_groups = "rounds", 2
+    layer.head_groups = 2
     assert layer.call(x).exchange.heads.groups == 2

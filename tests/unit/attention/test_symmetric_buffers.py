@@ -17,12 +17,7 @@ from megatron_fluid.attention import tables
 from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreCase
 from megatron_fluid.attention.exchange import symmetric
 from megatron_fluid.attention.exchange.protocol import Projection
-from megatron_fluid.attention.exchange.registry import symmetric_heads_unsupported_reason
-from megatron_fluid.attention.exchange.symmetric import (
-    SymmetricExchange,
-    choose_groups,
-    choose_transport,
-)
+from megatron_fluid.attention.exchange.symmetric import SymmetricExchange, choose_transport
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.overlap import AttentionCall, overlapped_attention
 from megatron_fluid.attention.packed import Rotary
@@ -138,19 +133,18 @@ def test_a_capture_that_would_wait_for_what_is_not_in_it_says_so(
 
 def test_heads_that_16_byte_accesses_do_not_fit_are_refused() -> None:
     group: Any = None  # is not asked
-    said = symmetric_heads_unsupported_reason(group, 6, "cuda")
+    said = SymmetricExchange.unsupported_reason(group, 6, "cuda")
     assert said == "a head of 6 16-bit values is not a multiple of 16 bytes"
 
 
 def test_head_groups_are_worth_it_where_much_is_sent() -> None:
-    mixtral, multi_head, multi_query = (
-        HeadLayout(32, 8, 128, 4),
-        HeadLayout(128, 128, 128, 4),
-        HeadLayout(32, 4, 128, 4),
-    )
-    assert [choose_groups(mixtral, length, 1, 2) for length in (4096, 16384, 65536)] == [1, 1, 2]
-    assert choose_groups(multi_head, 16384, 1, 2) == 4
-    assert choose_groups(multi_query, 1 << 20, 1, 2) == 1
+    def groups(heads: int, kv_heads: int, length: int) -> int:
+        layout = HeadLayout(heads, kv_heads, 128, 4)
+        return SymmetricExchange.head_groups(None, layout, length, 1, 2)
+
+    assert [groups(32, 8, length) for length in (4096, 16384, 65536)] == [1, 1, 2]
+    assert groups(128, 128, 16384) == 4
+    assert groups(32, 4, 1 << 20) == 1
 
 
 def test_tables_that_a_capture_read_are_never_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
