@@ -1,15 +1,18 @@
 """The standalone MoE layer on GPUs computes what the plain all-to-all layer does, over symmetric
-memory, in rounds and on two levels between hosts."""
+memory, in rounds and on two levels between hosts; also in CUDA graphs."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from megatron_fluid import MoEBaseline, MoEConfig, MoELayer
+from megatron_fluid import FluidError, MoEBaseline, MoEConfig, MoELayer, graph_room
+from tests.support.captured import capture
 from tests.support.launch import run_ranks
 from tests.support.machine import RANKS, SHARED
 
@@ -74,3 +77,61 @@ def test_the_layer_computes_what_the_all_to_all_layer_does(backend: str) -> None
         run_ranks(compare, WORLD, backend, backend="nccl", timeout_s=120)
     ):
         assert all(error < 0.02 for error in errors.values()), f"rank {rank}: {errors}"
+
+
+def _captured(rank: int, world: int) -> list[bool]:
+    """Whether this rank lacked room in each of four replays, all of which it compares with eager
+    steps where no rank did. From the third on the router sends every token to rank 0; before the
+    fourth the step has run eagerly so, and is captured again."""
+    device, group = torch.device("cuda", torch.cuda.current_device()), dist.group.WORLD
+    config = MoEConfig.of({**CONFIG, "graph": True})
+    layer = MoELayer(config, group, device=device, dtype=torch.bfloat16)
+    x = torch.randn(512, CONFIG["hidden_size"], device=device).bfloat16().requires_grad_()
+    leaves = [x, *layer.parameters()]
+
+    def step() -> list[torch.Tensor]:
+        output = layer(x)
+        return [output, *torch.autograd.grad(output.float().square().mean(), leaves)]
+
+    def captured() -> tuple[torch.cuda.CUDAGraph, Sequence[torch.Tensor]]:
+        with graph_room():
+            return capture(step)
+
+    def lacks_room() -> bool:
+        torch.cuda.synchronize()
+        try:
+            layer.check_overflow()
+        except FluidError:
+            return True
+        return False
+
+    lacked = []
+    for _ in range(4):
+        step()
+    graph, values = captured()
+    for replay in range(4):
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x))
+            if replay >= 2:
+                x[:, 0] = 1.0
+                layer.router.weight[: CONFIG["top_k"], 0] = 100.0
+        if replay == 3:
+            step()
+            graph, values = captured()
+        graph.replay()
+        lacked.append(lacks_room())
+        if replay != 2:
+            for number, (value, right) in enumerate(zip(values, step(), strict=True)):
+                assert torch.equal(_local(value), _local(right)), f"replay {replay}: {number}"
+    return lacked
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("world", [1, WORLD])
+def test_a_captured_step_serves_any_routing_once_it_has_room(world: int) -> None:
+    found = run_ranks(_captured, world, backend="nccl", timeout_s=120)
+    assert found[0] == [False, False, world > 1, False]
+    assert all(lacked == [False] * 4 for lacked in found[1:])

@@ -7,7 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["replayed"]
+__all__ = ["capture", "replayed"]
+
+
+def capture(step: Callable[[], Sequence[Tensor]]) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
+    """A graph of `step`, which has run once before, and what its replays write."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        return graph, step()
 
 
 def replayed(
@@ -15,12 +25,7 @@ def replayed(
 ) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
     """Capture `step`, which reads the leaf `x`, and replay it three times, each with new values in
     `x`: what the replay made, and what the step makes of the same values eagerly."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = step()
+    graph, captured = capture(step)
     for _ in range(3):
         with torch.no_grad():
             x.copy_(torch.randn_like(x))

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -73,18 +74,36 @@ class Job:
         }
 
 
-def _start(folder: Path, job: Job, ranks: int) -> subprocess.Popen[bytes]:
+def _start(folder: Path, job: Job, ranks: int, hosts: int) -> list[subprocess.Popen[bytes]]:
+    """torchrun of each host; NCCL takes ranks of different ones as such, though all are here."""
     folder.mkdir()
-    environment = job.environment(folder)
-    if ranks == 1:
-        one = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        environment["CUDA_VISIBLE_DEVICES"] = one
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), *job.command(folder)]
-    with (folder / "log.txt").open("wb") as words:
-        return subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=words, stderr=subprocess.STDOUT
-        )
+    started, port = [], _free_port()
+    for host in range(hosts):
+        environment = job.environment(folder)
+        if ranks == 1:
+            one = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+            environment["CUDA_VISIBLE_DEVICES"] = one
+        command = [sys.executable, "-m", "torch.distributed.run"]
+        if hosts == 1:
+            command += ["--standalone"]
+        else:
+            environment |= {"NCCL_HOSTID": f"host-{host}", "NCCL_SOCKET_IFNAME": "lo"}
+            command += ["--nnodes", str(hosts), "--node-rank", str(host)]
+            command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        command += ["--nproc-per-node", str(ranks // hosts), *job.command(folder)]
+        with (folder / "log.txt").open("ab") as words:
+            started.append(
+                subprocess.Popen(
+                    command, cwd=folder, env=environment, stdout=words, stderr=subprocess.STDOUT
+                )
+            )
+    return started
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def start_alone(folder: Path, job: Job, ranks: int) -> tuple[list[subprocess.Popen[bytes]], Any]:
@@ -138,25 +157,28 @@ def _abort(process: subprocess.Popen[bytes]) -> int:
 
 
 def train(
-    folder: Path, jobs: Mapping[str, Job], ranks: int, limit_s: float = 240.0
+    folder: Path, jobs: Mapping[str, Job], ranks: int, limit_s: float = 240.0, hosts: int = 1
 ) -> dict[str, dict[str, Any]]:
     """What each job reports; all run side by side. Beside the report of
     benchmarks/cases/pretrain_rank.py "captured" is whether a graph was, "text" all output, and
-    "error" its end where the job failed."""
+    "error" its end where the job failed. With several `hosts`, each has the same GPUs."""
     started = {
-        name: _start(folder / name.replace(" ", "_"), job, ranks) for name, job in jobs.items()
+        name: _start(folder / name.replace(" ", "_"), job, ranks, hosts)
+        for name, job in jobs.items()
     }
     found: dict[str, dict[str, Any]] = {}
     end = time.monotonic() + limit_s
-    for name, process in started.items():
-        try:
-            code = process.wait(max(end - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:
-            code = _abort(process)
+    for name, processes in started.items():
+        codes = []
+        for process in processes:
+            try:
+                codes.append(process.wait(max(end - time.monotonic(), 0)))
+            except subprocess.TimeoutExpired:
+                codes.append(_abort(process))
         place = folder / name.replace(" ", "_")
         text, result = (place / "log.txt").read_text(errors="replace"), place / "result.json"
         found[name] = {"captured": any(words in text for words in _CAPTURED), "text": text}
-        if code == 0 and result.is_file():
+        if not any(codes) and result.is_file():
             found[name] |= json.loads(result.read_text())
         else:
             found[name]["error"] = text[-6000:]
