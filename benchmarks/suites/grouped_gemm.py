@@ -42,6 +42,7 @@ from benchmarks.cases.moe import (
 from benchmarks.harness.options import chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
+from benchmarks.harness.variants import everywhere
 from megatron_fluid.backward.main_grad import add_product_to_main_grad
 from megatron_fluid.kernels.activation.kernel import fused_activation_forward
 from megatron_fluid.kernels.fp8_casts.launch import cast_rows
@@ -106,6 +107,19 @@ class _Experts:
         self.w1 = random(self.local, 2 * case.ffn, case.hidden, scale=0.02)
         self.w2 = random(self.local, case.hidden, case.ffn, scale=0.02)
 
+    def _rivals(
+        self, mode: str, x: Tensor, w: Tensor
+    ) -> dict[tuple[str, str], Callable[[], Tensor]]:
+        """DeepGEMM's products, if they are made on every rank."""
+
+        def made() -> dict[tuple[str, str], Callable[[], Tensor]]:
+            calls = self._deepgemm(mode, x, w)
+            for call in calls.values():  # the first compiles it
+                call()
+            return calls
+
+        return everywhere("deepgemm", made) or {}
+
     def _deepgemm(
         self, mode: str, x: Tensor, w: Tensor
     ) -> dict[tuple[str, str], Callable[[], Tensor]]:
@@ -153,7 +167,7 @@ class _Experts:
                 rows, matrices = cast_rows(x), _cast(w.transpose(1, 2))
                 found[mode, "fluid_fp8"] = lambda: fp8_grouped_matmul(rows, matrices, self.offsets)
             if x.is_cuda and importlib.util.find_spec("deep_gemm") is not None:
-                found.update(self._deepgemm(mode, x, w.transpose(1, 2).contiguous()))
+                found.update(self._rivals(mode, x, w.transpose(1, 2).contiguous()))
 
         add("fc1", self.x, self.w1.transpose(1, 2))
         found |= self._swiglu()
