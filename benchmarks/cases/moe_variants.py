@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.cases.moe import MoECase
 from benchmarks.cases.moe_layers import MegatronMoE, fluid_layer, set_routing_weight
 from benchmarks.cases.moe_rivals import EXPERT_PARALLEL, RIVALS, RoutedMoE, missing
-from benchmarks.harness.variants import everywhere
+from benchmarks.harness.left_out import everywhere
 from megatron_fluid import MoEBaseline, MoELayer, close_group
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import fp8_device_reason
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule

@@ -47,9 +47,9 @@ import torch.distributed as dist
 from benchmarks.cases.all_to_all import SHAPES, TOKENS, Call, Case, Clock, row_of
 from benchmarks.cases.exchange_rivals import LOW_LATENCY, missing_exchange
 from benchmarks.harness.launchers import RankLaunch, detect_launch
+from benchmarks.harness.left_out import everywhere
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import quantile
-from benchmarks.harness.variants import everywhere
 
 __all__ = ["main"]
 

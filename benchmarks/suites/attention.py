@@ -51,10 +51,11 @@ from benchmarks.cases.attention import (
     start_megatron,
     step_call,
 )
+from benchmarks.harness.left_out import everywhere
 from benchmarks.harness.options import MODES, chosen
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
-from benchmarks.harness.variants import everywhere, runnable
+from benchmarks.harness.variants import runnable
 from benchmarks.report.timeline import write_trace
 from megatron_fluid.attention.attention_kernels import CORE_KERNELS
 from megatron_fluid.attention.config import EXCHANGE_NAMES

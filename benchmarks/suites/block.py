@@ -44,10 +44,11 @@ from benchmarks.cases.attention import (
 )
 from benchmarks.cases.moe import MoECase
 from benchmarks.cases.moe_layers import CAPACITY_FACTOR, graph_call
+from benchmarks.harness.left_out import everywhere
 from benchmarks.harness.options import MODES, chosen
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
-from benchmarks.harness.variants import everywhere, runnable
+from benchmarks.harness.variants import runnable
 from megatron_fluid import MoELayer, TransformerLayer
 
 __all__ = ["main"]

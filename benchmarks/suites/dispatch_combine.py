@@ -41,10 +41,10 @@ import torch.distributed as dist
 
 from benchmarks.cases.exchange_rivals import EXCHANGES, missing_exchange
 from benchmarks.cases.moe import CASES, MoECase, router_logits
+from benchmarks.harness.left_out import everywhere
 from benchmarks.harness.options import chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
-from benchmarks.harness.variants import everywhere
 from benchmarks.suites.moe_phases import phase_buffers
 from megatron_fluid.moe.nvlink.buffers import (
     NvlinkBuffers,

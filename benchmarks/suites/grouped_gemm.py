@@ -39,10 +39,10 @@ from benchmarks.cases.moe import (
     torch_grouped_matmul,
     torch_grouped_weight_grad,
 )
+from benchmarks.harness.left_out import everywhere
 from benchmarks.harness.options import chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
-from benchmarks.harness.variants import everywhere
 from megatron_fluid.backward.main_grad import add_product_to_main_grad
 from megatron_fluid.kernels.activation.kernel import fused_activation_forward
 from megatron_fluid.kernels.fp8_casts.launch import cast_rows

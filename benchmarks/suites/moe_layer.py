@@ -81,10 +81,10 @@ from benchmarks.cases.moe_variants import (
     with_cutlass,
 )
 from benchmarks.harness.gpu_readings import READ_S, read_gpu
+from benchmarks.harness.left_out import everywhere
 from benchmarks.harness.options import MODES, chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import Timing, layer_head_start_ms, measure
-from benchmarks.harness.variants import everywhere
 from benchmarks.report.timeline import write_trace
 from benchmarks.suites.moe_phases import host_times, measure_phases, phase_buffers, print_phases
 from megatron_fluid import MoELayer
