@@ -20,7 +20,7 @@ _NOT_TIMED = tuple(
     for folder in (("benchmarks", "report"), ("megatron_fluid", "cli"), ("patches", "cpu"))
 )
 # What a suite's program starts by name.
-_STARTED = {"pretrain": ("benchmarks.cases.pretrain_rank", _WING)}
+_STARTED = {"pretrain": ("benchmarks.cases.pretrain_rank", _WING), "recipes": (_WING,)}
 
 
 def fingerprint(suite: str) -> str | None:

@@ -69,6 +69,7 @@ SUITES = (
     Job("cold_start", 600, ranks=1),
     Job("losses", 1200),
     Job("pretrain", 5400),
+    Job("recipes", 2100),
 )
 
 

@@ -82,6 +82,13 @@ SUITES = {
         best="best of Megatron's own",
         also=("fluid_whole_graph", "megatron_fluid as one CUDA graph"),
     ),
+    "recipes": Suite(
+        what="training iterations of the recipes by Megatron-LM's unchanged pretrain_gpt.py on "
+        "mock data, with fewer layers (`fewer`)",
+        told={"microbatches": "16"},
+        others={"megatron": "Megatron with Transformer Engine and the recipe's flags"},
+        best="Megatron with the recipe's flags",
+    ),
     "losses": Suite(
         what="training runs of a small model on real text, an iteration's time; beside it the loss "
         "of every iteration of several seeds (`losses`), the mean of the last tenth (`final`) and "
