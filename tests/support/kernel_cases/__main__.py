@@ -1,20 +1,20 @@
-"""Compile the cases of one module; print a line of JSON for each: name, and the PTX or the
-error."""
+"""Compile the cases of one module; print what is wrong with each."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from megatron_fluid.cuda.triton_launch import parameter_bytes
 from tests.support.kernel_cases import KernelCase
 
 _DIVISIBLE = [["tt.divisibility", 16]]
@@ -59,7 +59,6 @@ def compile_case(case: KernelCase) -> dict[str, Any]:
     ptx: str = compiled.asm["ptx"]
     entry = ptx[ptx.index(".entry") :].partition(")")[0]
     return {
-        "name": case.name,
         "ptx": ptx,
         "types": [kind for kind in signature.values() if kind != "constexpr"],
         "parameters": [int(bits) // 8 for bits in re.findall(r"\.param \.[ubf](\d+)", entry)],
@@ -68,9 +67,28 @@ def compile_case(case: KernelCase) -> dict[str, Any]:
     }
 
 
+def problems(case: KernelCase) -> Iterator[str]:
+    """What `case` was compiled to and should not have been."""
+    compiled = compile_case(case)
+    yield from (f"no {text} in its PTX" for text in case.wanted if text not in compiled["ptx"])
+    yield from (f"{text} in its PTX" for text in case.unwanted if text in compiled["ptx"])
+    if compiled["spills"] > case.spills:
+        yield f"{compiled['spills']} bytes of local memory, allowed: {case.spills}"
+    if compiled["parameters"] != parameter_bytes(compiled["types"]):
+        yield f"parameters of {compiled['parameters']} bytes"
+    if case.maxnreg is not None and compiled["registers"] > case.maxnreg:
+        yield f"{compiled['registers']} registers, allowed: {case.maxnreg}"
+
+
 def main(module: str) -> None:
-    for case in importlib.import_module(module).CASES:
-        print(json.dumps(compile_case(case)), flush=True)
+    """Exit with an error that names every problem."""
+    found = [
+        f"{case.name}: {problem}"
+        for case in importlib.import_module(module).CASES
+        for problem in problems(case)
+    ]
+    if found:
+        raise SystemExit("\n".join(found))
 
 
 if __name__ == "__main__":

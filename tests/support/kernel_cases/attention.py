@@ -2,105 +2,70 @@
 
 from __future__ import annotations
 
-import triton.language as tl
+from dataclasses import replace
 
-from megatron_fluid.kernels.head_exchange.launch import (
-    arrive_heads_kernel,
-    arrive_rows_kernel,
-    pack_heads_kernel,
-    push_heads_kernel,
-    push_rows_kernel,
-)
-from tests.support.kernel_cases import KernelCase
+import torch
+
+from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreCase
+from megatron_fluid.attention.exchange.symmetric import SymmetricExchange
+from megatron_fluid.attention.layer import SelfAttention
+from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
+from megatron_fluid.attention.overlap import AttentionCall, overlapped_attention
+from megatron_fluid.attention.packed import Norm, Rotary, pack_in_one_pass
+from tests.support.kernel_cases import WIDE, KernelCase, cases_of
+from tests.support.thread_ranks import ThreadBuffers, run_threads
 
 __all__ = ["CASES"]
 
-_WIDE_ACCESS = ("ld.global.v4.b32", "st.global.v4.b32")
-_SHAPE = {"W": 4, "SLOTS": 12, "D": 128, "DP": 128, "ROWS": 32}
-_STRIDES = ("i32",) * 9
-_NARROW = ("st.global.b16", "ld.global.b16", "st.global.b32", "st.global.v2.b32")
+RANKS, HEADS, DIM, LENGTH = 4, 32, 128, 32
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+_NARROW = ("st.global.b16", "st.global.b32", "st.global.v2.b32")
 
 
-def _arrive(name: str, half: int, norm: bool) -> KernelCase:
-    weight = ("*bf16:16",) * 2
-    return KernelCase(
-        name,
-        arrive_heads_kernel,
-        ("*bf16:16",) * 3 + ("*i32:16",) * 2 + weight + ("*fp32:16",) * 2 + ("i32", "i32"),
-        {
-            "EPS": 1e-6,
-            "W": 4,
-            "SLOTS": 12,
-            "HEADS": 4,
-            "D": 128,
-            "HALF": half,
-            "HALF_P": max(half, 1),
-            "REST_P": 1 if half else 128,
-            "ROWS": 32,
-            "NORM": norm,
-            "RAW": norm,
-            "INTERLEAVED": False,
-            "WIDE": tl.float32,
-        },
-        wanted=_WIDE_ACCESS,
-        unwanted=("st.global.b16", "st.global.b32", "st.global.v2.b32"),
-    )
+def _call(kv_heads: int, rotary: Rotary | None, norm: bool) -> None:
+    """Forward and backward on all ranks."""
+    heads, sequence = HeadLayout(HEADS, kv_heads, DIM, RANKS), SequenceLayout(LENGTH, RANKS)
+    table = None if rotary is None else rotary.table(LENGTH, CPU, BF16)
+    sizes = {"num_kv_heads": kv_heads, "head_dim": DIM, "qk_norm": norm, "dtype": BF16}
+    layer = SelfAttention(64, HEADS, **sizes)  # type: ignore[arg-type]
+
+    def attend(buffers: ThreadBuffers) -> None:
+        exchange = SymmetricExchange(buffers, heads, sequence)
+        call = AttentionCall(exchange, CORE_KERNELS["sdpa"], CoreCase(DIM, BF16, "cpu"), table)
+        x = torch.zeros(LENGTH // RANKS, 1, 64, dtype=BF16, requires_grad=True)
+        overlapped_attention(x, layer.weights(), call).sum().backward()
+
+    run_threads(RANKS, "sm_push", attend)
+
+
+def _pack(norm: bool) -> None:
+    """Gradients of one rank's heads side by side."""
+    part, table = HeadLayout(HEADS, 8, DIM, RANKS).part(0), Rotary(DIM).table(LENGTH, CPU, BF16)
+    q, k, v = (torch.empty(LENGTH, 1, count, DIM, dtype=BF16) for count in (8, 2, 2))
+    target, weight = torch.empty(LENGTH, 1, part.width, dtype=BF16), torch.empty(DIM, dtype=BF16)
+    norms = (Norm(weight, weight, 1e-6), target.clone()) if norm else (None, None)
+    pack_in_one_pass((q, k, v), part, table, target, *norms, apart=True)
+
+
+def _judged(case: KernelCase) -> KernelCase:
+    narrow = _NARROW
+    if case.kernel_name.startswith(("push_", "arrive_rows")):
+        narrow = (*narrow, "ld.global.b16")
+    elif case.kernel_name.startswith("pack_"):  # norms' shares are fp32
+        narrow = ("st.global.b16", "st.global.v2.b32")
+    return replace(case, wanted=WIDE, unwanted=narrow)
 
 
 CASES = [
-    KernelCase(
-        "push_heads",
-        push_heads_kernel,
-        ("*bf16:16",) * 3 + ("*i64:16", "*i32:16", "*i32:16", "i32", "i32", "i32") + _STRIDES,
-        _SHAPE | {"VEC": 8},
-        wanted=_WIDE_ACCESS,
-        unwanted=_NARROW,
-    ),
-    _arrive("arrive_heads", 0, False),
-    _arrive("arrive_heads_rotary", 64, False),
-    _arrive("arrive_heads_rotary_norm", 64, True),
-    *(
-        KernelCase(
-            "pack_heads_norm" if norm else "pack_heads",
-            pack_heads_kernel,
-            ("*bf16:16",) * 5
-            + ("*fp32:16", "*i32:16", "*bf16:16", "*bf16:16", "*fp32:16", "*fp32:16")
-            + ("i32", "i32", "i32", *_STRIDES),
-            {
-                "EPS": 1e-6,
-                "SLOTS": 12,
-                "D": 128,
-                "HALF": 64,
-                "HALF_P": 64,
-                "REST_P": 1,
-                "VEC": 8,
-                "ROWS": 32,
-                "NORM": norm,
-                "INTERLEAVED": False,
-                "WIDE": tl.float32,
-            },
-            wanted=_WIDE_ACCESS,
-            unwanted=("st.global.b16", "st.global.v2.b32"),
-        )
-        for norm in (False, True)
-    ),
-    KernelCase(
-        "push_rows",
-        push_rows_kernel,
-        ("*bf16:16", "*i64:16", "*i32:16", "i32", "i32", "i32"),
-        _SHAPE,
-        wanted=_WIDE_ACCESS,
-        unwanted=_NARROW,
-    ),
-    *(
-        KernelCase(
-            f"arrive_rows_{sources}",
-            arrive_rows_kernel,
-            ("*bf16:16",) * 3 + ("*i32:16",) * 3 + ("i32",) * 4,
-            {"SLOTS": 12, "K": sources, "D": 128, "DP": 128, "ROWS": 32, "WIDE": tl.float32},
-            wanted=_WIDE_ACCESS,
-            unwanted=_NARROW,
-        )
-        for sources in (1, 2)
-    ),
+    _judged(case)
+    for case in cases_of(
+        {
+            "plain": lambda: _call(8, None, False),
+            "rotated": lambda: _call(8, Rotary(DIM), False),
+            "norm": lambda: _call(8, Rotary(DIM), True),
+            "shared heads": lambda: _call(2, Rotary(DIM), False),
+            "packed": lambda: _pack(norm=False),
+            "packed, norm": lambda: _pack(norm=True),
+        }
+    )
 ]

@@ -1,89 +1,28 @@
-"""Kernels of the decode-time all-to-all over peer pointers, as PeerMemory launches them on an H200:
-every case is recorded from a call of AllToAll, so that its types and constants are those of that
-call.
-"""
+"""Kernels of the decode-time all-to-all over peer pointers, as PeerMemory launches them on an
+H200."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar
-from unittest.mock import patch
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from megatron_fluid.low_latency import AllToAll, peer_memory
+from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout
-from megatron_fluid.low_latency.peer_memory import PeerMemory, Tuning, choose_tuning
+from megatron_fluid.low_latency.peer_memory import PeerMemory, choose_tuning
 from tests.support.all_to_all_calls import receive, receive_back, send, send_back
-from tests.support.kernel_cases import KernelCase
+from tests.support.kernel_cases import WIDE, KernelCase, recorded
 from tests.support.simulated_workspace import SimulatedWorkspace
 
-__all__ = ["CASES", "PROCESSORS", "SHAPES", "Recorder", "calls", "layout_of", "recorded"]
+__all__ = ["CASES", "uses"]
 
-PROCESSORS = 132
-SHAPES = {"r1": (256, 8, 7168), "v2-lite": (64, 6, 2048)}  # experts, top-k, hidden
-_TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.uint32: "*u32",
-    torch.int64: "*i64",
-}
+_PROCESSORS = 132
+_SHAPES = {"r1": (256, 8, 7168), "v2-lite": (64, 6, 2048)}  # experts, top-k, hidden
 
 
-class Recorder:
-    """Stands in for Launch: keeps what it would compile."""
-
-    found: ClassVar[
-        list[tuple[Any, Mapping[str, object], int, tuple[str, ...], tuple[str, ...]]]
-    ] = []
-
-    def __init__(
-        self,
-        kernel: Any,
-        num_warps: int,
-        constants: Mapping[str, object],
-        fixed: Sequence[Tensor],
-        words: Sequence[str] = (),
-        unaligned: Sequence[str] = (),
-    ) -> None:
-        self.kernel, self.constants, self.num_warps = kernel, dict(constants), num_warps
-        self.fixed, self.words, self.unaligned = fixed, words, unaligned
-
-    def start_aligned(
-        self, programs: int, tensors: Sequence[Tensor | None], integers: Sequence[int]
-    ) -> None:
-        kinds: list[str] = []
-        absent: list[str] = []
-        names = getattr(self.kernel, "jit_func", self.kernel).arg_names
-        for name, tensor in zip(names, [*tensors, *self.fixed], strict=False):
-            if tensor is None:
-                absent.append(name)
-            else:
-                kind = "*i32" if name in self.words else _TYPES[tensor.dtype]
-                kinds.append(kind + ("" if name in self.unaligned else ":16"))
-        kinds += ["i64" if value >= 1 << 31 else "i32" for value in integers]
-        self.found.append(
-            (self.kernel, self.constants, self.num_warps, tuple(kinds), tuple(absent))
-        )
-
-
-@contextmanager
-def recorded(*modules: Any) -> Iterator[type[Recorder]]:
-    """Launches of `modules` are recorded, not started."""
-    Recorder.found.clear()
-    patches = [patch.object(module, "Launch", Recorder) for module in modules]
-    for one in patches:
-        one.start()
-    yield Recorder
-    for one in patches:
-        one.stop()
-
-
-def calls(ata: AllToAll, dtype: torch.dtype, *, early: bool, bound: bool, packed: bool) -> None:
+def _calls(ata: AllToAll, dtype: torch.dtype, *, early: bool, bound: bool, packed: bool) -> None:
     """One dispatch and one combine by halves, on tensors of the layout's full size."""
     layout = ata.layout
     m, k = layout.max_num_tokens, layout.experts_per_token
@@ -104,49 +43,20 @@ def calls(ata: AllToAll, dtype: torch.dtype, *, early: bool, bound: bool, packed
     receive_back(ata, out, ids, late, bound_m=bound_m, accumulate=packed)
 
 
-def layout_of(shape: str, tokens: int, dtype: torch.dtype) -> Layout:
-    experts, k, hidden = SHAPES[shape]
-    scales = hidden // 32 if dtype == torch.float8_e4m3fn else 0
-    return Layout(tokens, experts, k, 4, 1, hidden, hidden * dtype.itemsize, scales)
-
-
-def _cases() -> Iterator[KernelCase]:
-    fp8, bf16 = torch.float8_e4m3fn, torch.bfloat16
-    uses = (
-        # shape, tokens, type, options
-        ("r1", 128, fp8, ("early", "bound")),
-        ("r1", 1, fp8, ()),
-        ("r1", 128, bf16, ("packed",)),
-        ("v2-lite", 128, bf16, ("early",)),
-        ("v2-lite", 128, fp8, ("early", "bound", "packed")),
-        ("v2-lite", 1, fp8, ("early",)),
-    )
-    halves = ("dispatch send", "dispatch receive", "combine send", "combine receive")
-    for shape, tokens, dtype, chosen in uses:
-        title = " ".join((f"{shape}-{tokens}", str(dtype).removeprefix("torch."), *chosen))
-        options = {name: name in chosen for name in ("early", "bound", "packed")}
-        layout = layout_of(shape, tokens, dtype)
-        with recorded(peer_memory) as recorder:
-            calls(_open(layout, choose_tuning(layout, PROCESSORS)), dtype, **options)
-            found = list(recorder.found)
-        for half, (kernel, constants, warps, kinds, absent) in zip(halves, found, strict=True):
-            wanted, unwanted = _instructions(half, tokens)
-            yield KernelCase(
-                f"{half}, {title}",
-                kernel,
-                kinds,
-                {**constants, **dict.fromkeys(absent)},
-                warps,
-                wanted,
-                unwanted,
-            )
-
-
-def _open(layout: Layout, tuning: Tuning) -> AllToAll:
-    workspace = SimulatedWorkspace(layout.world_size, timeout_s=5.0)
-    return AllToAll(
-        layout, PeerMemory(layout, workspace.rank(1), tuning=tuning), torch.device("cpu")
-    )
+def uses(
+    transport: type[PeerMemory], *chosen: tuple[str, int, torch.dtype, str]
+) -> Iterator[tuple[int, list[KernelCase]]]:
+    """Of each use (shape, tokens, dtype, options): its tokens, and the cases of its four halves."""
+    for shape, tokens, dtype, options in chosen:
+        experts, k, hidden = _SHAPES[shape]
+        scales = hidden // 32 if dtype == torch.float8_e4m3fn else 0
+        layout = Layout(tokens, experts, k, 4, 1, hidden, hidden * dtype.itemsize, scales)
+        rank = SimulatedWorkspace(layout.world_size, timeout_s=5.0).rank(1)
+        made = transport(layout, rank, tuning=choose_tuning(layout, _PROCESSORS))
+        ata = AllToAll(layout, made, torch.device("cpu"))
+        on = {name: name in options for name in ("early", "bound", "packed")}
+        label = f"{shape}-{tokens} {str(dtype).removeprefix('torch.')} {options}"
+        yield tokens, recorded(label, lambda ata=ata, dtype=dtype, on=on: _calls(ata, dtype, **on))
 
 
 def _instructions(half: str, tokens: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -157,7 +67,24 @@ def _instructions(half: str, tokens: int) -> tuple[tuple[str, ...], tuple[str, .
     polls = ("ld.relaxed.sys.global.b32", "ld.acquire.sys.global.b32")
     if half == "combine receive" and tokens <= 16:
         return polls, ("fence.",)
-    return (*polls, "ld.global.v4.b32", "st.global.v4.b32"), ("fence.",)
+    return (*polls, *WIDE), ("fence.",)
+
+
+def _cases() -> Iterator[KernelCase]:
+    fp8, bf16 = torch.float8_e4m3fn, torch.bfloat16
+    chosen = (
+        ("r1", 128, fp8, "early, bound"),
+        ("r1", 1, fp8, ""),
+        ("r1", 128, bf16, "packed"),
+        ("v2-lite", 128, bf16, "early"),
+        ("v2-lite", 128, fp8, "early, bound, packed"),
+        ("v2-lite", 1, fp8, "early"),
+    )
+    halves = ("dispatch send", "dispatch receive", "combine send", "combine receive")
+    for tokens, cases in uses(PeerMemory, *chosen):
+        for half, case in zip(halves, cases, strict=True):
+            wanted, unwanted = _instructions(half, tokens)
+            yield replace(case, name=f"{half}, {case.name}", wanted=wanted, unwanted=unwanted)
 
 
 CASES = list(_cases())
