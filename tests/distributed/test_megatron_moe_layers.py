@@ -205,7 +205,10 @@ CASES: dict[str, dict[str, Layer]] = {
     "ep1": {
         "single": Layer(
             GROUPED | BIASES, ours=WEIGHT | BIAS, fluid={"moe_backend": "local"}, exchange="local"
-        )
+        ),
+        "dropping": Layer(
+            DROPPING, lengths=(9, 9), fluid={"moe_backend": "local"}, exchange="local"
+        ),
     },
     "ep2 etp2": {
         "gated": _behind(SPLIT, **AUTO),

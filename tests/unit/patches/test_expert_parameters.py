@@ -29,19 +29,6 @@ class _Grouped(torch.nn.Module):
             self.add_module(name, linear)
 
 
-def test_grouped_weights_are_found_by_number_and_read_anew() -> None:
-    experts = _Grouped()
-    weights = ExpertParameters(experts)
-    w1, w2 = weights.current()
-    assert [w[0, 0].item() for w in w1] == [0.0, 1.0, 2.0] == [w[0, 0].item() for w in w2]
-    assert [tuple(w.shape) for w in (w1[0], w2[0])] == [(8, 4), (4, 4)]
-    experts.linear_fc1.weight1.data = torch.full((8, 4), 9.0)  # as the distributed optimizer does
-    experts.linear_fc2.weight2 = torch.nn.Parameter(torch.full((4, 4), 7.0))  # as some loaders do
-    w1, w2 = weights.current()
-    assert w1[1] is experts.linear_fc1.weight1 and w1[1][0, 0].item() == 9.0
-    assert w2[2] is experts.linear_fc2.weight2
-
-
 def _in_one_buffer(experts: _Grouped, order: list[int], gap: int = 0) -> None:
     """Lay the parameters out in one storage in that order of experts, all of fc1 before all of
     fc2."""
@@ -64,16 +51,6 @@ def test_a_reversed_buffer_is_read_in_reverse_as_one_stack(gap: int) -> None:
         assert [w[0, 0].item() for w in projection] == [2.0, 1.0, 0.0]
         stack = StackedWeights(projection, 3).stack
         assert stack is not None and stack.data_ptr() == projection[0].data_ptr()
-
-
-def test_an_ascending_buffer_is_left_as_it_is() -> None:
-    experts = _Grouped()
-    _in_one_buffer(experts, [0, 1, 2])
-    pointers = [p.data_ptr() for p in experts.parameters()]
-    weights = ExpertParameters(experts)
-    assert not weights.arrange() and weights.order == [0, 1, 2]
-    assert [p.data_ptr() for p in experts.parameters()] == pointers
-    assert StackedWeights(weights.current()[0], 3).stack is not None
 
 
 def test_separate_parameters_move_into_one_storage_and_keep_their_identity() -> None:
@@ -144,11 +121,3 @@ def test_values_that_were_moved_are_found_and_counted_as_a_change_of_the_paramet
     with torch.no_grad():
         weight.copy_(torch.full((3, 8, 4), 9.0))  # as loading does
     assert moved.versions() != versions and moved.stack[1, 0, 0].item() == 9.0
-
-
-def test_a_parameter_without_values_is_no_state() -> None:
-    experts = _packed()
-    weights = ExpertParameters(experts)
-    experts.linear_fc2.weight.rowwise_data = None
-    with pytest.raises(RuntimeError, match="no rowwise_data"):
-        weights.look()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fluid.backward.autograd import gradient_owner, readiness_of, set_gradient_owner
+from megatron_fluid.backward.autograd import gradient_owner, set_gradient_owner
 from megatron_fluid.errors import FluidError
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 
@@ -87,26 +87,6 @@ def test_parameters_are_gathered_once_every_group_has_waited() -> None:
     assert module.gathers()
 
 
-def test_parameters_of_nobody_are_never_taken_for_gathered() -> None:
-    param = torch.nn.Parameter(torch.zeros(1))
-    assert _Module([param]).gathers()
-    ddp, owner = _owned()
-    set_gradient_owner(param, owner)  # of the owner, but in no group
-    module = _Module([param])
-    for group in ddp.groups:
-        group.param_gather_dispatched = True
-    assert module.gathers()
-    assert not _Module(ddp.params).gathers()
-
-
-@pytest.mark.parametrize("last", [True, False])
-def test_a_group_counts_in_the_last_microbatch_alone(last: bool) -> None:
-    ddp, owner = _owned()
-    ddp.groups[1].is_last_microbatch = last
-    owner.gate_of(ddp.params).report(set)
-    assert ddp.ready == [(0, False), (0, False)] + [(1, False)] * last
-
-
 def _bucket_group(params: list[torch.nn.Parameter], starts: list[int], number: int = 0) -> Any:
     """Megatron's own bucket group, as far as it counts."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
@@ -167,29 +147,6 @@ def test_a_gradient_behind_the_start_of_its_reduction_is_an_error() -> None:
     assert len(starts) == 2
     with pytest.raises(FluidError, match=r"^1: 2 backward passes .* and 1 in the first iteration"):
         register(group, ddp.params[1])
-
-
-def test_parameters_in_another_gate_have_no_second_one() -> None:
-    ddp, owner = _owned()
-    gate = owner.gate_of(ddp.params[:2])
-    assert owner.gate_of(ddp.params[:2]) is gate and owner.gate_with(ddp.params[1]) is gate
-    assert owner.gate_of(ddp.params) is owner.gate_of(ddp.params[1:]) is None
-    assert owner.gate_of([torch.nn.Parameter(torch.zeros(1)), ddp.params[2]]) is None
-    assert owner.gate_with(ddp.params[2]) is None
-
-
-def test_hooks_of_parameters_are_looked_for_once_in_an_iteration() -> None:
-    ddp, _ = _owned()
-    for param in ddp.params:
-        param.main_grad = torch.zeros(1)  # type: ignore[attr-defined]
-    found = []
-    for hooked in (False, True, True):
-        for group in ddp.groups:
-            group.per_param_grad_ready_counts = {}  # as Megatron zeroes gradients
-        found += [readiness_of(ddp.params).direct for _ in range(2)]
-        if hooked:
-            ddp.params[1].register_hook(lambda grad: None)
-    assert found == [True] * 4 + [False] * 2
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ pytest.importorskip("megatron.core")
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.patches import features as recorded
 from megatron_fluid.patches import linears
-from megatron_fluid.patches.weight_gradients import into_main_grad
 
 
 def _linear(ranks: int = 2, offloading: object = None, invariant: bool = False) -> Any:
@@ -158,22 +157,6 @@ def test_a_linear_is_counted_once_with_what_was_last_true_of_it(
         (named[0], True, named[1] + "collective", 1),
         (named[0], False, named[1] + "its weight is frozen", 1),
     ]
-
-
-def test_autograd_is_given_a_stand_in_only_where_the_weight_can_be_marked() -> None:
-    """Elsewhere the stand-in, uninitialised memory, became the weight's .grad."""
-    a, dc = torch.randn(3, 4), torch.randn(3, 6)
-    for marked in (False, True):
-        weight = torch.nn.Parameter(torch.zeros(6, 4))
-        weight.main_grad = torch.ones(6, 4)  # type: ignore[attr-defined]
-        if marked:
-            weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        weight_grad = into_main_grad(weight, True)
-        assert weight_grad is not None
-        given = weight_grad(a, dc)
-        assert (given is not None and given.shape == weight.shape) if marked else given is None
-        assert getattr(weight, "grad_added_to_main_grad", None) is (True if marked else None)
-        torch.testing.assert_close(weight.main_grad, 1 + dc.t() @ a)
 
 
 def test_a_quantisers_gemm_is_known_whenever_it_came(monkeypatch: pytest.MonkeyPatch) -> None:

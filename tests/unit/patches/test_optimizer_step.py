@@ -351,13 +351,3 @@ def test_nothing_is_patched_unless_it_is_asked_for() -> None:
                 assert not patch.when()
             with mock.patch.dict(os.environ, SWITCH):
                 assert patch.when()
-
-
-@pytest.mark.parametrize("kind", [None, torch.bfloat16, torch.float16])
-def test_constants_come_in_the_order_of_the_kernel(kind: torch.dtype | None) -> None:
-    """A launch that needs more than the direct one passes them by place."""
-    from megatron_fluid.kernels.adam import adam_kernel
-    from megatron_fluid.patches.optimizer_step import _adam
-
-    _, constants = _adam(kind, True)
-    assert [name for name in adam_kernel.arg_names if name in constants] == list(constants)
