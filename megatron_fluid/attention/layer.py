@@ -27,13 +27,14 @@ from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.one_rank import one_rank_attention
 from megatron_fluid.attention.overlap import AttentionCall, AttentionWeights, overlapped_attention
 from megatron_fluid.attention.packed import Rotary, RotaryTable
-from megatron_fluid.attention.tables import cached_tables, capturing
+from megatron_fluid.attention.tables import cached_tables
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.comm.layers import Form, check_input, copy_sharing
 from megatron_fluid.comm.same_settings import compare_settings
 from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.config import current_config, shows_fields_of
+from megatron_fluid.cuda.streams import capturing
 from megatron_fluid.errors import ConfigError
 
 __all__ = ["SelfAttention", "sum_gradients"]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
+from megatron_fluid.cuda.streams import capturing
 from megatron_fluid.errors import FluidError
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "SPLIT",
     "ExchangeTables",
     "cached_tables",
-    "capturing",
     "exchange_tables",
     "keep",
     "position_order",
@@ -41,11 +41,6 @@ FUSED, OUTPUT, SPLIT, APART = "fused", "output", "split", "apart"
 _captured: dict[int, object] = {}
 """What captures have read, by identity. A graph holds its addresses, and this process may replay it
 as long as it runs."""
-
-
-def capturing() -> bool:
-    """Return whether a CUDA graph is captured on the current stream."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def keep(tables: object) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from megatron_fluid.cuda import driver_api
 
-__all__ = ["current_capture", "current_stream", "synchronize"]
+__all__ = ["capturing", "current_capture", "current_stream", "synchronize"]
 
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
@@ -22,12 +22,17 @@ def current_stream() -> torch.cuda.Stream:
     return stream
 
 
+def capturing() -> bool:
+    """Return whether a CUDA graph is captured on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def current_capture() -> tuple[int, int] | None:
     """What captures the current stream: (number of the capture, the stream), or None.
 
     The driver gives each capture of the process a number of its own.
     """
-    if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+    if not capturing():
         return None
     stream = current_stream().cuda_stream
     # Later releases of CUDA return more behind these.

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from megatron_fluid.backward.autograd import once_differentiable
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe.room import refuse_capture
 
 __all__ = [
     "Permutation",
@@ -42,7 +43,13 @@ def local_experts(num_experts: int, world_size: int) -> int:
 
 
 def check_ids(ids: Tensor) -> None:
-    """Raise ConfigError unless ids are integers [T, K]."""
+    """Check the choices of a call whose row counts the host reads.
+
+    Raises:
+        ConfigError: ids are not integers [T, K].
+        FluidError: a CUDA graph is being captured.
+    """
+    refuse_capture()
     if ids.dim() != 2 or ids.dtype.is_floating_point:
         found = f"{ids.dtype} {list(ids.shape)}"
         raise ConfigError.of("ids", found, "integers of shape [tokens, top-k]")

@@ -17,10 +17,13 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megatron_fluid.cuda.streams import capturing
+from megatron_fluid.errors import FluidError
+
 if TYPE_CHECKING:
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 
-__all__ = ["ROOMS", "LayerRoom", "Rooms", "graph_room"]
+__all__ = ["ROOMS", "LayerRoom", "Rooms", "graph_room", "refuse_capture"]
 
 _MARGIN = 0.125
 _LEAST = 128
@@ -88,3 +91,17 @@ def graph_room() -> Iterator[None]:
         yield
     finally:
         ROOMS.bounded = False
+
+
+def refuse_capture() -> None:
+    """Before a call whose row counts the host reads.
+
+    Raises:
+        FluidError: a CUDA graph is being captured, in which the counts would never arrive.
+    """
+    if capturing():
+        raise FluidError(
+            "the host reads how many rows arrive, which the capture of a CUDA graph forbids: "
+            "capture a MoELayer of one rank or over NVLink, with MoEConfig(graph=True) inside "
+            "graph_room()"
+        )

@@ -49,11 +49,11 @@ from megatron_fluid.attention.tables import (
     OUTPUT,
     SPLIT,
     ExchangeTables,
-    capturing,
     exchange_tables,
     keep,
 )
 from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
+from megatron_fluid.cuda.streams import capturing
 from megatron_fluid.cuda.triton_launch import power_of_two
 from megatron_fluid.kernels.head_exchange.launch import (
     arrive_heads,

@@ -48,7 +48,7 @@ from megatron_fluid.moe.nvlink.buffers import (
 )
 from megatron_fluid.moe.nvlink.sent_rows import begin_combine, owners, send_rows
 from megatron_fluid.moe.nvlink.shared import SizedBuffers
-from megatron_fluid.moe.room import LayerRoom
+from megatron_fluid.moe.room import LayerRoom, refuse_capture
 from megatron_fluid.moe.transport import (
     Backend,
     Exchange,
@@ -352,6 +352,8 @@ class NvlinkBackend(Backend):
             capacity = buffers.bounded_rows(factor)
         elif self.shape.captured is not None:
             capacity = self.shape.captured.capacity(buffers)
+        if capacity is None:
+            refuse_capture()
         handle, grow, room = None, self.sized.grow, self.shape.captured
         if again:
             handle = plan_nvlink(buffers, ids, probs, capacity, grow, room)

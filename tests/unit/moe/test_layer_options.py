@@ -15,7 +15,7 @@ from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.errors import FluidError
 from megatron_fluid.moe.backends import BACKENDS
-from megatron_fluid.moe.layer import MoELayer
+from megatron_fluid.moe.layer import MoEBaseline, MoELayer
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.room import graph_room
 from megatron_fluid.moe.router import TopKRouter, route
@@ -75,6 +75,25 @@ def _options(rank: int, world: int) -> None:
     with pytest.raises(FluidError, match="again outside of graph_room"):
         graphed.check_overflow()
     gradients(graphed)  # outside there is room for all
+
+
+def _captured(rank: int, world: int) -> None:
+    x = torch.randn(TOKENS, 16)
+    layers = [
+        nvlink_layer(graph=True),
+        *(
+            kind({**CONFIG, "backend": "rounds"}, dist.group.WORLD)
+            for kind in (MoELayer, MoEBaseline)
+        ),
+    ]
+    with mock.patch("megatron_fluid.moe.room.capturing", return_value=True):
+        for layer in layers:
+            with pytest.raises(FluidError, match=r"CUDA graph .* inside graph_room\(\)"):
+                layer(x)
+
+
+def test_a_layer_whose_row_counts_the_host_reads_is_not_captured() -> None:
+    run_ranks(_captured, 1)
 
 
 def test_bounded_mode_and_recomputation_of_a_layer() -> None:
