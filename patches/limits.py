@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_fluid.config import FluidConfig
 
-__all__ = ["Limit", "first_reason", "is_set", "offloads", "remedy"]
+__all__ = ["Limit", "first_reason", "offloads", "remedy"]
 
 # The flag that lifts a limit, where it is not the setting's own flag left out.
 _REMEDIES = {
@@ -47,30 +47,19 @@ class Limit[T]:
     hit: Callable[[T, FluidConfig], bool] | None = None
     over: tuple[str, ...] = ()
 
-    def applies(self, subject: T, fluid: FluidConfig, backend: str | None = None) -> bool:
-        """Whether the setting keeps Megatron's path; backend None: over any backend."""
-        if self.over and backend not in self.over:
-            return False
-        if self.hit is None:
-            return bool(getattr(subject, self.setting))
-        return self.hit(subject, fluid)
-
 
 def first_reason(
     limits: Iterable[Limit[Any]], config: Any, fluid: FluidConfig, backend: str | None = None
 ) -> str | None:
-    """The first limit that applies to a configuration, as `setting=value: reason`; or None."""
+    """The first limit that applies to a configuration, as `setting=value: reason`; or None.
+    backend: who moves the data; None for a limit of all backends."""
     for limit in limits:
-        if limit.applies(config, fluid, backend):
-            value = getattr(config, limit.setting)
+        value = getattr(config, limit.setting)
+        counts = not limit.over or backend in limit.over
+        if counts and (value if limit.hit is None else limit.hit(config, fluid)):
             name = getattr(value, "__name__", None) or repr(getattr(value, "name", value))
             return f"{limit.setting}={name}: {limit.reason}"
     return None
-
-
-def is_set(setting: str) -> Callable[[Any, FluidConfig], bool]:
-    """Whether a setting has any value but None."""
-    return lambda config, _: getattr(config, setting) is not None
 
 
 def offloads(config: Any, *modules: str) -> bool:

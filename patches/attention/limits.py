@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches.attention.head_norms import norm_reason
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
-from megatron_fluid.patches.limits import Limit, is_set, offloads
+from megatron_fluid.patches.limits import Limit, offloads
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -50,10 +50,10 @@ OVERLAP_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     ),
     Limit("tp_comm_overlap", "Transformer Engine overlaps its linears with their own gathers"),
     Limit("fused_single_qkv_rope", "Transformer Engine rotates the projection's output in place"),
-    Limit("mrope_section", "every sequence has its own rotations", is_set("mrope_section")),
+    Limit("mrope_section", "every sequence has its own rotations"),
     Limit("fp8", _PRECISION),
     Limit("fp4", _PRECISION),
-    Limit("quant_recipe", _PRECISION, is_set("quant_recipe")),
+    Limit("quant_recipe", _PRECISION),
     Limit("use_kitchen", "kitchen linears compute in their own precision"),
     Limit("enable_autocast", _PRECISION),
     Limit("test_mode", "Megatron compares the modules' inputs and outputs"),

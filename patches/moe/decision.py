@@ -1,18 +1,25 @@
-"""Which path an MoE layer takes: the negotiation over its expert-parallel group, in the layer's
-first forward (overlap_decision.py), and the backend that follows from it (moe/choose.py).
+"""Which path an MoE layer takes.
 
-Exchange and experts are decided about apart (parts.py): both this package's, fused or phase by
-phase, one of them, or the whole layer Megatron's."""
+`part_reasons` says which parts of a layer are megatron_fluid's, by the tables of limits.py, by the
+modules of a built layer and by the backend: exchange, experts, and both fused into one. In the
+layer's first forward `MoEDecisions` agrees on them with the expert-parallel group
+(overlap_decision.py), with the backend that follows (moe/choose.py).
+
+FluidConfig is everywhere the settings that the layer keeps, not those in force.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
+from megatron_fluid import patches
 from megatron_fluid.comm.groups import wait_timeout_s
 from megatron_fluid.comm.p2p_rounds import detect_hosts
 from megatron_fluid.config import FluidConfig, names_exchange
@@ -20,15 +27,19 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.backends import BACKENDS
 from megatron_fluid.moe.choose import ExchangeCase, choose_transport, local_unsupported_reason
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
+from megatron_fluid.patches.limits import Limit, first_reason
 from megatron_fluid.patches.moe.fp8 import follow_microbatches
-from megatron_fluid.patches.moe.limits import batch_invariant
-from megatron_fluid.patches.moe.own_experts import FEATURE, ExpertParameters
-from megatron_fluid.patches.moe.parts import (
-    PartReasons,
-    forward_reason,
-    nvlink_unsupported_reason,
-    part_reasons,
+from megatron_fluid.patches.moe.graphed_router import Held, held_by_graphs
+from megatron_fluid.patches.moe.limits import (
+    EXCHANGE_LIMITS,
+    EXPERT_LIMITS,
+    FUSION_LIMITS,
+    LAYER_LIMITS,
+    PHASES,
+    activation_name,
+    batch_invariant,
 )
+from megatron_fluid.patches.moe.own_experts import FEATURE, ExpertParameters
 from megatron_fluid.patches.overlap_decision import (
     Decision,
     Finding,
@@ -36,16 +47,194 @@ from megatron_fluid.patches.overlap_decision import (
     Reason,
     first_of_ranks,
 )
+from megatron_fluid.patches.versions import unknown_setting
 from megatron_fluid.topology import real_group
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["MoEDecisions"]
+__all__ = [
+    "MakePath",
+    "MoEDecisions",
+    "PartReasons",
+    "fp8_reason",
+    "nvlink_unsupported_reason",
+    "part_reasons",
+]
 
 
-@dataclass(frozen=True)
-class _Found:
+@dataclass(frozen=True, kw_only=True)
+class PartReasons:
+    """Why parts of a layer are not megatron_fluid's, None where they are: a sentence that starts
+    with the setting (`setting=value: reason`) or names the module.
+
+    Attributes:
+        exchange: why the exchange is Megatron's.
+        experts: why the experts are Megatron's.
+        fusion: why exchange and experts, where neither is Megatron's, run phase by phase.
+    """
+
+    exchange: str | None = None
+    experts: str | None = None
+    fusion: str | None = None
+
+    @property
+    def by_phase(self) -> str | None:
+        """Why a layer with this package's exchange runs phase by phase, or None."""
+        return self.experts or self.fusion
+
+    @property
+    def fused(self) -> str | None:
+        """Why the layer is not fused, or None where it is."""
+        return self.exchange or self.by_phase
+
+
+def part_reasons(
+    config: TransformerConfig,
+    fluid: FluidConfig,
+    layer: MoELayer | None = None,
+    backend: str | None = None,
+    exchange: str | None = None,
+) -> PartReasons:
+    """Why the parts of a layer are not megatron_fluid's.
+
+    Args:
+        config: the model's configuration.
+        fluid: the settings that the layer keeps.
+        layer: a built layer, whose modules are checked too; None checks the settings alone.
+        backend: who moves the tokens; None: any.
+        exchange: why the exchange is Megatron's, if that is known already.
+    """
+
+    def limit(*tables: tuple[Limit[Any], ...]) -> str | None:
+        return first_reason(itertools.chain(*tables), config, fluid, backend)
+
+    unknown = unknown_setting(config)
+    exchange = exchange or limit(LAYER_LIMITS, EXCHANGE_LIMITS) or unknown
+    experts = limit(LAYER_LIMITS, EXPERT_LIMITS) or fp8_reason(config, fluid) or unknown
+    fusion = limit(FUSION_LIMITS)
+    if layer is not None:
+        from megatron_fluid.patches.moe.expert_modules import expert_modules_reason
+
+        exchange = exchange or _dispatcher_reason(layer, fluid)
+        experts = experts or _overridden(layer, "routed_experts_compute")
+        experts = experts or expert_modules_reason(layer.experts)
+        fusion = fusion or _overridden(layer, *PHASES)
+    phases, graphed = experts or fusion, _graphed_phases_reason(config)
+    if exchange is None and phases and graphed:
+        exchange = f"{phases}; and {graphed}"
+    if layer is not None and experts is None and (exchange or fusion):
+        experts = _separate_experts_reason(layer)
+    return PartReasons(exchange=exchange, experts=experts, fusion=fusion)
+
+
+def _forward_reason(layer: MoELayer) -> str | None:
+    """Why a layer is left alone as a whole: its class has a forward of its own; or None."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    found = getattr(type(layer), "forward", MoELayer.forward)
+    if found is MoELayer.forward or _is_own(found):
+        return None
+    return f"{type(layer).__name__}.forward is its own, and megatron_fluid leaves it alone"
+
+
+def _separate_experts_reason(layer: MoELayer) -> str | None:
+    """Why megatron_fluid's experts cannot stand alone in the phases of this layer; or None."""
+    needs_patches = not getattr(layer, "needs_no_patch", False)
+    if needs_patches and not patches.is_applied("moe-experts"):
+        left_out = patches.off_reason("moe-experts")
+        return f"the patch moe-experts is {f'left out: {left_out}' if left_out else 'not applied'}"
+    delays = needs_patches and layer.config.delay_wgrad_compute
+    if delays and not patches.is_applied("moe-delayed-gradients"):
+        return "delay_wgrad_compute: the patch moe-delayed-gradients is not applied"
+    return _graphed_phases_reason(layer.config)
+
+
+def fp8_reason(config: TransformerConfig, fluid: FluidConfig) -> str | None:
+    """Why the fp8 experts that a configuration asks for stay Megatron's, or None."""
+    if not config.fp8:
+        return None
+    if fluid.moe_fp8 == "megatron":
+        return f"fp8={config.fp8!r}: --fluid-moe-fp8 is megatron"
+    from megatron_fluid.kernels.fp8_grouped_gemm.launch import fp8_unsupported_reason
+
+    if os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") != "0":
+        return "NVTE_FP8_BLOCK_SCALING_FP32_SCALES: megatron_fluid's scales are powers of two"
+    widths = config.hidden_size, int(config.moe_ffn_hidden_size or config.ffn_hidden_size)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0.0
+    plain = plain and config.moe_mlp_glu_interleave_size is None
+    kind = str(activation_name(config)) if plain else "its own clamp or offset"
+    reason = fp8_unsupported_reason(*widths, kind, config.params_dtype, device)
+    if reason is None and config.add_bias_linear:
+        reason = "fp8 experts have no biases"
+    return None if reason is None else f"fp8={config.fp8!r}: {reason}"
+
+
+def _graphed_phases_reason(config: TransformerConfig) -> str | None:
+    """Why a layer with a part of megatron_fluid's cannot run phase by phase in a model with CUDA
+    graphs that may hold a fused layer, or its router; or None."""
+    held = held_by_graphs(config)
+    if held.experts:
+        return "cuda_graph_impl: row counts are read on the host between dispatch and experts"
+    if held is not Held.ROUTER:
+        return None
+    names = {module.name for module in config.cuda_graph_modules} & {"moe_router", "moe_preprocess"}
+    return (
+        f"cuda_graph_impl: a graph holds {' and '.join(sorted(names))}, which a fused layer alone "
+        "can do without"
+    )
+
+
+def nvlink_unsupported_reason(config: TransformerConfig) -> str | None:
+    """Why symmetric memory cannot serve the exchange of a configuration, or None."""
+    if not torch.cuda.is_available():
+        return "CUDA is not available"
+    from megatron_fluid.moe.choose import nvlink_layer_reason
+
+    width = config.moe_latent_size or config.hidden_size
+    return nvlink_layer_reason(width, None, config.params_dtype, torch.device("cuda"))
+
+
+def _dispatcher_reason(layer: MoELayer, fluid: FluidConfig) -> str | None:
+    """Why this layer's token dispatcher cannot be replaced, or None."""
+    from megatron.core.transformer.moe.token_dispatcher import (
+        MoEAllGatherTokenDispatcher,
+        MoEAlltoAllTokenDispatcher,
+        MoEFlexTokenDispatcher,
+    )
+
+    known: tuple[type, ...] = (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher)
+    if names_exchange(fluid):
+        known = (*known, MoEFlexTokenDispatcher)
+    dispatcher: Any = getattr(layer.token_dispatcher, "stock", layer.token_dispatcher)
+    if type(dispatcher) not in known:
+        return f"the token dispatcher is a {type(dispatcher).__name__}, not alltoall or allgather"
+    if dispatcher.tp_size > 1:
+        return f"experts are split over {dispatcher.tp_size} tensor-parallel ranks"
+    return None
+
+
+def _overridden(layer: MoELayer, *phases: str) -> str | None:
+    """Say that one of these phases of the layer is from elsewhere, or None."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    kind = type(layer)
+    for phase in phases:
+        method = getattr(kind, phase)
+        known = method is getattr(MoELayer, phase) or _is_own(method)
+        if phase in layer.__dict__ or not known:
+            text = f"{kind.__name__}.{phase} is overridden"
+            return f"{text}, and the overlapped path does not call it"
+    return None
+
+
+def _is_own(method: Callable[..., Any]) -> bool:
+    return method.__module__.startswith("megatron_fluid.")
+
+
+class _Found(NamedTuple):
     """What one rank knows of its layer beyond whether the exchange can be replaced.
 
     Attributes:
@@ -55,20 +244,22 @@ class _Found:
     """
 
     no_nvlink: str | None
-    parts: Mapping[str, PartReasons]
+    parts: dict[str, PartReasons]
     descends: bool
+
+
+# Makes what serves a layer, or a part of it: of the layer, its settings, the backend that moves its
+# tokens (None: Megatron), the reasons, and whether each rank stores its experts in descending
+# order [W].
+MakePath = Callable[["MoELayer", FluidConfig, str | None, PartReasons, Sequence[bool]], Any]
 
 
 class MoEDecisions(OverlapDecisions[Any]):
     """The negotiation of MoE layers, over their expert-parallel group: who runs the exchange, and
-    who the experts. Paths have `start(descends)`, which does what the first call needs of all
-    ranks; descends: whether a rank keeps its experts in descending order. [W]
+    who the experts.
 
     Args:
-        whole: makes what serves a fused layer, of the layer, the settings and the backend.
-        phases: makes what serves a layer whose exchange is replaced phase by phase, of the layer,
-            the settings, the backend, and whether the experts are replaced too.
-        experts: makes what serves a layer whose experts alone are replaced.
+        make_path: see MakePath.
         serve_phases: does to a layer whose exchange may be replaced what has to be done before its
             first call.
     """
@@ -79,16 +270,9 @@ class MoEDecisions(OverlapDecisions[Any]):
         *("moe_router_topk", "gated_linear_unit"),
     )
 
-    def __init__(
-        self,
-        whole: Callable[[MoELayer, FluidConfig, str], Any],
-        phases: Callable[[MoELayer, FluidConfig, str, bool], Any],
-        experts: Callable[[MoELayer, FluidConfig], Any],
-        serve_phases: Callable[[MoELayer], None],
-    ) -> None:
+    def __init__(self, make_path: MakePath, serve_phases: Callable[[MoELayer], None]) -> None:
         super().__init__()
-        self._serve_phases = serve_phases
-        self._whole, self._phases, self._experts = whole, phases, experts
+        self._make_path, self._serve_phases = make_path, serve_phases
 
     def is_layer(self, module: object) -> bool:
         from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -107,7 +291,7 @@ class MoEDecisions(OverlapDecisions[Any]):
         return decision
 
     def reason(self, config: FluidConfig, layer: MoELayer) -> str | None:
-        if (reason := forward_reason(layer)) is not None:
+        if (reason := _forward_reason(layer)) is not None:
             return reason
         backend, model = config.moe_backend, layer.config
         if backend in ("experts", "megatron"):
@@ -157,7 +341,7 @@ class MoEDecisions(OverlapDecisions[Any]):
         if found.details is not None:
             agreed: PartReasons = found.details
             return agreed
-        whole = found.config.moe_backend == "megatron" or forward_reason(layer) is not None
+        whole = found.config.moe_backend == "megatron" or _forward_reason(layer) is not None
         if whole or self.left_out(layer) is not None:
             return PartReasons(exchange=found.reason, experts=found.reason)
         backend = None if found.backend is None else found.backend.split()[0]
@@ -165,9 +349,7 @@ class MoEDecisions(OverlapDecisions[Any]):
 
     def rest(self, decision: Decision[Any], layer: MoELayer) -> Any:
         decision.details = self.parts_of(layer)
-        if decision.details.experts is not None:
-            return None
-        return self._experts(layer, decision.config)
+        return self._make_path(layer, decision.config, None, decision.details, ())
 
     def find(self, config: FluidConfig, layer: MoELayer) -> Finding:
         if (reason := self.reason(config, layer)) is not None:
@@ -213,15 +395,10 @@ class MoEDecisions(OverlapDecisions[Any]):
             return Reason(parts.exchange)
         if config.batch_invariant and parts.experts is not None:
             return Reason(f"Megatron computes the experts: {parts.experts}")
-        if parts.by_phase is None:
-            path = self._whole(layer, config, choice.transport)
-        else:
-            path = self._phases(layer, config, choice.transport, parts.experts is None)
-        path.start([rank.descends for rank in ranks])
-        decision = self.get(layer)
-        assert decision is not None
+        decision = self._decisions[layer]
         decision.backend, decision.details = choice.transport, parts
-        return path
+        descends = [rank.descends for rank in ranks]
+        return self._make_path(layer, config, choice.transport, parts, descends)
 
     def _refuse_if_named(self, config: FluidConfig, layer: MoELayer, reason: str) -> None:
         super()._refuse_if_named(config, layer, reason)

@@ -35,8 +35,8 @@ from megatron_fluid.moe.autograd import start_experts
 from megatron_fluid.moe.backends import BACKENDS, LayerShape, MakeTransport
 from megatron_fluid.moe.room import LayerRoom
 from megatron_fluid.patches.arguments import microbatch_room
-from megatron_fluid.patches.moe.choices import check_count, chosen_of, kept_choices
-from megatron_fluid.patches.moe.decision import MoEDecisions
+from megatron_fluid.patches.moe.choices import chosen_of
+from megatron_fluid.patches.moe.decision import MoEDecisions, PartReasons
 from megatron_fluid.patches.moe.fp8 import compile_fp8_kernels_ahead
 from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
 from megatron_fluid.patches.moe.limits import bounds_rows
@@ -168,8 +168,7 @@ class OverlappedLayer(OwnExperts):
 
         super().__init__(layer, config)
         self.backend, kind, c = backend, BACKENDS[backend], layer.config
-        self.checkpoint, self.top_k = tensor_parallel.checkpoint, int(c.moe_router_topk)
-        self.padded = bool(c.moe_pad_expert_input_to_capacity)
+        self.checkpoint = tensor_parallel.checkpoint
         self.columns: Tensor | None = None
         self._indices: Tensor | None = None  # position of each expert in `columns`. [E]
         self.captures, self.capturing = capture_of(c), is_graph_capturing
@@ -178,7 +177,7 @@ class OverlappedLayer(OwnExperts):
         shape = LayerShape(
             group=real_group(layer.ep_group),
             num_experts=int(c.num_moe_experts),
-            top_k=self.top_k,
+            top_k=int(c.moe_router_topk),
             ffn=int(c.moe_ffn_hidden_size),
             name=self.name,
             dx_chunks=config.dx_chunks,
@@ -254,14 +253,10 @@ class OverlappedLayer(OwnExperts):
         if compact:
             return chosen if self._indices is None else self._indices.take(chosen), probs
         routing_map = routing_map_of(layer, chosen)
-        if self.padded:
-            routing_map = kept_choices(routing_map, probs)
-        if not routes_as_megatron(layer.router):
-            check_count(routing_map, self.top_k)
         if not self.batch_invariant or self._indices is None:
-            return chosen_of(probs, routing_map, self.top_k, self.columns)
+            return chosen_of(layer, probs, routing_map, self.columns)
         # Ascending by number: the order in which ranks store their experts depends on the ranks.
-        ids, probs = chosen_of(probs, routing_map, self.top_k)
+        ids, probs = chosen_of(layer, probs, routing_map)
         return torch.where(ids < 0, ids, self._indices.take(ids.clamp(min=0).long())), probs
 
     def _compute(
@@ -293,20 +288,27 @@ class OverlappedLayer(OwnExperts):
         return shared.get_output
 
 
-def _exchanged(layer: MoELayer, config: FluidConfig, backend: str, experts: bool) -> ExchangedLayer:
-    """Make the path of a layer that runs Megatron's phases with this package's token dispatcher.
-    Its experts are SeparateExperts, or Megatron's if `experts` is False."""
-    from megatron_fluid.patches.moe.token_dispatcher import (  # imports Megatron
-        ExchangedLayer,
-        install,
-    )
+def _make_path(
+    layer: MoELayer, config: FluidConfig, backend: str | None, parts: PartReasons,
+    descends: Sequence[bool],
+) -> Any:  # fmt: skip
+    """Make what serves a layer, as MakePath says; None if no part is this package's."""
+    if backend is not None and parts.by_phase is None:
+        path = OverlappedLayer(layer, config, backend)
+        path.start(descends)
+        return path
+    if backend is not None:
+        from megatron_fluid.patches.moe import token_dispatcher  # imports Megatron
 
-    install(layer, path_of)  # before SeparateExperts, which records the dispatcher's class
-    separate = SeparateExperts(layer, config) if experts else None
-    return ExchangedLayer(layer, config, backend, separate)
+        # Before SeparateExperts, which records the dispatcher's class.
+        token_dispatcher.install(layer, path_of)
+    experts = SeparateExperts(layer, config) if parts.experts is None else None
+    if backend is None:
+        return experts
+    return token_dispatcher.ExchangedLayer(layer, config, backend, experts)
 
 
-DECISIONS = MoEDecisions(OverlappedLayer, _exchanged, SeparateExperts, _serve_phases)
+DECISIONS = MoEDecisions(_make_path, _serve_phases)
 
 
 def path_of(layer: MoELayer) -> OverlappedLayer | ExchangedLayer | SeparateExperts | None:

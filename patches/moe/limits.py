@@ -8,8 +8,8 @@ EXCHANGE_LIMITS, EXPERT_LIMITS and FUSION_LIMITS.
     the exchange    Megatron          megatron_fluid    phase by phase
     the layer       Megatron          Megatron
 
-parts.py applies them to a layer. `fluid` is everywhere the settings that the layer keeps, not those
-in force.
+decision.py applies them to a layer. `fluid` is everywhere the settings that the layer keeps, not
+those in force.
 
 Nothing of Megatron is imported at the top: this file is itself imported while Megatron is.
 """
@@ -23,7 +23,7 @@ import torch
 from megatron_fluid import patches
 from megatron_fluid.config import FluidConfig, names_exchange
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
-from megatron_fluid.patches.limits import Limit, is_set, offloads
+from megatron_fluid.patches.limits import Limit, offloads
 from megatron_fluid.patches.moe.graphed_router import Held, held_by_graphs
 
 if TYPE_CHECKING:
@@ -202,9 +202,7 @@ EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
         lambda c, _: (c.expert_tensor_parallel_size or 1) > 1,
     ),
     Limit(
-        "moe_expert_rank_capacity_factor",
-        "rows beyond a rank's capacity are dropped by HybridEP",
-        is_set("moe_expert_rank_capacity_factor"),
+        "moe_expert_rank_capacity_factor", "rows beyond a rank's capacity are dropped by HybridEP"
     ),
 )
 
@@ -233,7 +231,7 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     ),
     Limit("fp4", _PRECISION),
     Limit("enable_autocast", _PRECISION),
-    Limit("quant_recipe", _PRECISION, is_set("quant_recipe")),
+    Limit("quant_recipe", _PRECISION),
     Limit(
         "activation_func",
         "this activation function has no overlapped variant",
@@ -294,11 +292,7 @@ FUSION_LIMITS: tuple[Limit[TransformerConfig], ...] = (
         "it is honoured)",
         _replays_in_recomputation,
     ),
-    Limit(
-        "moe_latent_size",
-        "the layer's own projections stand before and after the exchange",
-        is_set("moe_latent_size"),
-    ),
+    Limit("moe_latent_size", "the layer's own projections stand before and after the exchange"),
     Limit(
         "offload_modules",
         "only backend local offloads rows and activations of experts in a fused layer",

@@ -82,9 +82,6 @@ class SeparateExperts(OwnExperts):
         elif config.defer_weight_grads:
             get_backward_scheduler().enable()
 
-    def start(self, descends: Sequence[bool]) -> None:
-        """What the first call needs of all ranks: nothing."""
-
     def compute(
         self, layer: MoELayer, looked: Looked, rows: Tensor, counts: list[int], probs: Tensor
     ) -> Tensor:

@@ -40,9 +40,8 @@ from megatron_fluid.moe.open_exchange import OpenExchange
 from megatron_fluid.moe.transport import TokenTransport
 from megatron_fluid.patches import versions
 from megatron_fluid.patches.arguments import microbatch_room
-from megatron_fluid.patches.moe.choices import check_count, chosen_of, kept_choices
+from megatron_fluid.patches.moe.choices import chosen_of
 from megatron_fluid.patches.moe.limits import batch_invariant
-from megatron_fluid.patches.moe.own_experts import routes_as_megatron
 from megatron_fluid.patches.moe.separate_experts import SeparateExperts
 from megatron_fluid.patches.step_log import TOKEN_COUNTS
 from megatron_fluid.topology import real_group
@@ -84,11 +83,10 @@ class ExchangedLayer:
         self, layer: MoELayer, config: FluidConfig, backend: str, experts: SeparateExperts | None
     ) -> None:
         self.backend, self.experts = backend, experts
-        self.top_k = int(layer.config.moe_router_topk)
         shape = LayerShape(
             group=real_group(layer.ep_group),
             num_experts=int(layer.config.num_moe_experts),
-            top_k=self.top_k,
+            top_k=int(layer.config.moe_router_topk),
             ffn=int(layer.config.moe_ffn_hidden_size),
             name=versions.layer_name(layer),
             batch_invariant=batch_invariant(layer.config, config),
@@ -96,19 +94,11 @@ class ExchangedLayer:
         )
         self.transports = BACKENDS[backend](shape, shared_rounds(layer.ep_group, config.timeout_s))
 
-    def start(self, descends: Sequence[bool]) -> None:
-        """What the first call needs of all ranks: nothing."""
-
-    def prepare(
-        self, tokens: Tensor, routing_map: Tensor, probs: Tensor
-    ) -> tuple[Tensor, TokenTransport]:
-        """Route tokens [T, H] by routing_map bool [T, E] and probs [T, E]: the probabilities of
-        the choices [T, K], differentiable in probs, and the transport. Collective."""
-        ids, chosen = chosen_of(probs, routing_map, self.top_k)
+    def prepare(self, tokens: Tensor, ids: Tensor, probs: Tensor) -> TokenTransport:
+        """The transport of a call: tokens [T, H], experts ids [T, K], probs [T, K]. Collective."""
         if TOKEN_COUNTS.recording:
             TOKEN_COUNTS.add(self, ids, self.transports.shape.num_experts)
-        make = self.transports.plan(tokens, ids, chosen, experts=None, again=False)
-        return chosen, make()
+        return self.transports.plan(tokens, ids, probs, experts=None, again=False)()
 
 
 def install(layer: MoELayer, path_of: Callable[[MoELayer], Any]) -> None:
@@ -166,12 +156,8 @@ class FluidTokenDispatcher(MoETokenDispatcher):
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(tokens)
         flat = tokens.reshape(-1, tokens.shape[-1])
-        if self.config.moe_pad_expert_input_to_capacity:
-            routing_map = kept_choices(routing_map, probs)
-        layer = self._layer()
-        if layer is not None and not routes_as_megatron(layer.router):
-            check_count(routing_map, exchange.top_k)
-        chosen, transport = exchange.prepare(flat, routing_map, probs)
+        ids, chosen = chosen_of(self._served(), probs, routing_map)
+        transport = exchange.prepare(flat, ids, chosen)
         dtypes = tokens.dtype, probs.dtype
         self._call = _Call(OpenExchange(transport), tokens.shape, dtypes)
         return flat.clone() if self._frees_inputs else flat, chosen
@@ -247,11 +233,19 @@ class FluidTokenDispatcher(MoETokenDispatcher):
     def _exchange(self) -> ExchangedLayer | None:
         """What serves the layer, or None where its path is Megatron's. Collective in the layer's
         first call."""
+        path = self._path_of(self._served())
+        return path if isinstance(path, ExchangedLayer) else None
+
+    def _served(self) -> MoELayer:
+        """The layer.
+
+        Raises:
+            FluidError: this is a copy, whose layer is not the one that it was made for.
+        """
         layer = self._layer()
         if layer is None or layer.token_dispatcher is not self:
             raise FluidError("this token dispatcher was copied: call the copied layer's forward")
-        path = self._path_of(layer)
-        return path if isinstance(path, ExchangedLayer) else None
+        return layer
 
 
 def _places(counts: Sequence[int], padded: Sequence[int], device: torch.device) -> Tensor:

@@ -45,7 +45,7 @@ def check(recipe: str, nodes: int) -> dict[str, Any]:
     from megatron.training.argument_utils import gpt_config_from_args
 
     from megatron_fluid.config import current_config
-    from megatron_fluid.patches.moe.parts import part_reasons
+    from megatron_fluid.patches.moe.decision import part_reasons
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(8 * nodes))
     sys.argv = ["pretrain_gpt.py", *printed(recipe, nodes)]

@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches.moe.parts import part_reasons
+from megatron_fluid.patches.moe.decision import part_reasons
 
 
 def _changed_layers() -> dict[str, tuple[Callable[[Any], Any], str | None]]:

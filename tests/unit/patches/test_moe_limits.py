@@ -19,15 +19,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_fluid import patches
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.moe.choose import Choice
-from megatron_fluid.patches.moe import decision, limits, parts
+from megatron_fluid.patches.moe import decision, limits
 from megatron_fluid.patches.moe import layer as moe_layer
+from megatron_fluid.patches.moe.decision import PartReasons, part_reasons
 from megatron_fluid.patches.moe.limits import (
     EXCHANGE_LIMITS,
     EXPERT_LIMITS,
     FUSION_LIMITS,
     LAYER_LIMITS,
 )
-from megatron_fluid.patches.moe.parts import PartReasons, part_reasons
 from megatron_fluid.patches.overlap_decision import Decision, Finding
 
 LAYER: dict[str, tuple[Any, Any]] = {
@@ -117,7 +117,7 @@ def test_a_limit_names_its_setting_and_no_other(
     config = copy.copy(supported)  # set after its own checks, of which some need other software
     if setting.startswith("fp8"):
         config.fp8, config.fp8_recipe = "e4m3", "blockwise"
-        monkeypatch.setattr(parts, "fp8_reason", lambda *_: None)
+        monkeypatch.setattr(decision, "fp8_reason", lambda *_: None)
     for name, value in {**BESIDE.get(setting, {}), setting: miss}.items():
         setattr(config, name, value)
     assert reasons(config).fused is None
@@ -141,7 +141,7 @@ def test_offloading_is_ours_but_of_what_is_fp8_recomputed_or_captured_as_a_whole
     config.fine_grained_activation_offloading, config.offload_modules = True, [module]
     config.recompute_granularity, config.recompute_modules = "selective", ["moe_act"]
     assert reasons(config).fused is None
-    monkeypatch.setattr(parts, "fp8_reason", lambda *_: None)
+    monkeypatch.setattr(decision, "fp8_reason", lambda *_: None)
     for changed in (
         {"recompute_granularity": "full"},
         {"fp8": "e4m3", "fp8_recipe": "blockwise"},
@@ -284,10 +284,14 @@ def test_without_the_patch_that_runs_iterations_again_a_graph_holds_no_layers_of
 def test_where_auto_ends_at_another_backend_a_graphed_layer_is_megatrons_by_name(
     supported: TransformerConfig, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moe_layer.DECISIONS, "_whole", lambda *_: path)
+    made: list[Any] = []
+
+    def make_path(*arguments: Any) -> str:
+        made[:] = arguments[2:]
+        return "path"
+
+    monkeypatch.setattr(moe_layer.DECISIONS, "_make_path", make_path)
     monkeypatch.setattr(decision, "choose_transport", lambda *_: Choice(backend, None))
-    started: list[bool] = []
-    path = SimpleNamespace(start=started.extend)
     for impl in ("full_iteration", "none"):
         layer: Any = Layer(supported, 2, cuda_graph_impl=impl)
         monkeypatch.setitem(moe_layer.DECISIONS._decisions, layer, Decision(FluidConfig()))
@@ -295,18 +299,18 @@ def test_where_auto_ends_at_another_backend_a_graphed_layer_is_megatrons_by_name
         findings = [Finding(None, decision._Found(None, parts_over, False))] * 2
         found = moe_layer.DECISIONS.decide(FluidConfig(), layer, findings)
         if impl == "none" or backend == "nvlink":
-            assert found is path and started == [False, False]
+            assert found == "path"
+            assert made == [backend, PartReasons(), [False, False]]
         else:
             reason = f"cuda_graph_impl='{impl}': backends rounds and hierarchical read row counts"
-            assert str(found).startswith(reason) and not started
-        started.clear()
+            assert str(found).startswith(reason) and not made
 
 
 def test_experts_of_ours_alone_are_not_captured_with_bounded_room(
     supported: TransformerConfig,
 ) -> None:
     layer: Any = Layer(supported, 2)
-    assert "row counts are read on the host" in str(parts.graphed_phases_reason(layer.config))
+    assert "row counts are read on the host" in str(decision._graphed_phases_reason(layer.config))
     layer.config.moe_latent_size = 8  # phase by phase
     assert "row counts are read on the host" in str(reasons(layer.config).exchange)
 
@@ -365,6 +369,6 @@ def test_parameters_of_another_dtype_are_refused_over_nvlink(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = copy.copy(supported)
     for config.params_dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert parts.nvlink_unsupported_reason(config) is None
+        assert decision.nvlink_unsupported_reason(config) is None
     config.params_dtype = torch.float64
-    assert "parameters of torch.float64" in str(parts.nvlink_unsupported_reason(config))
+    assert "parameters of torch.float64" in str(decision.nvlink_unsupported_reason(config))

@@ -25,8 +25,8 @@ def _trained(rank: int, world: int) -> dict[str, Any]:
 
     from megatron_fluid import get_fluid_custom_layers, patches
     from megatron_fluid.moe import fp8_experts, fp8_weight_grads
+    from megatron_fluid.patches.moe import decision
     from megatron_fluid.patches.moe import layer as moe_layer
-    from megatron_fluid.patches.moe import parts
     from tests.support import fp8_emulation, tiny_gpt
 
     found: dict[str, Any] = {}
@@ -43,7 +43,7 @@ def _trained(rank: int, world: int) -> dict[str, Any]:
             layer = tiny_gpt.gpt(config(**FP8)).decoder.layers[-1].mlp
             found[whose, backend] = moe_layer.experts_reason_of(layer)
 
-    parts.fp8_reason = lambda *_: None
+    decision.fp8_reason = lambda *_: None
     fp8_emulation.emulate()
     casts: list[Any] = []
     plain = fp8_experts.cast_weights

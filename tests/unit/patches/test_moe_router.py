@@ -51,7 +51,7 @@ def _routed(layer: Any, columns: torch.Tensor | None, gradient: torch.Tensor) ->
     from megatron_fluid.patches.moe import layer as seam
 
     path = seam.OverlappedLayer.__new__(seam.OverlappedLayer)
-    path.top_k, path.columns, path.padded = TOP_K, columns, False
+    path.columns = columns
     path.transports = SimpleNamespace(ascending=False)
     path._indices = None if columns is None else columns.argsort()
     generator = torch.Generator().manual_seed(1)
@@ -157,21 +157,20 @@ def test_choices_come_best_first_with_gradients_and_without(report: dict[str, An
 def test_batch_invariant_choices_have_the_order_of_their_numbers_in_any_storage() -> None:
     """By storage the order would depend on the ranks, each of which may keep its experts in
     descending order."""
+    from megatron_fluid.patches.moe import choices
     from megatron_fluid.patches.moe import layer as seam
 
     chosen = torch.tensor([[True, False, True, False], [False, True, False, False]])
     probs = torch.arange(8.0).view(2, 4)
-    layer = SimpleNamespace(route=lambda x, mask: (probs, chosen), router=None)
+    config = SimpleNamespace(moe_router_topk=2, moe_pad_expert_input_to_capacity=False)
+    layer = SimpleNamespace(route=lambda x, mask: (probs, chosen), router=None, config=config)
     path = seam.OverlappedLayer.__new__(seam.OverlappedLayer)
-    path.top_k, path.padded, path.batch_invariant = 2, False, True
+    path.batch_invariant = True
     path.transports = SimpleNamespace(ascending=False)
     for columns in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 0, 3, 2]):
         path.columns = torch.tensor(columns)
         path._indices = path.columns.argsort()
-        with (
-            mock.patch.object(seam, "routing_map_of", side_effect=lambda layer, found: found),
-            mock.patch.object(seam, "routes_as_megatron", return_value=True),
-        ):
+        with mock.patch.object(choices, "routes_as_megatron", return_value=True):
             ids, found = path.choices(layer, probs, None)
         numbers = torch.where(ids < 0, ids, path.columns[ids])
         assert numbers.tolist() == [[0, 2], [1, -1]]
