@@ -36,7 +36,13 @@ from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.low_latency.checks import Checks, form
 from megatron_fluid.low_latency.layout import AllToAllConfig, Layout
 from megatron_fluid.low_latency.open_transport import choose_transport, open_transport
-from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest, Transport
+from megatron_fluid.low_latency.transport import (
+    CombineReceive,
+    CombineSend,
+    DispatchReceive,
+    DispatchSend,
+    Transport,
+)
 
 __all__ = ["AllToAll"]
 
@@ -173,7 +179,6 @@ class AllToAll:
             FluidError: halves out of order, or after destroy().
         """
         self._ready("dispatch", do_send, do_recv)
-        packed = out_expert_x is not None and out_expert_x.dim() == 2
         sent_type = self._sent_type
         if do_send and dp_x is not None:
             sent_type = dp_x.dtype
@@ -184,15 +189,15 @@ class AllToAll:
             form(weights),
         )  # fmt: skip
         # Each half gets its own tensors and no others, whatever was passed: a launch is prepared
-        # for what it gets.
-        sent = DispatchRequest(
-            x=dp_x, x_scale=dp_x_scale, indices=indices, weights=weights, bound_m=bound_m,
-            send=True,
-        ) if do_send else None  # fmt: skip
-        received = DispatchRequest(
-            out_expert_num_tokens, out_expert_x, out_expert_x_scale, out_expert_offsets,
-            packed=packed, alignment=alignment,
-        ) if do_recv else None  # fmt: skip
+        # for what it gets. The checks see to it that those it needs are there.
+        sent = received = None
+        if do_send:
+            sent = DispatchSend(dp_x, indices, weights, dp_x_scale, bound_m)  # type: ignore[arg-type]
+        if do_recv:
+            received = DispatchReceive(
+                out_expert_num_tokens, out_expert_x, out_expert_x_scale,  # type: ignore[arg-type]
+                out_expert_offsets, alignment,
+            )  # fmt: skip
         if key not in self._checked:
             if sent is not None:
                 self._checks.dispatch_send(sent)
@@ -200,14 +205,14 @@ class AllToAll:
                 self._checks.dispatch_receive(received, sent_type)
             self._checked.add(key)
         if received is not None:
-            self._packed_rows = self.layout.packed_rows(alignment) if packed else None
+            self._packed_rows = self.layout.packed_rows(alignment) if received.packed else None
         if sent is not None:
             self._weights_came_with_dispatch = weights is not None
             self._sent_type = sent_type
-            self._sent_tokens = 0 if dp_x is None else dp_x.shape[0]
-            self._transport.dispatch(sent)
+            self._sent_tokens = sent.x.shape[0]
+            self._transport.dispatch_send(sent)
         if received is not None:
-            self._transport.dispatch(received)
+            self._transport.dispatch_receive(received)
             self._received = True
         self._sent["dispatch"] = not do_recv
 
@@ -249,27 +254,26 @@ class AllToAll:
         bound_m and errors: as at dispatch.
         """
         self._ready("combine", do_send, do_recv)
-        exchange = not self._weights_came_with_dispatch
+        late = not self._weights_came_with_dispatch
         key = (
             "combine", do_send, do_recv, accumulate, form(out_tokens), form(indices), form(weights),
-            form(expert_y), form(bound_m), self._sent_tokens, self._packed_rows,
-            exchange,
+            form(expert_y), form(bound_m), self._sent_tokens, self._packed_rows, late,
         )  # fmt: skip
-        sent = CombineRequest(
-            weights=weights, expert_y=expert_y, bound_m=bound_m, send=True, exchange=exchange
-        ) if do_send else None  # fmt: skip
-        received = CombineRequest(
-            out_tokens, indices, weights, bound_m=bound_m, accumulate=accumulate, exchange=exchange
-        ) if do_recv else None  # fmt: skip
+        sent = received = None
+        if do_send:
+            sent = CombineSend(expert_y, weights, bound_m)  # type: ignore[arg-type]
+        if do_recv:
+            received = CombineReceive(out_tokens, indices, weights, bound_m, accumulate)  # type: ignore[arg-type]
         if key not in self._checked:
-            for half in (sent, received):
-                if half is not None:
-                    self._checks.combine(half, self._sent_tokens, self._packed_rows)
+            if sent is not None:
+                self._checks.combine_send(sent, self._packed_rows, late)
+            if received is not None:
+                self._checks.combine_receive(received, self._sent_tokens, late)
             self._checked.add(key)
         if sent is not None:
-            self._transport.combine(sent)
+            self._transport.combine_send(sent)
         if received is not None:
-            self._transport.combine(received)
+            self._transport.combine_receive(received)
         self._sent["combine"] = not do_recv
 
     # ---- state

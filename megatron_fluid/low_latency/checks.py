@@ -8,7 +8,12 @@ from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.layout import Layout
-from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
+from megatron_fluid.low_latency.transport import (
+    CombineReceive,
+    CombineSend,
+    DispatchReceive,
+    DispatchSend,
+)
 
 __all__ = ["Checks", "form"]
 
@@ -33,7 +38,7 @@ class Checks:
         self.layout = layout
         self.device = device
 
-    def dispatch_send(self, q: DispatchRequest) -> None:
+    def dispatch_send(self, q: DispatchSend) -> None:
         """Check the send half of a dispatch."""
         layout, x, scale = self.layout, self._present("dp_x", q.x), q.x_scale
         tokens = x.shape[0] if x.dim() == 2 else -1
@@ -55,11 +60,11 @@ class Checks:
             self._dense("weights", q.weights, shape, _FP32)
         self._bound(q.bound_m)
 
-    def dispatch_receive(self, q: DispatchRequest, sent_type: torch.dtype | None) -> None:
+    def dispatch_receive(self, q: DispatchReceive, sent_type: torch.dtype | None) -> None:
         """Check the receive half of a dispatch, which will find rows of `sent_type`."""
         layout, row = self.layout, self.layout.hidden_dim_bytes
-        self._dense("out_expert_num_tokens", q.out_counts, (layout.local_experts,), _INT32)
-        x = self._present("out_expert_x", q.out_x)
+        self._dense("out_expert_num_tokens", q.counts, (layout.local_experts,), _INT32)
+        x = self._present("out_expert_x", q.x)
         if x.dim() not in (2, 3) or x.shape[-1] * x.element_size() != row:
             allowed = f"[L, R, H] or [rows, H] with rows of {row} bytes"
             raise ConfigError.of("out_expert_x", form(x), allowed)
@@ -78,51 +83,52 @@ class Checks:
         self._rows("out_expert_x", x, 16)
         if layout.scale_words:
             shape = (*lead, layout.scale_words)
-            scale = self._exact("out_expert_x_scale", q.out_scale, shape, _FP32)
+            scale = self._exact("out_expert_x_scale", q.scale, shape, _FP32)
             self._rows("out_expert_x_scale", scale, 4)
         if q.packed:
-            self._exact("out_expert_offsets", q.out_offsets, (layout.local_experts,), _INT32)
-        elif q.out_offsets is not None or q.alignment != 1:
+            self._exact("out_expert_offsets", q.offsets, (layout.local_experts,), _INT32)
+        elif q.offsets is not None or q.alignment != 1:
             belong = "belong to the packed layout, out_expert_x [rows, H]"
             raise ConfigError(f"out_expert_offsets and alignment {belong}")
 
-    def combine(self, q: CombineRequest, sent_tokens: int, packed_rows: int | None) -> None:
-        """Check a half of a combine, after a dispatch of `sent_tokens` that was received in the
-        packed layout of `packed_rows`, or not packed (None)."""
-        layout, out = self.layout, q.out
-        if not q.send:
-            out = self._present("out_tokens", out)
-            shape = (out.shape[0] if out.dim() == 2 else -1, layout.hidden_dim)
-            if shape[0] > layout.max_num_tokens:
-                allowed = f"[m <= {layout.max_num_tokens}, H] of bf16, fp16 or fp32"
-                raise ConfigError.of("out_tokens", form(out), allowed)
-            if shape[0] > sent_tokens:
-                allowed = f"at most the {sent_tokens} that were dispatched"
-                raise ConfigError.of("out_tokens", f"{shape[0]} tokens", allowed)
-            self._exact("out_tokens", out, shape, _OUT_TYPES)
-            self._rows("out_tokens", out, 16)
-            shape = (out.shape[0], layout.experts_per_token)
-            self._dense("indices", q.indices, shape, _INDEX_TYPES)
-        else:
-            y = self._present("expert_y", q.expert_y)
-            packed = packed_rows is not None
-            lead = y.shape[:1] if packed else (layout.local_experts, layout.max_rows)
-            self._exact("expert_y", y, (*lead, layout.hidden_dim), (layout.combine_dtype,))
-            self._rows("expert_y", y, 16)
-            if packed_rows is not None and y.shape[0] < packed_rows:
-                allowed = f"at least {packed_rows}, the packed_rows of the dispatch"
-                raise ConfigError.of("expert_y", f"{y.shape[0]} packed rows", allowed)
-        if q.exchange:
-            weights = self._present("weights", q.weights)
-            tokens = weights.shape[0] if out is None else out.shape[0]
-            self._dense("weights", weights, (tokens, layout.experts_per_token), _FP32)
-            if tokens > layout.max_num_tokens:
-                allowed = f"at most {layout.max_num_tokens} tokens"
-                raise ConfigError.of("weights", tuple(weights.shape), allowed)
-        elif q.weights is not None:
+    def combine_send(self, q: CombineSend, packed_rows: int | None, late: bool) -> None:
+        """Check the send half of a combine, after a dispatch that was received in the packed layout
+        of `packed_rows`, or not packed (None). `late`: combine takes the weights."""
+        layout, y = self.layout, self._present("expert_y", q.expert_y)
+        padded = (layout.local_experts, layout.max_rows)
+        lead = padded if packed_rows is None else tuple(y.shape[:1])
+        self._exact("expert_y", y, (*lead, layout.hidden_dim), (layout.combine_dtype,))
+        self._rows("expert_y", y, 16)
+        if packed_rows is not None and y.shape[0] < packed_rows:
+            allowed = f"at least {packed_rows}, the packed_rows of the dispatch"
+            raise ConfigError.of("expert_y", f"{y.shape[0]} packed rows", allowed)
+        self._weights(q.weights, None, late)
+        self._bound(q.bound_m)
+
+    def combine_receive(self, q: CombineReceive, sent_tokens: int, late: bool) -> None:
+        """Check the receive half of a combine, after a dispatch of `sent_tokens`."""
+        layout, out = self.layout, self._present("out_tokens", q.out)
+        tokens = out.shape[0] if out.dim() == 2 else -1
+        if tokens > sent_tokens:
+            allowed = f"at most the {sent_tokens} that were dispatched"
+            raise ConfigError.of("out_tokens", f"{tokens} tokens", allowed)
+        self._exact("out_tokens", out, (tokens, layout.hidden_dim), _OUT_TYPES)
+        self._rows("out_tokens", out, 16)
+        self._dense("indices", q.indices, (tokens, layout.experts_per_token), _INDEX_TYPES)
+        self._weights(q.weights, tokens, late)
+        self._bound(q.bound_m)
+
+    def _weights(self, weights: Tensor | None, tokens: int | None, late: bool) -> None:
+        if weights is None and not late:
+            return
+        if not late:
             reason = "combine got some, but they already went with the dispatch; pass None"
             raise ConfigError(f"weights: {reason}")
-        self._bound(q.bound_m)
+        weights, most = self._present("weights", weights), self.layout.max_num_tokens
+        tokens = weights.shape[0] if tokens is None else tokens
+        self._dense("weights", weights, (tokens, self.layout.experts_per_token), _FP32)
+        if tokens > most:
+            raise ConfigError.of("weights", tuple(weights.shape), f"at most {most} tokens")
 
     def _bound(self, bound_m: Tensor | None) -> None:
         if bound_m is not None:

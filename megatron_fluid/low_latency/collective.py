@@ -22,7 +22,12 @@ from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency.layout import Layout, round_up
-from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
+from megatron_fluid.low_latency.transport import (
+    CombineReceive,
+    CombineSend,
+    DispatchReceive,
+    DispatchSend,
+)
 
 __all__ = ["Collective"]
 
@@ -61,55 +66,39 @@ class Collective:
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
-    def dispatch(self, request: DispatchRequest) -> None:
-        if request.send:
-            self._dispatch_send(request)
-        else:
-            self._finish()
-            self._dispatch_receive(request)
-
-    def combine(self, request: CombineRequest) -> None:
-        if request.send:
-            self._combine_send(request)
-        else:
-            self._finish()
-            self._combine_receive(request)
-
     def close(self) -> None:
         """Does nothing: no memory is shared with other ranks."""
 
     # ---- dispatch
-    def _dispatch_send(self, request: DispatchRequest) -> None:
-        layout = self.layout
-        x, indices = request.x, request.indices
-        assert x is not None and indices is not None
+    def dispatch_send(self, q: DispatchSend) -> None:
+        layout, x = self.layout, q.x
         part = self.rank % layout.dp_size
         mine = slice(part, x.shape[0], layout.dp_size)
         count = len(range(*mine.indices(x.shape[0])))
         send = self._send
         send.zero_()
         send[:count, : layout.hidden_dim_bytes] = x[mine].contiguous().view(torch.uint8)
-        if request.x_scale is not None:
+        if q.x_scale is not None:
             to = send[:count, layout.hidden_dim_bytes : self._row_bytes]
-            to.view(torch.float32).copy_(request.x_scale[mine])
+            to.view(torch.float32).copy_(q.x_scale[mine])
         meta = send[:, self._meta_at :].view(torch.int32)
         k = layout.experts_per_token
-        ids = indices[mine]
+        ids = q.indices[mine]
         if ids.dtype == torch.int64:  # compared before they lose their upper bits
             ids = torch.where((ids >= 0) & (ids < layout.num_experts), ids, -1).int()
         meta[:count, :k] = ids.view(torch.int32)
-        if request.weights is not None:
-            meta[:count, k : 2 * k] = request.weights[mine].contiguous().view(torch.int32)
+        if q.weights is not None:
+            meta[:count, k : 2 * k] = q.weights[mine].contiguous().view(torch.int32)
         present = torch.arange(self._share, device=self.device) * layout.dp_size + part
         limit = torch.full((1,), x.shape[0], device=self.device)
-        if request.bound_m is not None:
-            limit = torch.minimum(limit, request.bound_m.to(torch.int64))
+        if q.bound_m is not None:
+            limit = torch.minimum(limit, q.bound_m.to(torch.int64))
         meta[:, 2 * k] = (present < limit).int()
         self._start("dispatch", dist.all_gather_into_tensor, self._received, send)
 
-    def _dispatch_receive(self, request: DispatchRequest) -> None:
+    def dispatch_receive(self, q: DispatchReceive) -> None:
+        self._finish()
         layout = self.layout
-        assert request.out_x is not None and request.out_counts is not None
         share, k, local = self._share, layout.experts_per_token, layout.local_experts
         # [D, P, share] -> token i = position * P + part
         tokens = self._received.view(layout.num_sources, layout.dp_size, share, self._width)
@@ -129,12 +118,12 @@ class Collective:
         hits = torch.nn.functional.one_hot(expert, local + 1)
         slot = (hits.cumsum(0) - hits).gather(1, expert[:, None])[:, 0]
         counts = hits.sum(0)[:local]
-        request.out_counts.copy_(counts)
-        if request.packed:
-            assert request.out_offsets is not None
-            padded = -(-counts // request.alignment) * request.alignment
+        q.counts.copy_(counts)
+        if q.packed:
+            assert q.offsets is not None
+            padded = -(-counts // q.alignment) * q.alignment
             ends = padded.cumsum(0)
-            request.out_offsets.copy_(ends)
+            q.offsets.copy_(ends)
             row = torch.cat([ends - padded, ends[-1:]])[expert] + slot
         else:
             row = expert * layout.max_rows + slot
@@ -142,16 +131,14 @@ class Collective:
         self._entry_row = entry_row.view(-1, k).gather(1, first_same).reshape(-1)
         self._token_weights = meta[:, k : 2 * k].contiguous().view(torch.float32).reshape(-1)
         token = torch.arange(ids.numel(), device=ids.device) // k
-        _write_rows(request.out_x, tokens[:, : layout.hidden_dim_bytes], entry_row, token, here)
-        if request.out_scale is not None:
+        _write_rows(q.x, tokens[:, : layout.hidden_dim_bytes], entry_row, token, here)
+        if q.scale is not None:
             scales = tokens[:, layout.hidden_dim_bytes : self._row_bytes]
-            _write_rows(request.out_scale, scales, entry_row, token, here)
+            _write_rows(q.scale, scales, entry_row, token, here)
 
     # ---- combine
-    def _combine_send(self, request: CombineRequest) -> None:
-        layout = self.layout
-        y = request.expert_y
-        assert y is not None
+    def combine_send(self, q: CombineSend) -> None:
+        layout, y = self.layout, q.expert_y
         assert self._entry_row is not None
         k = layout.experts_per_token
         if layout.batch_invariant:
@@ -159,10 +146,9 @@ class Collective:
             self._send_back(torch.where(entry >= 0, rows[entry[:, 0].clamp(min=0)], 0.0))
             return
         floats: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
-        if request.exchange:
-            assert request.weights is not None
+        if q.weights is not None:
             padded = torch.zeros(layout.max_num_tokens, k, **floats)
-            padded[: request.weights.shape[0]] = request.weights
+            padded[: q.weights.shape[0]] = q.weights
             every = torch.empty(layout.world_size, *padded.shape, **floats)
             self._start("combine weights", dist.all_gather_into_tensor, every.view(-1, k), padded)
             self._finish()
@@ -188,30 +174,31 @@ class Collective:
         self._sums = torch.empty_like(self._partial)
         self._start("combine", dist.all_to_all_single, self._sums, self._partial)
 
-    def _combine_receive(self, request: CombineRequest) -> None:
-        out, layout = request.out, self.layout
-        assert out is not None and self._sums is not None and request.indices is not None
+    def combine_receive(self, q: CombineReceive) -> None:
+        self._finish()
+        out, layout = q.out, self.layout
+        assert self._sums is not None
         tokens, ranks = out.shape[0], layout.world_size
         total = torch.zeros(out.shape, dtype=torch.float32, device=self.device)
         if layout.batch_invariant:
-            assert request.weights is not None
+            assert q.weights is not None
             shape = ranks, layout.max_num_tokens, layout.experts_per_token, layout.hidden_dim
-            rows, ids = self._sums.view(shape), request.indices.to(torch.int64)
+            rows, ids = self._sums.view(shape), q.indices.to(torch.int64)
             known = (ids >= 0) & (ids < layout.num_experts)
             rank = (ids * known) // layout.local_experts
             each = torch.arange(tokens, device=self.device)
             for k in range(layout.experts_per_token):
-                row = rows[rank[:, k], each, k].float() * request.weights[:, k, None]
+                row = rows[rank[:, k], each, k].float() * q.weights[:, k, None]
                 total += torch.where(known[:, k, None], row, 0.0)
         else:
             sums = self._sums.view(ranks, layout.max_num_tokens, -1)[:, :tokens]
             for part in sums:
                 total += part.float()
-        if request.accumulate:
+        if q.accumulate:
             total += out.float()
         result = total.to(out.dtype)
-        if request.bound_m is not None:
-            bound = request.bound_m.to(torch.int64)
+        if q.bound_m is not None:
+            bound = q.bound_m.to(torch.int64)
             inside = torch.arange(out.shape[0], device=self.device) < bound
             result = torch.where(inside[:, None], result, out)
         out.copy_(result)

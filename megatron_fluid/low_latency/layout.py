@@ -119,25 +119,10 @@ class Layout:
         return round_up(self.max_rows * self.pitch + 2 * entries + self.world_size, 4)
 
     @property
-    def combine_elements(self) -> int:
-        """Elements of both combine buffers."""
-        return 2 * self.world_size * self.max_num_tokens * self.hidden_dim
-
-    @property
     def small(self) -> int:
         """A source of at most this many tokens receives every expert's row by itself, where
         combine takes the weights."""
         return self.max_num_tokens if self.batch_invariant else min(16, self.max_num_tokens)
-
-    @property
-    def single_row_elements(self) -> int:
-        """Elements of both buffers of such rows."""
-        return 2 * self.small * self.experts_per_token * self.hidden_dim
-
-    @property
-    def weight_elements(self) -> int:
-        """Elements of both buffers of routing weights, fp32."""
-        return 2 * self.world_size * self.max_num_tokens * self.experts_per_token
 
 
 @dataclass(frozen=True)

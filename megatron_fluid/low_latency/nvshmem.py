@@ -20,8 +20,8 @@ from megatron_fluid.comm.workspace import Buffer, FlagRegion, Workspace
 from megatron_fluid.cuda.triton_launch import power_of_two
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.layout import Layout
-from megatron_fluid.low_latency.peer_memory import PeerMemory, Tuning
-from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
+from megatron_fluid.low_latency.peer_memory import PeerMemory
+from megatron_fluid.low_latency.transport import CombineSend, DispatchSend
 
 __all__ = ["Nvshmem", "NvshmemWorkspace", "nvshmem_unsupported_reason"]
 
@@ -87,22 +87,25 @@ class NvshmemWorkspace(SymmetricWorkspace):
 
 
 class Nvshmem(PeerMemory):
-    """Dispatch and combine of one rank over NVSHMEM."""
+    """Dispatch and combine of one rank over NVSHMEM.
+
+    Args:
+        elements: NVSHMEM's processing elements of the group's ranks, which are the ranks of the
+            world.
+    """
 
     name = "nvshmem"
     flag_stride = 2  # a signal has 64 bits
+    _prefix = "nvshmem"
 
     def __init__(
         self,
         layout: Layout,
         workspace: Workspace,
-        tuning: Tuning | None = None,
-        prefix: str = "nvshmem",
+        processors: int = 0,
         elements: Sequence[int] | None = None,
     ) -> None:
-        """elements: NVSHMEM's processing elements of the group's ranks, which are the ranks of the
-        world."""
-        super().__init__(layout, workspace, tuning, prefix)
+        super().__init__(layout, workspace, processors)
         elements = range(layout.world_size) if elements is None else elements
         self._first_element = elements[0]
         self._element_step = elements[1] - elements[0] if len(elements) > 1 else 1
@@ -110,16 +113,11 @@ class Nvshmem(PeerMemory):
         senders = max(self.tuning.dispatch_senders, self.tuning.combine_senders)
         width = layout.pitch + 2 * power_of_two(layout.experts_per_token) + 4
         entries = layout.max_num_tokens * layout.experts_per_token
-
-        def shared(part: str, numel: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return workspace.buffer(f"{prefix}.{part}", (numel,), dtype)
-
-        staging = shared("staging", layout.max_num_tokens * width)
-        pad = shared("pad", layout.world_size * senders * 4)
-        sum_staging = shared(
-            "sum_staging", layout.max_rows * layout.hidden_dim, layout.combine_dtype
-        )
-        weight_staging = shared("weight_staging", entries, torch.float32)
+        staging, _ = self._shared("staging", layout.max_num_tokens * width)
+        pad, _ = self._shared("pad", layout.world_size * senders * 4)
+        sums = layout.max_rows * layout.hidden_dim
+        sum_staging, _ = self._shared("sum_staging", sums, layout.combine_dtype)
+        weight_staging, _ = self._shared("weight_staging", entries, torch.float32)
         signals, errors = _signals(self._dispatch_flags), workspace.errors
         self._fixed["put"] = (staging, pad, self._region, signals, self.counters)
         self._fixed["put combine"] = (
@@ -136,26 +134,15 @@ class Nvshmem(PeerMemory):
         register = getattr(kernels.nvshmem, "requires_nvshmem", None)
         return kernel if register is None else register(kernel)
 
-    def dispatch(self, request: DispatchRequest) -> None:
-        if request.send:
-            self._put_dispatch(request)
-        else:
-            super().dispatch(request)
-
-    def combine(self, request: CombineRequest) -> None:
-        if request.send:
-            self._put_combine(request)
-        else:
-            super().combine(request)
-
-    def _put_dispatch(self, q: DispatchRequest) -> None:
+    def dispatch_send(self, q: DispatchSend) -> None:
         x = q.x
-        assert x is not None and q.indices is not None
-        absent = q.x_scale is None, q.weights is None, q.bound_m is None
-        key = ("put", *absent, q.indices.dtype)
+        key = ("put", q.x_scale is None, q.weights is None, q.bound_m is None, q.indices.dtype)
         launch = self._launches.get(key)
         if launch is None:
-            launch = self._prepare(key, self._kernel("dispatch_put_kernel"), 4, q)
+            launch = self._prepare(
+                key, self._kernel("dispatch_put_kernel"), 4, "dispatch",
+                HAS_WEIGHTS=q.weights is not None, HAS_BOUND=q.bound_m is not None,
+            )  # fmt: skip
         tensors = (x, q.x_scale, q.indices, q.weights, q.bound_m)
         x_stride = x.stride(0) * x.element_size() // 16
         scale_stride = 0 if q.x_scale is None else q.x_scale.stride(0)
@@ -163,22 +150,19 @@ class Nvshmem(PeerMemory):
         integers = (x.shape[0], self.rank, first, step, x_stride, scale_stride)
         launch.start_aligned(self.tuning.dispatch_senders, tensors, integers)
 
-    def _put_combine(self, q: CombineRequest) -> None:
-        y, layout = q.expert_y, self.layout
-        assert y is not None
-        key = ("put combine", q.exchange)
+    def combine_send(self, q: CombineSend) -> None:
+        exchange = q.weights is not None
+        key = ("put combine", exchange)
         launch = self._launches.get(key)
         if launch is None:
-            launch = self._prepare(key, self._kernel("combine_put_kernel"), 8, q)
-        row_stride = y.stride(-2) // 8
-        expert_stride = layout.max_rows * row_stride if y.dim() == 2 else y.stride(0) // 8
-        tensors: tuple[Tensor | None, ...] = (q.weights if q.exchange else None, y)
+            kernel, block = self._kernel("combine_put_kernel"), self.tuning.combine_block
+            launch = self._prepare(key, kernel, 8, "combine", EXCHANGE=exchange, BLOCK=block)
         tokens = 0 if q.weights is None else q.weights.shape[0]
         integers = (
             tokens, self.rank, self._first_element, self._element_step, self._timeout_ns,
-            self._weight_flags.operation, expert_stride, row_stride,
+            self._weight_flags.operation, *self._strides_of(q.expert_y),
         )  # fmt: skip
-        launch.start_aligned(self.tuning.combine_senders, tensors, integers)
+        launch.start_aligned(self.tuning.combine_senders, (q.weights, q.expert_y), integers)
 
 
 def _signals(region: FlagRegion) -> Tensor:

@@ -20,22 +20,23 @@ from megatron_fluid.low_latency.transport import Transport
 from megatron_fluid.low_latency.two_level import TwoLevel, TwoLevelLayout
 from megatron_fluid.topology import host_identity
 
-__all__ = ["choose_transport", "find_domain_size", "open_transport"]
+__all__ = ["choose_transport", "domain_size_of", "open_transport"]
 
 
-def find_domain_size(group: dist.ProcessGroup, domain_size: int | None) -> tuple[int | None, str]:
-    """(`domain_size`, "") if it is given, (ranks of one host, "") if every host has the same number
-    of consecutive ranks, else (None, reason)."""
+def domain_size_of(group: dist.ProcessGroup, domain_size: int | None) -> int:
+    """`domain_size`, or the ranks of one host.
+
+    Raises:
+        ConfigError: the hosts do not hold the same number of consecutive ranks.
+    """
     if domain_size is not None:
-        return domain_size, ""
+        return domain_size
     hosts: list[str] = agreement(group).gather("hosts of an AllToAll", host_identity())
     size = hosts.count(hosts[0])
-    for first in range(0, len(hosts), size):
-        host = hosts[first]
-        if hosts[first : first + size] != [host] * size or hosts.count(host) != size:
-            reason = "hosts do not hold the same number of consecutive ranks"
-            return None, f"{reason}: {', '.join(hosts)}"
-    return size, ""
+    if hosts != [host for host in dict.fromkeys(hosts) for _ in range(size)]:
+        allowed = "hosts that hold the same number of consecutive ranks"
+        raise ConfigError.of("hosts", ", ".join(hosts), allowed)
+    return size
 
 
 def collective_backend(group: dist.ProcessGroup) -> str:
@@ -52,66 +53,50 @@ def choose_transport(
     """(transport, why not a faster one). Raises ConfigError where `wanted` is a name that cannot be
     met."""
     backend = collective_backend(group)
-    inside, _, between = wanted.partition("+")
-    for name in (inside, between):
-        if name in ("nccl", "gloo") and backend != name:
-            allowed = f"the backend of the group, {backend}, or nvlink"
-            raise ConfigError.of("transport", wanted, allowed)
-    if "nvshmem" in (inside, between):
-        _require_nvshmem(group, wanted)
-    if between and inside == "nvlink":
-        # Asked of all ranks: a domain that can map its memory would wait for one that cannot.
-        size, why_not = find_domain_size(group, domain_size)
-        if size is not None:
-            TwoLevelLayout(layout, size)
-            why_not = symmetric_unsupported_reason(group, size) or ""
-        if why_not:
-            raise _unmet(wanted, why_not)
-    if between or wanted in ("nccl", "gloo", "nvshmem"):
+    names = wanted.split("+")
+    if (set(names) & {"nccl", "gloo"}) - {backend}:
+        allowed = f"the backend of the group, {backend}, or nvlink"
+        raise ConfigError.of("transport", wanted, allowed)
+    reason = _nvshmem_reason(group) if "nvshmem" in names else None
+    if reason is None and wanted.startswith("nvlink+"):
+        reason = two_level_unsupported_reason(group, layout, domain_size)
+    if reason is None and wanted in ("auto", "nvlink"):
+        reason = symmetric_unsupported_reason(group)
+        if reason is None:
+            return "nvlink", ""
+    if wanted != "auto":
+        if reason is not None:
+            raise ConfigError(f"transport: found {wanted!r}, which cannot be met: {reason}")
         return wanted, ""
-
-    reason = symmetric_unsupported_reason(group)
-    if reason is None:
-        return "nvlink", ""
-    if wanted == "nvlink":
-        raise _unmet(wanted, reason)
     if internode and backend == "nccl" and not layout.batch_invariant:
-        no_levels = two_level_unsupported_reason(group, layout, domain_size)
+        no_levels = two_level_unsupported_reason(group, layout, domain_size, auto=True)
         if no_levels is None:
             return "nvlink+nccl", f"not nvlink alone: {reason}"
         reason = f"{reason}; nor nvlink+nccl: {no_levels}"
     return backend, f"not nvlink: {reason}"
 
 
-def _require_nvshmem(group: dist.ProcessGroup, wanted: str) -> None:
+def _nvshmem_reason(group: dist.ProcessGroup) -> str | None:
+    """Why some rank cannot use NVSHMEM, the same on all ranks, or None."""
     from megatron_fluid.low_latency.nvshmem import nvshmem_unsupported_reason
 
-    mine = nvshmem_unsupported_reason(group)
-    for rank, reason in enumerate(agreement(group).gather("reasons against nvshmem", mine)):
-        if reason is not None:
-            raise _unmet(wanted, f"rank {rank}: {reason}")
-
-
-def _unmet(wanted: str, reason: str) -> ConfigError:
-    return ConfigError(f"transport: found {wanted!r}, which cannot be met: {reason}")
+    reasons = agreement(group).gather("reasons against nvshmem", nvshmem_unsupported_reason(group))
+    return next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), None)
 
 
 def two_level_unsupported_reason(
-    group: dist.ProcessGroup, layout: Layout, domain_size: int | None
+    group: dist.ProcessGroup, layout: Layout, domain_size: int | None, auto: bool = False
 ) -> str | None:
     """Why NVLink inside domains of this size (None: the hosts) does not serve the group, or
-    None."""
-    size, reason = find_domain_size(group, domain_size)
-    if size is None:
-        return reason
-    if size == 1:
-        return "every host has one rank"
-    if size == layout.world_size:
-        return "the whole group is one domain"
+    None. With `auto` there must be several domains of several ranks."""
     try:
+        size = domain_size_of(group, domain_size)
         TwoLevelLayout(layout, size)
     except ConfigError as error:
         return str(error)
+    if auto and size in (1, layout.world_size):
+        return "every host has one rank" if size == 1 else "the whole group is one domain"
+    # Asked of all ranks: a domain that can map its memory would wait for one that cannot.
     return symmetric_unsupported_reason(group, size)
 
 
@@ -177,23 +162,19 @@ def _open_two_level(
     timeout_s: float,
     domain_size: int | None,
 ) -> tuple[Transport, torch.device]:
-    size, reason = find_domain_size(group, domain_size)
-    if size is None:
-        raise _unmet(transport, reason)
-    sizes = TwoLevelLayout(layout, size)
-    rank, world = dist.get_rank(group), dist.get_process_group_ranks(group)
+    sizes = TwoLevelLayout(layout, domain_size_of(group, domain_size))
+    size, rank = sizes.domain_size, dist.get_rank(group)
+    world, backend = dist.get_process_group_ranks(group), collective_backend(group)
     domain, index = divmod(rank, size)
     # The ranks of this rank's domain and of its rail.
     members = world[domain * size : (domain + 1) * size], world[index::size]
-    backend = collective_backend(group)
     with _new_group_names(group):
         groups = [
             dist.new_group(ranks, backend=backend, use_local_synchronization=True)
             for ranks in members
         ]
     inside, _, between = transport.partition("+")
-    # The rails first: with NVSHMEM they decide which symmetric memory the process has.
+    # The rail first: with NVSHMEM it decides which symmetric memory the process has.
     rail, _ = open_transport(between, sizes.rail, groups[1], timeout_s)
-    weights_rail, _ = open_transport(between, sizes.weights, groups[1], timeout_s)
     inner, device = open_transport(inside, sizes.domain, groups[0], timeout_s)
-    return TwoLevel(sizes, rank, inner, rail, weights_rail, device, groups), device
+    return TwoLevel(sizes, rank, inner, rail, device, groups, timeout_s), device

@@ -6,7 +6,6 @@ Shapes: see megatron_fluid.kernels.low_latency.dispatch.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,123 +18,98 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.low_latency.combine import combine_kernel
 from megatron_fluid.kernels.low_latency.dispatch import dispatch_kernel
 from megatron_fluid.low_latency.layout import Layout, round_up
-from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
+from megatron_fluid.low_latency.transport import (
+    CombineReceive,
+    CombineSend,
+    DispatchReceive,
+    DispatchSend,
+)
 
-__all__ = ["PeerMemory", "Tuning", "choose_tuning", "flag_words"]
+__all__ = ["PeerMemory", "Tuning", "flag_words"]
 
 _MOST_ELEMENTS = 1 << 20  # of one Triton tensor
 _MOST_SENDERS = 128  # 512 flags on 4 ranks
 
 
-@dataclass(frozen=True)
 class Tuning:
-    """How the work is cut into programs. All ranks must agree on the numbers of senders, because
-    receivers count their flags.
-
-    The two halves of a call are always two launches. One kernel for both would need all its
-    programs resident at once, which another kernel that holds SMs can prevent forever.
-
-    Attributes:
-        dispatch_senders, combine_senders: programs that send.
-        split: programs that share one expert's rows as they receive.
-        rows: rows that a program copies at once.
-        scan: tokens that a program reads at once.
-        *_block: words (dispatch) or elements (combine) at once.
-        *_warps: warps of a program.
-    """
-
-    dispatch_senders: int
-    combine_senders: int
-    split: int
-    rows: int = 4
-    dispatch_block: int = 2048
-    scan: int = 512
-    send_warps: int = 8
-    receive_warps: int = 8
-    combine_block: int = 4096
-    combine_receive_block: int = 1024
-    combine_send_warps: int = 16
-    combine_receive_warps: int = 4
-
-
-def choose_tuning(layout: Layout, processors: int) -> Tuning:
-    """The defaults for `layout` on a device of `processors` multiprocessors.
+    """How the work for `layout` is cut into programs on a device of `processors` multiprocessors.
+    All ranks must agree on the numbers of senders, because receivers count their flags.
 
     Every sender sets a flag at every rank and every receiver reads all of them, so a program sends
-    only if it has work.
+    only if it has work. The two halves of a call are always two launches. One kernel for both would
+    need all its programs resident at once, which another kernel that holds SMs can prevent forever.
     """
-    senders = min(processors, _MOST_SENDERS)
-    combine_block = min(4096, power_of_two(layout.hidden_dim))
-    combine_pieces = layout.max_rows * -(-layout.hidden_dim // combine_block)
-    dispatch_block = min(2048, power_of_two(layout.row_words))
-    return Tuning(
-        dispatch_senders=min(senders, -(-layout.max_num_tokens // layout.dp_size)),
-        combine_senders=max(layout.world_size, min(senders, combine_pieces)),
-        split=max(1, min(32, -(-processors // layout.local_experts))),
-        dispatch_block=dispatch_block,
-        send_warps=max(1, min(8, dispatch_block // 128)),
-        scan=min(512, power_of_two(layout.max_rows)),
-        combine_block=combine_block,
-        combine_send_warps=max(4, combine_block // 256),
+
+    rows = 4  # that a program copies at once
+    receive_warps, combine_receive_warps = 8, 4
+
+    def __init__(self, layout: Layout, processors: int) -> None:
+        senders = min(processors, _MOST_SENDERS)
+        hidden = power_of_two(layout.hidden_dim)
+        # At once: words of a dispatched row, elements of an expert's row, tokens that are read.
+        self.dispatch_block = min(2048, power_of_two(layout.row_words))
+        self.combine_block = min(4096, hidden)
+        self.scan = min(512, power_of_two(layout.max_rows))
         # With few tokens, small blocks let different warps load expert rows at the same time.
-        combine_receive_block=min(
-            256 if layout.max_num_tokens <= layout.small else 1024, power_of_two(layout.hidden_dim)
-        ),
-    )
+        few = layout.max_num_tokens <= layout.small
+        self.combine_receive_block = min(256 if few else 1024, hidden)
+        pieces = layout.max_rows * -(-layout.hidden_dim // self.combine_block)
+        self.dispatch_senders = min(senders, -(-layout.max_num_tokens // layout.dp_size))
+        self.combine_senders = max(layout.world_size, min(senders, pieces))
+        # Programs that share one expert's rows as they receive.
+        self.split = max(1, min(32, -(-processors // layout.local_experts)))
+        self.send_warps = max(1, min(8, self.dispatch_block // 128))
+        self.combine_send_warps = max(4, self.combine_block // 256)
 
 
 def flag_words(layout: Layout, stride: int) -> int:
     """Words of 32 bits that the flags of one object take of its workspace, whatever the GPU.
     stride: words from a flag to the next."""
-    tuning, world = choose_tuning(layout, _MOST_SENDERS), layout.world_size
+    tuning, world = Tuning(layout, _MOST_SENDERS), layout.world_size
     flags = (world * tuning.dispatch_senders, world * tuning.combine_senders, world)
     return sum(round_up(power_of_two(each) * stride, 32) for each in flags)
 
 
 class PeerMemory:
-    """Dispatch and combine of one rank over a symmetric workspace."""
+    """Dispatch and combine of one rank over a symmetric workspace.
+
+    Args:
+        processors: multiprocessors to cut the work for; 0 means those of the device.
+    """
 
     name = "nvlink"
     flag_stride = 1  # 4-byte words between flags
+    _prefix = "low_latency"  # of the names of buffers and flags
 
-    def __init__(
-        self,
-        layout: Layout,
-        workspace: Workspace,
-        tuning: Tuning | None = None,
-        prefix: str = "low_latency",
-    ) -> None:
+    def __init__(self, layout: Layout, workspace: Workspace, processors: int = 0) -> None:
         self.layout = layout
         self.workspace = workspace
         self.rank = workspace.rank
-        device, processors = workspace.device, 4
-        if device.type == "cuda":
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.tuning = tuning or choose_tuning(layout, processors)
+        device = workspace.device
+        if not processors:
+            on_gpu = device.type == "cuda"
+            properties = torch.cuda.get_device_properties(device) if on_gpu else None
+            processors = 4 if properties is None else properties.multi_processor_count
+        self.tuning = tuning = Tuning(layout, processors)
         self._small = layout.small
-        world = layout.world_size
-
-        def shared(part: str, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-            """This rank's part of a symmetric buffer, and its address on every rank."""
-            name = f"{prefix}.{part}"
-            return workspace.buffer(name, (numel,), dtype), workspace.peer_pointers(name)
-
-        dtype, words = layout.combine_dtype, 2 * layout.parity_words
-        self._region, region_addresses = shared("region", words, torch.int32)
-        self._sums, sum_addresses = shared("sums", layout.combine_elements, dtype)
-        rows, row_addresses = shared("rows", layout.single_row_elements, dtype)
-        weights = shared("weights", layout.weight_elements, torch.float32)
-        self._weights, weight_addresses = weights
-        self._dispatch_words = power_of_two(world * self.tuning.dispatch_senders)
-        self._combine_words = power_of_two(world * self.tuning.combine_senders)
+        world, k = layout.world_size, layout.experts_per_token
+        dispatch_words = power_of_two(world * tuning.dispatch_senders)
+        combine_words = power_of_two(world * tuning.combine_senders)
 
         def flags_of(part: str, words: int) -> FlagRegion:
-            return workspace.flags(f"{prefix}.{part}", words * self.flag_stride)
+            return workspace.flags(f"{self._prefix}.{part}", words * self.flag_stride)
 
-        self._dispatch_flags = flags_of("dispatch", self._dispatch_words)
-        self._combine_flags = flags_of("combine", self._combine_words)
+        # Two of each: double buffers.
+        dtype, tokens = layout.combine_dtype, 2 * world * layout.max_num_tokens
+        single_rows = 2 * layout.small * k * layout.hidden_dim
+        self._region, region_addresses = self._shared("region", 2 * layout.parity_words)
+        self._sums, sum_addresses = self._shared("sums", tokens * layout.hidden_dim, dtype)
+        rows, row_addresses = self._shared("rows", single_rows, dtype)
+        self._weights, weight_addresses = self._shared("weights", tokens * k, torch.float32)
+        self._dispatch_flags = flags_of("dispatch", dispatch_words)
+        self._combine_flags = flags_of("combine", combine_words)
         self._weight_flags = flags_of("weights", power_of_two(world))
-        entries = layout.max_rows * layout.experts_per_token
+        entries = layout.max_rows * k
         self.counters = torch.zeros(8, dtype=torch.int32, device=device)
         self.entry_row = torch.full((entries,), -1, dtype=torch.int32, device=device)
         self._launches: dict[tuple[object, ...], Launch] = {}
@@ -143,7 +117,7 @@ class PeerMemory:
         self._error_words = workspace.errors.words.numpy()
         errors = (self.counters, workspace.errors.words, workspace.errors.abort)
         flags, weight_flags = self._dispatch_flags, self._weight_flags
-        # By kernel: the arguments that are the same in every call.
+        # By kernel: the arguments that are the same in every call, and the constants.
         self._fixed: dict[str, tuple[Tensor, ...]] = {}
         self._fixed["dispatch"] = (
             self.entry_row, self._region, region_addresses, flags.flags, flags.addresses, *errors
@@ -154,46 +128,47 @@ class PeerMemory:
             weight_addresses, rows, row_addresses, flags.flags, flags.addresses,
             weight_flags.flags, weight_flags.addresses, *errors,
         )  # fmt: skip
-        synchronize(device)
-
-    def _constants(self, q: DispatchRequest | CombineRequest) -> dict[str, object]:
-        layout, tuning, k = self.layout, self.tuning, self.layout.experts_per_token
         common: dict[str, object] = {
             "C": layout.max_num_tokens, "D": layout.num_sources, "P": layout.dp_size,
             "K": k, "KP": power_of_two(k), "L": layout.local_experts, "R": layout.max_rows,
             "PITCH": layout.pitch, "PARITY_WORDS": layout.parity_words,
-            "FLAG_STRIDE": self.flag_stride, "HAS_BOUND": q.bound_m is not None, "SEND": q.send,
+            "FLAG_STRIDE": self.flag_stride,
         }  # fmt: skip
-        if isinstance(q, DispatchRequest):
-            return common | {
+        self._constants = {
+            "dispatch": common | {
                 "HW": layout.row_words, "SW": layout.scale_words,
                 "SWP": power_of_two(layout.scale_words), "SCALE_AT": layout.scale_at,
-                "F": tuning.dispatch_senders, "WORDS": self._dispatch_words,
+                "F": tuning.dispatch_senders, "WORDS": dispatch_words,
                 "BLOCK": tuning.dispatch_block, "SPLIT": tuning.split, "ROWS": tuning.rows,
                 "SCAN": tuning.scan, "LP": power_of_two(layout.local_experts),
-                "PACKED": q.packed, "HAS_WEIGHTS": q.weights is not None,
-            }  # fmt: skip
-        entries = layout.max_num_tokens * k
-        if layout.batch_invariant:  # no weights are exchanged
-            entries = 1
-        elif q.exchange and power_of_two(entries) > _MOST_ELEMENTS:
-            allowed = f"at most {_MOST_ELEMENTS} over {self.name}, or weights given to dispatch"
-            raise ConfigError.of("max_num_tokens * experts_per_token", entries, allowed)
-        return common | {
-            "CK": power_of_two(entries), "H": layout.hidden_dim,
-            "F": tuning.combine_senders, "WORDS": self._combine_words,
-            "WEIGHT_WORDS": power_of_two(layout.world_size),
-            "BLOCK": tuning.combine_block if q.send else tuning.combine_receive_block,
-            "SMALL": self._small, "EXCHANGE": q.exchange, "ACCUMULATE": q.accumulate,
+            },
+            "combine": common | {
+                # With batch_invariant no weights are exchanged.
+                "CK": 1 if layout.batch_invariant else power_of_two(layout.max_num_tokens * k),
+                "H": layout.hidden_dim, "F": tuning.combine_senders, "WORDS": combine_words,
+                "WEIGHT_WORDS": power_of_two(world),
+            },
         }  # fmt: skip
+        synchronize(device)
+
+    def _shared(
+        self, part: str, numel: int, dtype: torch.dtype = torch.int32
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's part of a symmetric buffer, and its address on every rank."""
+        name = f"{self._prefix}.{part}"
+        return self.workspace.buffer(name, (numel,), dtype), self.workspace.peer_pointers(name)
 
     def _prepare(
-        self, key: tuple[object, ...], kernel: Any, warps: int, q: DispatchRequest | CombineRequest
+        self, key: tuple[object, ...], kernel: Any, warps: int, operation: str, **more: object
     ) -> Launch:
-        """The launch of `kernel` for requests of the form `key`, whose first entry is the
-        key of `_fixed`."""
+        """The launch of `kernel` for calls of the form `key`, whose first entry is the key of
+        `_fixed`. `more`: constants that differ between the calls of an operation."""
+        known = self._constants[operation] | {"SMALL": self._small} | more
+        if known.get("EXCHANGE") and known["CK"] > _MOST_ELEMENTS:  # type: ignore[operator]
+            entries = self.layout.max_num_tokens * self.layout.experts_per_token
+            allowed = f"at most {_MOST_ELEMENTS} over {self.name}, or weights given to dispatch"
+            raise ConfigError.of("max_num_tokens * experts_per_token", entries, allowed)
         # A launch passes the constants' values in the order of the kernel's parameters.
-        known = self._constants(q)
         parameters = inspect.signature(getattr(kernel, "jit_func", kernel).fn).parameters
         constants = {name: known[name] for name in parameters if name in known}
         words = ["x", "x_scale", "out_x", "out_scale"]
@@ -202,76 +177,89 @@ class PeerMemory:
         self._launches[key] = launch
         return launch
 
-    def dispatch(self, request: DispatchRequest) -> None:
-        q, tuning = request, self.tuning
-        x, out_x, out_scale = q.x, q.out_x, q.out_scale
-        programs = tuning.dispatch_senders if q.send else self.layout.local_experts * tuning.split
+    def dispatch_send(self, q: DispatchSend) -> None:
         key = (
-            "dispatch", q.send, q.packed, q.x_scale is None, out_scale is None,
-            q.weights is None, q.bound_m is None, None if q.indices is None else q.indices.dtype,
+            "dispatch", q.x_scale is None, q.weights is None, q.bound_m is None, q.indices.dtype
         )  # fmt: skip
         launch = self._launches.get(key)
         if launch is None:
-            warps = tuning.send_warps if q.send else tuning.receive_warps
-            launch = self._prepare(key, dispatch_kernel, warps, q)
-        m = x_stride = x_scale_stride = expert_stride = row_stride = 0
-        scale_expert_stride = scale_row_stride = 0
-        if q.send:
-            assert x is not None
-            m = x.shape[0]
-            x_stride = x.stride(0) * x.element_size() // 16
-            if q.x_scale is not None:
-                x_scale_stride = q.x_scale.stride(0)
-        else:
-            assert out_x is not None
-            unit = 16 // out_x.element_size()
-            row_stride = out_x.stride(-2) // unit
-            if not q.packed:
-                expert_stride = out_x.stride(0) // unit
-            if out_scale is not None:
-                scale_row_stride = out_scale.stride(-2)
-                scale_expert_stride = 0 if q.packed else out_scale.stride(0)
-        tensors = (
-            x, q.x_scale, q.indices, q.weights, q.bound_m, q.out_counts, out_x, out_scale,
-            q.out_offsets,
-        )  # fmt: skip
+            launch = self._prepare(
+                key, dispatch_kernel, self.tuning.send_warps, "dispatch", SEND=True, PACKED=False,
+                HAS_WEIGHTS=q.weights is not None, HAS_BOUND=q.bound_m is not None,
+            )  # fmt: skip
+        x = q.x
+        tensors = (x, q.x_scale, q.indices, q.weights, q.bound_m, None, None, None, None)
+        x_stride = x.stride(0) * x.element_size() // 16
+        scale_stride = 0 if q.x_scale is None else q.x_scale.stride(0)
         integers = (
-            m, self.rank, self._timeout_ns, self._dispatch_flags.operation, x_stride,
-            x_scale_stride, expert_stride, row_stride, scale_expert_stride, scale_row_stride,
-            q.alignment,
+            x.shape[0], self.rank, self._timeout_ns, self._dispatch_flags.operation, x_stride,
+            scale_stride, 0, 0, 0, 0, 1,
         )  # fmt: skip
-        launch.start_aligned(programs, tensors, integers)
+        launch.start_aligned(self.tuning.dispatch_senders, tensors, integers)
 
-    def combine(self, request: CombineRequest) -> None:
-        q, layout, tuning = request, self.layout, self.tuning
-        tokens = 0
-        if q.out is not None:
-            tokens = q.out.shape[0]
-        elif q.weights is not None:
-            tokens = q.weights.shape[0]
-        programs = tuning.combine_senders
-        if not q.send:
-            programs = max(1, tokens * -(-layout.hidden_dim // tuning.combine_receive_block))
-        key = (
-            "combine", q.send, q.exchange, q.accumulate, q.bound_m is None,
-            None if q.out is None else q.out.dtype, None if q.indices is None else q.indices.dtype,
-            None if q.weights is None else True,
-        )  # fmt: skip
+    def dispatch_receive(self, q: DispatchReceive) -> None:
+        packed, scale = q.packed, q.scale
+        key = ("dispatch", packed, scale is None)
         launch = self._launches.get(key)
         if launch is None:
-            warps = tuning.combine_send_warps if q.send else tuning.combine_receive_warps
-            launch = self._prepare(key, combine_kernel, warps, q)
-        y = self._sums if q.expert_y is None else q.expert_y  # receiving reads only its dtype
-        expert_stride = row_stride = 0
-        if q.expert_y is not None:
-            row_stride, packed = y.stride(-2) // 8, y.dim() == 2
-            expert_stride = layout.max_rows * row_stride if packed else y.stride(0) // 8
-        tensors = (q.out, q.indices, q.weights, y, q.bound_m)
+            launch = self._prepare(
+                key, dispatch_kernel, self.tuning.receive_warps, "dispatch", SEND=False,
+                PACKED=packed, HAS_WEIGHTS=False, HAS_BOUND=False,
+            )  # fmt: skip
+        unit = 16 // q.x.element_size()
+        expert_stride = 0 if packed else q.x.stride(0) // unit
+        scale_expert_stride = scale_row_stride = 0
+        if scale is not None:
+            scale_row_stride = scale.stride(-2)
+            scale_expert_stride = 0 if packed else scale.stride(0)
+        tensors = (None, None, None, None, None, q.counts, q.x, scale, q.offsets)
+        integers = (
+            0, self.rank, self._timeout_ns, self._dispatch_flags.operation, 0, 0, expert_stride,
+            q.x.stride(-2) // unit, scale_expert_stride, scale_row_stride, q.alignment,
+        )  # fmt: skip
+        launch.start_aligned(self.layout.local_experts * self.tuning.split, tensors, integers)
+
+    def _strides_of(self, y: Tensor) -> tuple[int, int]:
+        """Units of 16 bytes from one expert to the next, and from one row to the next."""
+        row = y.stride(-2) // 8
+        return self.layout.max_rows * row if y.dim() == 2 else y.stride(0) // 8, row
+
+    def combine_send(self, q: CombineSend) -> None:
+        exchange = q.weights is not None
+        key = ("combine", exchange, q.bound_m is None)
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._prepare(
+                key, combine_kernel, self.tuning.combine_send_warps, "combine", SEND=True,
+                BLOCK=self.tuning.combine_block, EXCHANGE=exchange, ACCUMULATE=False,
+                HAS_BOUND=q.bound_m is not None,
+            )  # fmt: skip
+        integers = (
+            0 if q.weights is None else q.weights.shape[0], self.rank, self._timeout_ns,
+            self._combine_flags.operation, self._weight_flags.operation, 0,
+            *self._strides_of(q.expert_y),
+        )  # fmt: skip
+        tensors = (None, None, q.weights, q.expert_y, q.bound_m)
+        launch.start_aligned(self.tuning.combine_senders, tensors, integers)
+
+    def combine_receive(self, q: CombineReceive) -> None:
+        exchange, block = q.weights is not None, self.tuning.combine_receive_block
+        key = ("combine", exchange, q.accumulate, q.bound_m is None, q.out.dtype, q.indices.dtype)
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._prepare(
+                key, combine_kernel, self.tuning.combine_receive_warps, "combine", SEND=False,
+                BLOCK=block, EXCHANGE=exchange, ACCUMULATE=q.accumulate,
+                HAS_BOUND=q.bound_m is not None,
+            )  # fmt: skip
+        tokens = q.out.shape[0]
+        # In the place of expert_y, of which receiving reads only the dtype.
+        tensors = (q.out, q.indices, q.weights, self._sums, q.bound_m)
         integers = (
             tokens, self.rank, self._timeout_ns, self._combine_flags.operation,
-            self._weight_flags.operation, 0 if q.out is None else q.out.stride(0) // 8,
-            expert_stride, row_stride,
+            self._weight_flags.operation, q.out.stride(0) // 8, 0, 0,
         )  # fmt: skip
+        programs = max(1, tokens * -(-self.layout.hidden_dim // block))
         launch.start_aligned(programs, tensors, integers)
 
     def check_errors(self) -> None:

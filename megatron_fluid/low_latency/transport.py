@@ -11,53 +11,60 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["CombineRequest", "DispatchRequest", "Transport"]
+__all__ = ["CombineReceive", "CombineSend", "DispatchReceive", "DispatchSend", "Transport"]
 
 
 @dataclass(slots=True)
-class DispatchRequest:
-    """One half of a dispatch. With `send` it reads x, x_scale, indices, weights and bound_m, else
-    it receives and writes the out_* tensors.
+class DispatchSend:
+    """What the send half of a dispatch reads."""
+
+    x: Tensor
+    indices: Tensor
+    weights: Tensor | None = None
+    x_scale: Tensor | None = None
+    bound_m: Tensor | None = None
+
+
+@dataclass(slots=True)
+class DispatchReceive:
+    """What the receive half of a dispatch writes.
 
     Attributes:
-        packed: out_x is [rows, H], one expert after another, each at a multiple of `alignment`
-            rows. out_offsets, int32 [L], receives the row after each expert's last, padding
-            counted.
+        x: [L, R, H], or packed [rows, H]: one expert after another, each at a multiple of
+            `alignment` rows. Packed, `offsets`, int32 [L], receives the row after each expert's
+            last, padding counted.
     """
 
-    out_counts: Tensor | None = None
-    out_x: Tensor | None = None
-    out_scale: Tensor | None = None
-    out_offsets: Tensor | None = None
-    x: Tensor | None = None
-    x_scale: Tensor | None = None
-    indices: Tensor | None = None
-    weights: Tensor | None = None
-    bound_m: Tensor | None = None
-    send: bool = False
-    packed: bool = False
+    counts: Tensor
+    x: Tensor
+    scale: Tensor | None = None
+    offsets: Tensor | None = None
     alignment: int = 1
 
+    @property
+    def packed(self) -> bool:
+        return self.x.dim() == 2
+
 
 @dataclass(slots=True)
-class CombineRequest:
-    """One half of a combine. With `send` it reads expert_y, else it receives: it reads indices and
-    bound_m, and writes out.
+class CombineSend:
+    """What the send half of a combine reads. Weights: fp32 [m, K], if the dispatch had none."""
 
-    Attributes:
-        accumulate: add to `out` instead of overwriting it.
-        exchange: the dispatch carried no weights. Both halves read weights, and `send` reads
-            bound_m too.
-    """
-
-    out: Tensor | None = None
-    indices: Tensor | None = None
+    expert_y: Tensor
     weights: Tensor | None = None
-    expert_y: Tensor | None = None
     bound_m: Tensor | None = None
-    send: bool = False
+
+
+@dataclass(slots=True)
+class CombineReceive:
+    """The receive half of a combine: it writes `out`, or adds to it with `accumulate`, and reads
+    the others."""
+
+    out: Tensor
+    indices: Tensor
+    weights: Tensor | None = None
+    bound_m: Tensor | None = None
     accumulate: bool = False
-    exchange: bool = False
 
 
 class Transport(Protocol):
@@ -68,11 +75,13 @@ class Transport(Protocol):
     def name(self) -> str:
         """Its name in `AllToAll.transport`: nvlink, nvshmem, nccl, gloo, or two joined by +."""
 
-    def dispatch(self, request: DispatchRequest) -> None:
-        """Enqueue this half."""
+    def dispatch_send(self, q: DispatchSend) -> None: ...
 
-    def combine(self, request: CombineRequest) -> None:
-        """Enqueue this half."""
+    def dispatch_receive(self, q: DispatchReceive) -> None: ...
+
+    def combine_send(self, q: CombineSend) -> None: ...
+
+    def combine_receive(self, q: CombineReceive) -> None: ...
 
     def check_errors(self) -> None:
         """Raise PeerTimeoutError if a wait of this rank has timed out: data that arrives later

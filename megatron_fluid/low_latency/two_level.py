@@ -9,7 +9,8 @@ it there forwards it inside the domain:
 
 Both levels are ordinary exchanges of this package. On the rails the "experts" are the domains, and
 a row is the token's payload, scales, expert ids and weights. Inside a domain a rank sends what it
-received from its rail. Nothing is read on the host.
+received from its rail. Weights that combine takes follow along the rails by an all-gather: the rows
+carry their tokens' numbers in it. Nothing is read on the host.
 
 An expert's slots are in (index in the domain, domain, token) order. Combine sums a rank's experts,
 then the ranks of a domain, then the domains, in fp32, and rounds to combine_dtype after each of the
@@ -29,17 +30,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency.layout import Layout, round_up
-from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest, Transport
+from megatron_fluid.low_latency.transport import (
+    CombineReceive,
+    CombineSend,
+    DispatchReceive,
+    DispatchSend,
+    Transport,
+)
 
 __all__ = ["TwoLevel", "TwoLevelLayout"]
 
 
 class TwoLevelLayout:
-    """The layouts of the two levels: `rail`, `domain`, and `weights`, which carries weights along
-    the rails where combine takes them.
+    """The layouts of the two levels: `rail` and `domain`.
 
     Raises:
         ConfigError: domains that do not divide the ranks, tensor-parallel replicas, or more experts
@@ -67,7 +74,6 @@ class TwoLevelLayout:
             layout, num_experts=self.domains, experts_per_token=self.rail_k,
             world_size=self.domains, hidden_dim_bytes=self.row_bytes, hidden_dim_scale_bytes=0,
         )  # fmt: skip
-        self.weights = replace(self.rail, hidden_dim=8, hidden_dim_bytes=round_up(4 * k, 16))
         self.domain = replace(
             layout, max_num_tokens=layout.max_num_tokens * self.domains,
             num_experts=self.domain_experts, world_size=domain_size,
@@ -78,9 +84,9 @@ class TwoLevel:
     """Dispatch and combine of one rank over two levels.
 
     Args:
-        domain, rail, weights_rail: transports of the three layouts of `sizes`; this object owns
-            them.
-        groups: their process groups; `close` destroys them.
+        domain, rail: transports of the two layouts of `sizes`; this object owns them.
+        groups: their process groups, domain and rail; `close` destroys them.
+        timeout_s: bound on the all-gather of weights.
     """
 
     def __init__(
@@ -89,12 +95,13 @@ class TwoLevel:
         rank: int,
         domain: Transport,
         rail: Transport,
-        weights_rail: Transport,
         device: torch.device,
         groups: Sequence[dist.ProcessGroup] = (),
+        timeout_s: float | None = None,
     ) -> None:
         self.sizes, self.rank, self._groups = sizes, rank, tuple(groups)
-        self.domain, self.rail, self.weights_rail = domain, rail, weights_rail
+        self._timeout_s = timeout_s
+        self.domain, self.rail = domain, rail
         self.name = f"{domain.name}+{rail.name}"
         layout, k = sizes.layout, sizes.layout.experts_per_token
         tokens, received = layout.max_num_tokens, layout.max_num_tokens * sizes.domains
@@ -110,24 +117,16 @@ class TwoLevel:
         self._received = zeros(1, received, sizes.row_bytes, dtype=torch.uint8)
         self._ids = zeros(received, k, dtype=torch.int32).sub_(1)
         self._weights = zeros(received, k)
-        self._weight_row = zeros(tokens, sizes.weights.hidden_dim_bytes // 4)
-        self._received_weights = zeros(1, received, self._weight_row.shape[1])
-        self._weights_count = zeros(1, dtype=torch.int32)
+        self._numbers = torch.arange(tokens, dtype=torch.int32, device=device)
+        self._late = zeros(tokens, k)
+        self._all_late = zeros(received, k)
         self._partial = zeros(received, layout.hidden_dim, dtype=layout.combine_dtype)
         synchronize(device)
 
     # ---- dispatch
-    def dispatch(self, request: DispatchRequest) -> None:
-        if request.send:
-            self.send_along_rail(request)
-        else:
-            self.forward_in_domain()
-            self.receive_in_domain(request)
-
-    def send_along_rail(self, q: DispatchRequest) -> None:
-        """Send every token to the domains of its experts."""
+    def dispatch_send(self, q: DispatchSend) -> None:
+        """Send every token along the rail, to the domains of its experts."""
         sizes, layout = self.sizes, self.sizes.layout
-        assert q.x is not None and q.indices is not None
         m, k = q.x.shape[0], layout.experts_per_token
         row = self._row[:m]
         row[:, : layout.hidden_dim_bytes] = q.x.view(torch.uint8)
@@ -137,18 +136,16 @@ class TwoLevel:
         ids = q.indices.view(torch.int32) if q.indices.dtype == torch.uint32 else q.indices
         valid = (ids >= 0) & (ids < layout.num_experts)
         if q.bound_m is not None:
-            # The masks, and not only the rail's bound, exclude the other tokens: weights that are
-            # combine takes follow the same masks into the same slots.
-            valid &= (torch.arange(m, device=ids.device) < q.bound_m.to(torch.int64))[:, None]
+            valid &= (self._numbers[:m] < q.bound_m.to(torch.int64))[:, None]
         ids = torch.where(valid, ids, -1)
         words[:, :k] = ids
-        if q.weights is not None:
+        if q.weights is None:  # the token's number among those of the rail
+            words[:, k] = self._numbers[:m] + self.rank // sizes.domain_size * len(self._row)
+        else:
             words[:, k:].view(torch.float32).copy_(q.weights)
         self._rail_ids[:m] = self._domains_of(ids)
-        request = DispatchRequest(
-            x=row, indices=self._rail_ids[:m], weights=self._ones[:m], bound_m=q.bound_m, send=True
-        )
-        self._run(self.rail.dispatch, request)
+        sent = DispatchSend(row, self._rail_ids[:m], self._ones[:m], bound_m=q.bound_m)
+        self._run(self.rail.dispatch_send, sent)
 
     def _domains_of(self, ids: Tensor) -> Tensor:
         """[m, rail_k]: each domain that has an expert of the token once, else -1. `ids` holds
@@ -163,11 +160,14 @@ class TwoLevel:
         earlier = (domain[:, :, None] == domain[:, None, :]).tril(-1).any(-1)
         return torch.where(earlier, -1, domain).to(torch.int32)
 
+    def dispatch_receive(self, q: DispatchReceive) -> None:
+        self.forward_in_domain()
+        self.receive_in_domain(q)
+
     def forward_in_domain(self) -> None:
         """Receive from the rail, and send on to the ranks of this domain."""
         sizes, layout, k = self.sizes, self.sizes.layout, self.sizes.layout.experts_per_token
-        received = DispatchRequest(out_counts=self._count, out_x=self._received)
-        self._run(self.rail.dispatch, received)
+        self._run(self.rail.dispatch_receive, DispatchReceive(self._count, self._received))
         row = self._received[0]
         words = row[:, sizes.ids_at : sizes.ids_at + 8 * k].view(torch.int32)
         local = words[:, :k] - self._first_expert
@@ -176,69 +176,65 @@ class TwoLevel:
         x, scale = row[:, : layout.hidden_dim_bytes], None
         if layout.scale_words:
             scale = row[:, layout.hidden_dim_bytes : sizes.ids_at].view(torch.float32)
-        request = DispatchRequest(
-            x=x, x_scale=scale, indices=self._ids, weights=self._weights, bound_m=self._count,
-            send=True,
-        )  # fmt: skip
-        self._run(self.domain.dispatch, request)
+        sent = DispatchSend(x, self._ids, self._weights, scale, self._count)
+        self._run(self.domain.dispatch_send, sent)
 
-    def receive_in_domain(self, q: DispatchRequest) -> None:
+    def receive_in_domain(self, q: DispatchReceive) -> None:
         """Lay out what the ranks of this domain forwarded."""
-        self._run(self.domain.dispatch, q)
+        self._run(self.domain.dispatch_receive, q)
 
     # ---- combine
-    def combine(self, request: CombineRequest) -> None:
-        if request.send:
-            if request.exchange:
-                self.exchange_weights(request)
-            self.sum_in_domain(request, send=True)
-            self.sum_in_domain(request, send=False)
-            self.send_back()
-        else:
-            self.receive_back(request)
+    def combine_send(self, q: CombineSend) -> None:
+        if q.weights is not None:
+            self.exchange_weights(q.weights)
+        weights = None if q.weights is None else self._weights
+        self.send_in_domain(CombineSend(q.expert_y, weights, self._count))
+        self.send_back(weights)
 
-    def exchange_weights(self, q: CombineRequest) -> None:
-        """The weights follow their tokens along the rails."""
-        assert q.weights is not None
-        m, k = q.weights.shape[0], self.sizes.layout.experts_per_token
-        self._weight_row[:m, :k] = q.weights
-        request = DispatchRequest(x=self._weight_row[:m], indices=self._rail_ids[:m], send=True)
-        self._run(self.weights_rail.dispatch, request)
-        request = DispatchRequest(self._weights_count, self._received_weights)
-        self._run(self.weights_rail.dispatch, request)
-        self._weights.copy_(self._received_weights[0, :, :k])
+    def exchange_weights(self, weights: Tensor) -> None:
+        """Gather the weights of all tokens of the rail, and pick those of the received rows."""
+        at, every = self.sizes.ids_at + 4 * weights.shape[1], self._all_late
+        self._late[: len(weights)] = weights
+        try:
+            group_waits(self._groups[1]).start(
+                "low_latency.combine weights",
+                lambda: dist.all_gather_into_tensor(
+                    every, self._late, group=self._groups[1], async_op=True
+                ),
+                self._timeout_s,
+            )()
+        except PeerTimeoutError as error:
+            self._rename(error, self.rail)
+        numbers = self._received[0, :, at : at + 4].view(torch.int32)[:, 0]
+        # Rows behind the received ones hold anything.
+        self._weights.copy_(every[numbers.clamp(0, len(every) - 1)])
 
-    def sum_in_domain(self, q: CombineRequest, send: bool) -> None:
-        """Enqueue the sending half, or the receiving half, which yields one row for every token
-        that this rank forwarded."""
-        weights = self._weights if q.exchange else None
-        request = CombineRequest(weights=weights, bound_m=self._count, exchange=q.exchange)
-        if send:
-            request.expert_y, request.send = q.expert_y, True
-        else:
-            request.out, request.indices = self._partial, self._ids
-        self._run(self.domain.combine, request)
+    def send_in_domain(self, q: CombineSend) -> None:
+        """Send this rank's sums to the ranks of this domain that forwarded the tokens."""
+        self._run(self.domain.combine_send, q)
 
-    def send_back(self) -> None:
-        """Return those rows along the rail."""
-        self._run(self.rail.combine, CombineRequest(expert_y=self._partial[None], send=True))
+    def send_back(self, weights: Tensor | None) -> None:
+        """Sum over the ranks of this domain, one row for every token that this rank forwarded, and
+        return the rows along the rail."""
+        summed = CombineReceive(self._partial, self._ids, weights, self._count)
+        self._run(self.domain.combine_receive, summed)
+        self._run(self.rail.combine_send, CombineSend(self._partial[None]))
 
-    def receive_back(self, q: CombineRequest) -> None:
+    def combine_receive(self, q: CombineReceive) -> None:
         """Sum over the domains."""
-        assert q.out is not None
-        rail_ids = self._rail_ids[: q.out.shape[0]]
-        request = CombineRequest(q.out, rail_ids, bound_m=q.bound_m, accumulate=q.accumulate)
-        self._run(self.rail.combine, request)
+        ids = self._rail_ids[: q.out.shape[0]]
+        received = CombineReceive(q.out, ids, None, q.bound_m, q.accumulate)
+        self._run(self.rail.combine_receive, received)
 
     # ---- state
-    def _run(self, call: Callable[[Any], None], request: DispatchRequest | CombineRequest) -> None:
+    def _run(self, call: Callable[[Any], None], q: object) -> None:
         try:
-            call(request)
+            call(q)
         except PeerTimeoutError as error:
             self._rename(error, call.__self__)  # type: ignore[attr-defined]
 
     def check_errors(self) -> None:
-        for transport in (self.rail, self.weights_rail, self.domain):
+        for transport in (self.rail, self.domain):
             try:
                 transport.check_errors()
             except PeerTimeoutError as error:
@@ -246,18 +242,17 @@ class TwoLevel:
 
     def _rename(self, error: PeerTimeoutError, transport: Transport) -> NoReturn:
         """Raise `error` with the peer's rank in the whole group."""
-        size, peer, operation = self.sizes.domain_size, error.peer, error.operation
+        size, peer = self.sizes.domain_size, error.peer
         domain, index = divmod(self.rank, size)
         inside = transport is self.domain
         if peer is not None:
             peer = domain * size + peer if inside else peer * size + index
-        if transport is self.weights_rail:  # to that transport a dispatch
-            operation = operation.replace("dispatch", "combine weights")
         level = "inside the domain" if inside else "between domains"
-        raise PeerTimeoutError(self.rank, peer, operation, None, error.timeout_s, level) from error
+        named = self.rank, peer, error.operation, None, error.timeout_s, level
+        raise PeerTimeoutError(*named) from error
 
     def close(self) -> None:
-        for transport in (self.rail, self.weights_rail, self.domain):
+        for transport in (self.rail, self.domain):
             transport.close()
         for group in self._groups:
             dist.destroy_process_group(group)

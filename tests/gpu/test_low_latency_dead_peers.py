@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency.layout import Layout
-from megatron_fluid.low_latency.transport import DispatchRequest
+from megatron_fluid.low_latency.transport import DispatchReceive, DispatchSend
 from tests.gpu.test_low_latency_gpu import _Routing
 from tests.support.launch import run_ranks, run_ranks_outcomes
 from tests.support.machine import RANKS
@@ -81,8 +81,8 @@ def _always_the_same(rank: int, world: int, device: str, turns: int) -> None:
     out = torch.zeros(16, layout.max_rows, 512, dtype=torch.bfloat16, device=device)
     for turn in range(turns):
         for sender in ranks[:3]:
-            sender.dispatch(DispatchRequest(x=x, indices=ids, weights=weights, send=True))
-        ranks[0].dispatch(DispatchRequest(counts, out))
+            sender.dispatch_send(DispatchSend(x, ids, weights))
+        ranks[0].dispatch_receive(DispatchReceive(counts, out))
         if device == "cuda":
             torch.cuda.synchronize()
         with pytest.raises(PeerTimeoutError, match=r"no answer from peer 3 in .*dispatch.*seen 0$"):

@@ -11,7 +11,7 @@ import torch
 
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout
-from megatron_fluid.low_latency.peer_memory import PeerMemory, choose_tuning
+from megatron_fluid.low_latency.peer_memory import PeerMemory
 from tests.support.all_to_all_calls import receive, receive_back, send, send_back
 from tests.support.kernel_cases import WIDE, KernelCase, recorded
 from tests.support.simulated_workspace import SimulatedWorkspace
@@ -52,7 +52,7 @@ def uses(
         scales = hidden // 32 if dtype == torch.float8_e4m3fn else 0
         layout = Layout(tokens, experts, k, 4, 1, hidden, hidden * dtype.itemsize, scales)
         rank = SimulatedWorkspace(layout.world_size, timeout_s=5.0).rank(1)
-        made = transport(layout, rank, tuning=choose_tuning(layout, _PROCESSORS))
+        made = transport(layout, rank, _PROCESSORS)
         ata = AllToAll(layout, made, torch.device("cpu"))
         on = {name: name in options for name in ("early", "bound", "packed")}
         label = f"{shape}-{tokens} {str(dtype).removeprefix('torch.')} {options}"

@@ -9,7 +9,7 @@ from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.peer_memory import PeerMemory
-from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
+from megatron_fluid.low_latency.transport import CombineSend, DispatchReceive
 from tests.support.all_to_all_calls import bf16, build, receive, receive_back, send, send_back
 from tests.support.machine import NEEDS_INTERPRETER
 from tests.support.simulated_workspace import SimulatedWorkspace
@@ -41,7 +41,7 @@ def test_of_several_late_peers_the_first_is_named_with_what_it_has_sent() -> Non
     for peer, generation in enumerate((5, 4, 1)):
         flags[peer * senders : (peer + 1) * senders] = generation
     counts, out = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 6, 16, dtype=torch.bfloat16)
-    transport.dispatch(DispatchRequest(counts, out))
+    transport.dispatch_receive(DispatchReceive(counts, out))
     late = r"no answer from peer 1 .*expected generation 5, seen 4"
     with pytest.raises(PeerTimeoutError, match=late):
         transport.check_errors()
@@ -162,4 +162,4 @@ def test_weights_of_too_many_entries_belong_to_the_dispatch() -> None:
     layout = Layout((1 << 16) + 1, 16, 16, 1, 1, 8, 16, 0)
     transport = PeerMemory(layout, SimulatedWorkspace(1).rank(0))
     with pytest.raises(ConfigError, match=r"max_num_tokens \* experts_per_token: found 1048592"):
-        transport.combine(CombineRequest(weights=torch.ones(1, 16), send=True, exchange=True))
+        transport.combine_send(CombineSend(bf16(16, 1, 8), torch.ones(1, 16)))

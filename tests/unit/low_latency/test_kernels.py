@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.reference import combine_reference
-from megatron_fluid.low_latency.transport import CombineRequest
+from megatron_fluid.low_latency.transport import CombineSend
 from tests.support.all_to_all_calls import (
     bf16,
     build,
@@ -164,10 +164,7 @@ def test_weights_given_to_combine(small: bool) -> None:
             # Ranks run one after another here, and each waits for the others' weights: a first pass
             # delivers them.
             for r, transport in enumerate(transports):
-                late = CombineRequest(
-                    weights=weights[r // 2], expert_y=y[r], send=True, exchange=True
-                )
-                transport.combine(late)
+                transport.combine_send(CombineSend(y[r], weights[r // 2]))
                 errors = transport.workspace.errors  # type: ignore[attr-defined]
                 errors.words.zero_()
                 errors.abort.zero_()

@@ -175,8 +175,8 @@ def test_many_ranks_have_room_for_their_signals(
     by default."""
     from megatron_fluid.low_latency import nvshmem, peer_memory
 
-    chosen = peer_memory.choose_tuning
-    monkeypatch.setattr(peer_memory, "choose_tuning", lambda layout, _: chosen(layout, 132))
+    chosen = peer_memory.Tuning
+    monkeypatch.setattr(peer_memory, "Tuning", lambda layout, _: chosen(layout, 132))
     monkeypatch.setattr(
         nvshmem,
         "NvshmemWorkspace",

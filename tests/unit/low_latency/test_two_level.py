@@ -15,7 +15,12 @@ from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, open_transport
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.reference import combine_reference
-from megatron_fluid.low_latency.transport import CombineRequest, DispatchRequest
+from megatron_fluid.low_latency.transport import (
+    CombineReceive,
+    CombineSend,
+    DispatchReceive,
+    DispatchSend,
+)
 from megatron_fluid.low_latency.two_level import TwoLevel, TwoLevelLayout
 from tests.support.all_to_all_calls import (
     check_close,
@@ -46,10 +51,9 @@ def _build(fake: FakeNvshmem, sizes: TwoLevelLayout) -> list[TwoLevel]:
     found = []
     for rank in range(sizes.layout.world_size):
         n, g = divmod(rank, sizes.domain_size)
-        rail = Nvshmem(sizes.rail, rails[g].rank(n), prefix="rail")
-        weights = Nvshmem(sizes.weights, rails[g].rank(n), prefix="rail weights")
+        rail = Nvshmem(sizes.rail, rails[g].rank(n))
         domain = PeerMemory(sizes.domain, domains[n].rank(g))
-        found.append(TwoLevel(sizes, rank, domain, rail, weights, torch.device("cpu")))
+        found.append(TwoLevel(sizes, rank, domain, rail, torch.device("cpu")))
     return found
 
 
@@ -98,8 +102,8 @@ def test_simulated_ranks_match_the_reference(
             counts = torch.full((local,), -7, dtype=torch.int32)
             out = torch.zeros(local, layout.max_rows, hidden, dtype=torch.bfloat16)
             outs.append((counts, out))
-            requests.append(DispatchRequest(counts, out))
-            two.send_along_rail(DispatchRequest(x=x[r], indices=ids[r], weights=weights[r]))
+            requests.append(DispatchReceive(counts, out))
+            two.dispatch_send(DispatchSend(x[r], ids[r], weights[r]))
         fake_nvshmem.deliver()
         for two in ranks:
             two.forward_in_domain()
@@ -112,20 +116,17 @@ def test_simulated_ranks_match_the_reference(
         combines = []
         for r, two in enumerate(ranks):
             result = torch.full_like(x[r], 2.0)
-            combines.append(CombineRequest(result, ids[r], expert_y=y[r], accumulate=turn == 1))
-            two.sum_in_domain(combines[r], send=True)
-        for r, two in enumerate(ranks):
-            two.sum_in_domain(combines[r], send=False)
-            two.send_back()
+            combines.append(CombineReceive(result, ids[r], accumulate=turn == 1))
+            two.send_in_domain(CombineSend(y[r], bound_m=two._count))
+        for two in ranks:
+            two.send_back(None)
         fake_nvshmem.deliver()
         wanted = combine_reference(sources[1], sources[2], y, local)
         for r, two in enumerate(ranks):
-            two.receive_back(combines[r])
+            two.combine_receive(combines[r])
             two.check_errors()
             reference = wanted[slot[r]] + (2.0 if turn == 1 else 0.0)
-            found = combines[r].out
-            assert found is not None
-            check_close(found, reference, _TOLERANCE)
+            check_close(combines[r].out, reference, _TOLERANCE)
 
 
 @NEEDS_INTERPRETER
@@ -136,7 +137,7 @@ def test_a_peer_lost_between_domains_is_named_by_its_rank(fake_nvshmem: FakeNvsh
     for r, two in enumerate(ranks):
         # Nothing that rank 3 sends reaches the first of its rail, rank 1.
         fake_nvshmem.dropped = {0} if r == 3 else set()
-        two.send_along_rail(DispatchRequest(x=x, indices=ids, weights=torch.ones(2, 1)))
+        two.dispatch_send(DispatchSend(x, ids, torch.ones(2, 1)))
     fake_nvshmem.deliver()
     for two in ranks:
         two.forward_in_domain()
@@ -222,7 +223,7 @@ def _by_hosts(rank: int, world: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     topology.socket.gethostname = lambda: f"host{rank // 2}"  # type: ignore[attr-defined]
-    assert open_transport.find_domain_size(group, None) == (2, "")
+    assert open_transport.domain_size_of(group, None) == 2
     ata = _open(rank, world, 4, 8, 2, 16, domain_size=None)
     assert "2 domains of 2 ranks" in ata.transport_report()
     ata.destroy()
@@ -237,13 +238,13 @@ def _by_hosts(rank: int, world: int) -> None:
     assert "CUDA is not available" in str(
         open_transport.two_level_unsupported_reason(group, sizes, None)
     )
-    assert "one rank" in str(open_transport.two_level_unsupported_reason(group, sizes, 1))
+    assert "one rank" in str(open_transport.two_level_unsupported_reason(group, sizes, 1, True))
     assert "dp_size" in str(
         open_transport.two_level_unsupported_reason(group, Layout(4, 8, 2, 4, 2, 16, 32, 0), 2)
     )
     topology.socket.gethostname = lambda: f"host{min(rank, 1)}"  # type: ignore[attr-defined]
-    size, why_not = open_transport.find_domain_size(group, None)
-    assert size is None and "the same number of consecutive ranks" in why_not
+    with pytest.raises(ConfigError, match="hosts that hold the same number of consecutive ranks"):
+        open_transport.domain_size_of(group, None)
 
 
 def test_hosts_are_the_domains_where_no_size_is_given() -> None:
