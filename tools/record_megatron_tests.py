@@ -32,7 +32,12 @@ __all__ = [
 _COUNTED = (
     ("megatron_fluid.patches.moe.layer", "OverlappedLayer", "forward", "overlapped"),
     ("megatron_fluid.moe.open_exchange", "OpenExchange", "dispatch", "overlapped"),
-    ("megatron_fluid.patches.attention.overlapped", "OverlappedAttention", "forward", "overlapped"),
+    (
+        "megatron_fluid.patches.attention.self_attention",
+        "OverlappedAttention",
+        "forward",
+        "overlapped",
+    ),
     ("megatron.core.transformer.moe.moe_layer", "MoELayer", "forward", "moe_forwards"),
 )
 _FOLDER = Path(os.environ["MEGATRON_FLUID_TEST_RESULTS"])

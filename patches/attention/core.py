@@ -25,7 +25,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from megatron_fluid.config import CP_BACKENDS, current_config
@@ -38,23 +38,23 @@ from megatron_fluid.topology import real_group
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_fluid.attention.attention_kernels import CoreCase
     from megatron_fluid.attention.exchange.protocol import HeadExchange
     from megatron_fluid.attention.layouts import HeadPart
 
 __all__ = [
     "REPORT",
     "Exchanges",
-    "attention_of_one_rank",
+    "attend_alone",
     "dot_product_attention",
+    "exchanged",
     "exchanges_of",
-    "local_kernel",
     "softmax_offset",
-    "window_of",
-    "with_offset",
+    "take_over",
 ]
 
 REPORT = FeatureReport("context-parallel attention")
+# Queries, keys and values [S, B', heads, D or Dv], a CoreCase or None, and the softmax's offset.
+type Kernel = Callable[..., Tensor]
 _NONE = f"none with cp_comm_type={EXCHANGED_COMM_TYPE}"
 
 
@@ -221,12 +221,8 @@ def dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
         if thrown_away:  # Megatron builds another one for latent attention
             return
         of = given.arguments["pg_collection"]
-        self.exchanges = Exchanges(config, of, own_path=False, channels=channels)
-        make = attention_of_one_rank(base, original, config, self.exchanges, *args, **kwargs)
-        # Past nn.Module's __setattr__: no part of the model.
-        self.__dict__["of_one_rank"] = make
-        self.__class__ = _local_class(base)
-        REPORT.note(self, True, self.exchanges.describe())
+        exchanges = Exchanges(config, of, own_path=False, channels=channels)
+        take_over(self, _local_class(base), original, config, exchanges, *args, **kwargs)
 
     return fluid_init
 
@@ -246,27 +242,31 @@ def _check(config: Any, given: dict[str, Any]) -> None:
             raise ConfigError.of(setting, found, f"{allowed} for {where}")
 
 
-def attention_of_one_rank(
-    base: Any,
+def take_over(
+    core: Any,
+    taken: type,
     original: Callable[..., None],
     config: Any,
     exchanges: Exchanges,
     *args: Any,
     **kwargs: Any,
-) -> Callable[[int], Any]:
-    """Megatron's core attention for one context-parallel rank and this rank's heads, as a function
-    of the number of head groups; made once for each.
+) -> None:
+    """Make a core attention an object of ``taken``. It holds beside it, out of the module tree (so
+    that no checkpoint sees it), Megatron's core attention for one context-parallel rank and this
+    rank's heads, as a function ``alone`` of the number of head groups; made once for each.
 
     Args:
-        base: its class.
+        core: as Megatron built it.
+        taken: a subclass of its class.
         original: Megatron's ``__init__`` of it.
         config: the module's configuration.
         exchanges: the module's.
         args, kwargs: what else ``original`` takes.
     """
+    base: Any = type(core)
 
     @functools.cache
-    def make(groups: int) -> Any:
+    def alone(groups: int) -> Any:
         settings = copy.copy(config)
         settings.context_parallel_size, settings.perform_initialization = 1, False
         ranks = exchanges.heads.world
@@ -280,17 +280,64 @@ def attention_of_one_rank(
         inner._parameters.pop("softmax_offset", None)
         return inner
 
-    return make
+    # Past nn.Module's __setattr__: no part of the model.
+    core.__dict__["exchanges"], core.__dict__["alone"] = exchanges, alone
+    core.__class__ = taken
+    REPORT.note(core, True, exchanges.describe())
 
 
-def window_of(config: Any, layer: int) -> int | None:
-    """How many keys a query of this layer sees at most; None without a window."""
-    from megatron.core.transformer.utils import is_layer_window_attention
+def attend_alone(
+    core: Any,
+    groups: int,
+    qkv: Iterable[Tensor],
+    offset: Tensor | None,
+    *rest: Any,
+    flat: bool = False,
+    **settings: Any,
+) -> Tensor:
+    """Attend by ``core.alone``, with this rank's heads in so many head groups.
 
-    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer):
-        return None
-    before, after = config.window_size
-    return None if before < 0 or after < 0 else int(before + after + 1)
+    Args:
+        qkv: [S, B', heads, D or Dv] each. Heads may count as batch entries, as ``packed.split``
+            gives them.
+        offset: of the softmax, where it is learnable. [heads of the head group]
+        flat: the rows are a pack, which has no batch.
+        rest, settings: what else its forward takes.
+    """
+    inner, exchanges = core.alone(groups), core.exchanges
+    if inner.training != core.training:
+        inner.train(core.training)
+    of_keys = exchanges.key_value_heads // groups
+    counts = exchanges.heads.num_heads // exchanges.heads.world // groups, of_keys, of_keys
+    # Each for itself: Transformer Engine chooses its kernel by layout, too. Over symmetric memory
+    # they arrive so (SymmetricExchange, apart), and nothing is copied here.
+    parts = [
+        t.reshape(len(t), -1, count, t.shape[3]).contiguous()
+        for t, count in zip(qkv, counts, strict=True)
+    ]
+    parts = [t.squeeze(1) for t in parts] if flat else parts
+    if offset is not None:
+        inner.__dict__["softmax_offset"] = offset
+    try:
+        attended: Tensor = inner(*parts, *rest, **settings)
+    finally:
+        if offset is not None:
+            del inner.__dict__["softmax_offset"]
+    return attended
+
+
+def exchanged(
+    core: Any, exchange: HeadExchange, qkv: tuple[Tensor, Tensor, Tensor], kernel: Kernel
+) -> Tensor:
+    """Attend between two exchanges: each [s, b, heads, D or Dv] -> [s, b, n * Dv]."""
+    from megatron_fluid.attention.exchanged import exchanged_attention
+
+    offset = softmax_offset(core)
+
+    def attend(part: HeadPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernel(q, k, v, None, None if offset is None else offset[part.head_slice])
+
+    return exchanged_attention(exchange, *qkv, attend)
 
 
 def softmax_offset(core: Any) -> Tensor | None:
@@ -300,24 +347,26 @@ def softmax_offset(core: Any) -> Tensor | None:
     return offset
 
 
-@contextlib.contextmanager
-def with_offset(inner: Any, offset: Tensor | None) -> Iterator[None]:
-    """Let ``attention_of_one_rank`` attend with this offset, [its heads]."""
-    if offset is None:
-        yield
-        return
-    inner.__dict__["softmax_offset"] = offset
-    try:
-        yield
-    finally:
-        del inner.__dict__["softmax_offset"]
-
-
 @functools.cache
 def _local_class(base: type) -> type:
     class AllToAllDotProductAttention(base):  # type: ignore[misc, valid-type]
         """Scaled dot-product attention over a sequence that context-parallel ranks hold in
         parts."""
+
+        ignores_masks = False
+
+        def kernel(self, groups: int, packed: Any = None, mask: Tensor | None = None) -> Kernel:
+            """What attends, with a mask of where not to look [b or 1, 1, S, S] or none."""
+
+            def run(
+                q: Tensor, k: Tensor, v: Tensor, case: Any, offset: Tensor | None = None
+            ) -> Tensor:
+                if self.softmax_offset is None and self.scale_mask_softmax.window_size is None:
+                    return _scaled_dot_product(self, mask, q, k, v)
+                attended = attend_alone(self, groups, (q, k, v), offset, mask)
+                return attended.view(*q.shape[:3], v.shape[3])
+
+            return run
 
         def forward(
             self,
@@ -339,47 +388,12 @@ def _local_class(base: type) -> type:
                 raise ConfigError.of("packed_seq_params", "packed sequences", _NONE)
             if attention_bias is not None:
                 raise ConfigError.of("attention_bias", "a bias", _NONE)
-            from megatron_fluid.attention.exchanged import exchanged_attention
-
             exchange = self.exchanges.of(query)
             mask = None if attention_mask is None else _whole_mask(exchange, attention_mask)
-            offset = softmax_offset(self)
-
-            def attend(part: HeadPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                mine = None if offset is None else offset[part.head_slice]
-                return _attend(self, mask, q, k, v, exchange.heads.groups, mine)
-
-            return exchanged_attention(exchange, query, key, value, attend)
+            kernel = self.kernel(exchange.heads.groups, mask=mask)
+            return exchanged(self, exchange, (query, key, value), kernel)
 
     return AllToAllDotProductAttention
-
-
-def _attend(
-    self: Any,
-    hidden: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    groups: int,
-    offset: Tensor | None,
-) -> Tensor:
-    """[S, B', heads, D or Dv] each, and where not to look, [b or 1, 1, S, S] -> [S, B', heads, Dv].
-
-    ``offset`` [heads of the head group]: of the softmax, where it is learnable. Key and value heads
-    may count as batch entries, as ``packed.split`` gives them, where there is no mask.
-    """
-    if self.softmax_offset is None and self.scale_mask_softmax.window_size is None:
-        return _scaled_dot_product(self, hidden, query, key, value)
-    inner = self.of_one_rank(groups)
-    if inner.training != self.training:
-        inner.train(self.training)
-    length, dim = query.shape[0], query.shape[3]
-    heads = self.exchanges.heads.num_heads // self.exchanges.heads.world // groups
-    q = query.reshape(length, -1, heads, dim)
-    k, v = (t.reshape(length, q.shape[1], -1, t.shape[3]).contiguous() for t in (key, value))
-    with with_offset(inner, offset):
-        attended: Tensor = inner(q, k, v, hidden)
-    return attended.view(*query.shape[:3], value.shape[3])
 
 
 def _scaled_dot_product(
@@ -413,17 +427,6 @@ def _scaled_dot_product(
     with tensor_parallel.get_cuda_rng_tracker().fork() if forked else contextlib.nullcontext():
         context = torch.nn.functional.scaled_dot_product_attention(q, k, v, **settings)
     return context.permute(2, 0, 1, 3).contiguous()
-
-
-def local_kernel(core: Any, groups: int) -> Callable[..., Tensor]:
-    """What attends in place of such a core attention, without a mask."""
-
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, case: CoreCase, offset: Tensor | None = None
-    ) -> Tensor:
-        return _attend(core, None, q, k, v, groups, offset)
-
-    return run
 
 
 def _whole_mask(exchange: Any, mask: Tensor) -> Tensor:

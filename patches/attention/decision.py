@@ -61,8 +61,7 @@ class OverlappedModule:
         self.config, self.backend = config, backend
         self.exchanges, self.group, self.heads = exchanges, exchanges.group, exchanges.heads
         self.core = attention.core_attention
-        # Transformer Engine ignores a mask where it is causal or no_mask.
-        self.masks_matter = "alone" not in self.core.__dict__
+        self.masks_matter = not self.core.ignores_masks
         self.causal = attention.attn_mask_type.name == "causal"
         self.modules, self.hooks = modules, ModuleHooks(**modules)
         self._inference_active = versions.inference_mode()

@@ -41,7 +41,6 @@ from megatron_fluid.patches.attention.limits import (
     projected_up,
 )
 from megatron_fluid.patches.attention.packed_sequences import Reorder
-from megatron_fluid.patches.attention.transformer_engine import core_kernel
 from megatron_fluid.patches.linears import norm_of_rows
 from megatron_fluid.patches.overlap_decision import Reason
 from megatron_fluid.patches.weight_gradients import rows_gradient_of
@@ -115,7 +114,7 @@ class OverlappedLatentAttention(OverlappedModule):
         shape = rows, q.shape[1] * q.element_size(), "zigzag"
         exchange = self.exchanges.of_shape(*shape)
         heads, offset = exchange.heads, softmax_offset(self.core)
-        kernel = core_kernel(self.core, heads.groups)
+        kernel = self.core.kernel(heads.groups)
         case = CoreCase(q.shape[3], q.dtype, q.device.type, self.causal)
         first = heads.part(exchange.rank, 0).q_heads[0]
 
@@ -124,7 +123,7 @@ class OverlappedLatentAttention(OverlappedModule):
                 part = heads.part(exchange.rank, group)
                 own = slice(part.q_heads[0] - first, part.q_heads[-1] + 1 - first)
                 mine = None if offset is None else offset[part.head_slice]
-                y = kernel.run(q[:, :, own], k[:, :, own], v[:, :, own], case, mine)
+                y = kernel(q[:, :, own], k[:, :, own], v[:, :, own], case, mine)
                 yield y.reshape(*q.shape[:2], len(part.q_heads), v.shape[3])
 
         return return_rows(exchange, attended())

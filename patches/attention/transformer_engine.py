@@ -22,10 +22,9 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.attention.core import (
     REPORT,
     Exchanges,
-    attention_of_one_rank,
-    local_kernel,
-    softmax_offset,
-    with_offset,
+    attend_alone,
+    exchanged,
+    take_over,
 )
 from megatron_fluid.patches.attention.limits import TE_LIMITS
 from megatron_fluid.patches.attention.packed_sequences import (
@@ -38,37 +37,14 @@ from megatron_fluid.patches.limits import first_reason
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
-    from megatron_fluid.attention.layouts import HeadPart
+    from megatron_fluid.attention.attention_kernels import CoreCase
 
-__all__ = ["core_kernel", "te_dot_product_attention"]
-
-
-def core_kernel(core: Any, groups: int, packed: Any = None) -> CoreKernel:
-    """The attention kernel of a core attention that megatron_fluid has taken over, causal or none
-    as it was built, for this rank's heads in so many head groups.
-
-    Args:
-        packed: Megatron's PackedSeqParams of rows that are the ranks', rank after rank; of
-            Transformer Engine's attention alone.
-    """
-    from megatron_fluid.attention.attention_kernels import CoreKernel
-
-    if "alone" in core.__dict__:
-        run = _te_kernel(core, groups, core.mask_type, packed)
-    else:
-        run = local_kernel(core, groups)
-    return CoreKernel(type(core).__name__, lambda case: None, run)
+__all__ = ["te_dot_product_attention"]
 
 
 def te_dot_product_attention(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap `TEDotProductAttention.__init__`: with context parallelism by a2a the object becomes the
-    class below.
-
-    It stays what Megatron built, and holds beside it, out of the module tree (so that no checkpoint
-    sees it), the same attention for one context-parallel rank and this rank's heads (of a head
-    group).
-    """
+    class below."""
 
     signature = inspect.signature(original)
 
@@ -85,14 +61,9 @@ def te_dot_product_attention(original: Callable[..., None]) -> Callable[..., Non
         exchanges = _exchanges(self, config, given.arguments)
         if exchanges is None:
             return
-
-        alone = attention_of_one_rank(base, original, config, exchanges, *args, **kwargs)
-        alone(1)  # what it does not take is said now
-        # Past nn.Module's __setattr__: no part of the model.
-        self.__dict__["exchanges"], self.__dict__["alone"] = exchanges, alone
         self.__dict__["mask_type"] = given.arguments["attn_mask_type"]
-        self.__class__ = _te_class(base)
-        REPORT.note(self, True, exchanges.describe())
+        take_over(self, _te_class(base), original, config, exchanges, *args, **kwargs)
+        self.alone(1)  # what it does not take is said now
 
     return fluid_init
 
@@ -121,14 +92,10 @@ def _exchanges(core: Any, config: Any, given: dict[str, Any]) -> Exchanges | Non
 
 
 def _te_kernel(
-    core: Any, groups: int, mask_type: Any, packed: Any = None, **settings: Any
+    core: Any, groups: int, mask_type: Any, packed: Any, **settings: Any
 ) -> Callable[..., Tensor]:
     """Transformer Engine's attention of this rank's heads in so many head groups. ``settings``:
     further arguments of its forward."""
-    inner, exchanges = core.alone(groups), core.exchanges
-    ranks = exchanges.heads.world
-    key_value_heads = exchanges.key_value_heads // groups
-    counts = exchanges.heads.num_heads // ranks // groups, key_value_heads, key_value_heads
     order: list[tuple[Tensor, Tensor]] = []  # of this call, for all head groups and recomputation
     if packed is not None:
         settings["packed_seq_params"] = packed
@@ -136,25 +103,15 @@ def _te_kernel(
     def run(
         q: Tensor, k: Tensor, v: Tensor, case: CoreCase | None, offset: Tensor | None = None
     ) -> Tensor:
-        if inner.training != core.training:
-            inner.train(core.training)
-        length, by_head = q.shape[0], zip((q, k, v), counts, strict=True)
-        qkv = [t.reshape(length, -1, count, t.shape[3]) for t, count in by_head]
         if packed is None:
-            # Transformer Engine chooses its kernel by layout too: it is given that of its own path,
-            # each tensor for itself. Over symmetric memory they arrive so (SymmetricExchange,
-            # apart), and nothing is copied here.
-            qkv = [t.contiguous() for t in qkv]
-            with with_offset(inner, offset):
-                attended: Tensor = inner(*qkv, None, mask_type, **settings)
-            return attended
+            return attend_alone(core, groups, (q, k, v), offset, None, mask_type, **settings)
+        ranks = core.exchanges.heads.world
         if not order:
-            order.append(pack_order(packed, length // ranks, ranks))
+            order.append(pack_order(packed, len(q) // ranks, ranks))
         there, back = order[0]
-        qkv = [Reorder.apply(t.squeeze(1), back, there) for t in qkv]  # the pack is one sequence
-        with with_offset(inner, offset):
-            attended = inner(*qkv, None, mask_type, **settings)
-        ordered: Tensor = Reorder.apply(attended.view(length, 1, -1), there, back)
+        qkv = (Reorder.apply(t, back, there) for t in (q, k, v))  # the pack is one sequence
+        attended = attend_alone(core, groups, qkv, offset, None, mask_type, flat=True, **settings)
+        ordered: Tensor = Reorder.apply(attended.view(len(q), 1, -1), there, back)
         return ordered
 
     return run
@@ -164,6 +121,12 @@ def _te_kernel(
 def _te_class(base: type) -> type:
     class AllToAllTEDotProductAttention(base):  # type: ignore[misc, valid-type]
         """Transformer Engine's attention between two exchanges by megatron_fluid."""
+
+        ignores_masks = True  # where it is causal or no_mask
+
+        def kernel(self, groups: int, packed: Any = None) -> Callable[..., Tensor]:
+            """What attends, causal or none as it was built."""
+            return _te_kernel(self, groups, self.mask_type, packed)
 
         def forward(
             self,
@@ -186,19 +149,18 @@ def _te_class(base: type) -> type:
                 rest = attention_mask, attn_mask_type, attention_bias, packed_seq_params, num_splits
                 result: Tensor = super().forward(query, key, value, *rest)
                 return result
-            from megatron_fluid.attention.exchanged import exchanged_attention
-
             packed = packed_seq_params is not None
             if packed:  # the pack is one sequence
                 query, key, value = (t.unsqueeze(1) for t in (query, key, value))
             exchange = self.exchanges.of(query, "contiguous" if packed else "zigzag")
-            groups, offset = exchange.heads.groups, softmax_offset(self)
-            run = _te_kernel(self, groups, attn_mask_type, packed_seq_params, num_splits=num_splits)
-
-            def attend(part: HeadPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                return run(q, k, v, None, None if offset is None else offset[part.head_slice])
-
-            attended = exchanged_attention(exchange, query, key, value, attend)
+            kernel = _te_kernel(
+                self,
+                exchange.heads.groups,
+                attn_mask_type,
+                packed_seq_params,
+                num_splits=num_splits,
+            )
+            attended = exchanged(self, exchange, (query, key, value), kernel)
             return attended.squeeze(1) if packed else attended
 
     return AllToAllTEDotProductAttention

@@ -187,10 +187,10 @@ def _forward_step(
 
 
 def _train(case: Case, folder: Path) -> Run:
-    from megatron_fluid.patches.attention import latent, overlapped
+    from megatron_fluid.patches.attention import latent, self_attention
 
     calls: list[Any] = []
-    paths: tuple[Any, ...] = (overlapped.OverlappedAttention, latent.OverlappedLatentAttention)
+    paths: tuple[Any, ...] = (self_attention.OverlappedAttention, latent.OverlappedLatentAttention)
     real = [path.forward for path in paths]
     for path, forward in zip(paths, real, strict=True):
         path.forward = lambda *args, forward=forward: (calls.append(1), forward(*args))[1]

@@ -262,20 +262,20 @@ def error_of(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
 
 def count_calls() -> Any:
     """How many overlapped calls have run since."""
-    from megatron_fluid.patches.attention import overlapped
+    from megatron_fluid.patches.attention import self_attention
 
     count = 0
-    real = overlapped.OverlappedAttention.forward
+    real = self_attention.OverlappedAttention.forward
 
     def counted(self: Any, *args: Any) -> Any:
         nonlocal count
         count += 1
         return real(self, *args)
 
-    overlapped.OverlappedAttention.forward = counted  # type: ignore[method-assign]
+    self_attention.OverlappedAttention.forward = counted  # type: ignore[method-assign]
 
     def stop() -> int:
-        overlapped.OverlappedAttention.forward = real  # type: ignore[method-assign]
+        self_attention.OverlappedAttention.forward = real  # type: ignore[method-assign]
         return count
 
     return stop
