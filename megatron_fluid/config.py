@@ -21,13 +21,8 @@ from typing import Any, Self
 from megatron_fluid.errors import ConfigError
 
 __all__ = [
-    "CP_BACKENDS",
+    "CHOICES",
     "ENVIRONMENT_PREFIX",
-    "MOE_BACKENDS",
-    "MOE_FP8",
-    "MOE_FP8_WEIGHT_GRADS",
-    "MOE_RECOMPUTE",
-    "TP_OVERLAP",
     "FieldsConfig",
     "FluidConfig",
     "check_setting",
@@ -59,21 +54,15 @@ _OTHER_VARIABLES = (
     "VERBOSE",
 )
 
-MOE_BACKENDS = ("auto", "nvlink", "hierarchical", "rounds", "local", "experts", "megatron")
-MOE_RECOMPUTE = ("none", "rows", "hidden", "both")
-MOE_FP8 = ("megatron", "ours")
-MOE_FP8_WEIGHT_GRADS = ("fp8", "bf16")
-TP_OVERLAP = ("auto", "on", "off")
-MACHINES = ("auto", "reference", "h100", "h200", "cpu")  # else a file: plan/machine.py
-CP_BACKENDS = ("auto", "nvlink", "rounds", "collective", "megatron")
 CHOICES = {
-    "moe_backend": MOE_BACKENDS,
-    "moe_recompute": MOE_RECOMPUTE,
-    "moe_fp8": MOE_FP8,
-    "moe_fp8_weight_grads": MOE_FP8_WEIGHT_GRADS,
-    "tp_overlap": TP_OVERLAP,
-    "cp_backend": CP_BACKENDS,
+    "moe_backend": ("auto", "nvlink", "hierarchical", "rounds", "local", "experts", "megatron"),
+    "moe_recompute": ("none", "rows", "hidden", "both"),
+    "moe_fp8": ("megatron", "ours"),
+    "moe_fp8_weight_grads": ("fp8", "bf16"),
+    "tp_overlap": ("auto", "on", "off"),
+    "cp_backend": ("auto", "nvlink", "rounds", "collective", "megatron"),
 }
+_MACHINES = ("auto", "reference", "h100", "h200", "cpu")  # else a file: plan/machine.py
 _YEAR_S = 31_536_000
 
 _TRUE = ("1", "true", "yes", "on")
@@ -238,7 +227,7 @@ class FluidConfig:
         rank counts."""
         found = {name: getattr(self, name) for name in _fields()}
         del found["timeout_s"], found["profile_dir"]
-        if self.machine not in MACHINES:
+        if self.machine not in _MACHINES:
             found["machine"] = "a file"
         return found | {"version": sys.modules["megatron_fluid"].__version__}
 
@@ -278,23 +267,23 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
     Raises:
         ConfigError: the value is out of range.
     """
-    is_number = not isinstance(value, bool)
     if name in CHOICES:
         fits, allowed = value in CHOICES[name], ", ".join(CHOICES[name])
     elif name == "dx_chunks":
-        fits = is_number and isinstance(value, int) and value >= 1
+        fits = isinstance(value, int) and value >= 1 and value is not True
         allowed = "an integer of at least 1"
     elif name == "timeout_s":
         # Above a year, clocks of torch and of kernels overflow.
-        number = is_number and isinstance(value, int | float)
-        fits = value is None or (number and 0 < value <= _YEAR_S)  # type: ignore[operator]
+        fits = value is None or (
+            isinstance(value, int | float) and value is not True and 0 < value <= _YEAR_S
+        )
         allowed = f"a number of seconds above 0, at most {_YEAR_S} (a year)"
     elif name == "profile_steps":
         text = isinstance(value, str) and re.fullmatch(r"[1-9]\d*:[1-9]\d*", value)
         fits = value is None or (bool(text) and operator.le(*profile_range(str(value))))
         allowed = "FIRST:LAST, two steps counted from 1, such as 10:12"
     elif name == "machine":
-        fits, allowed = isinstance(value, str) and bool(value), f"{', '.join(MACHINES)} or a file"
+        fits, allowed = isinstance(value, str) and bool(value), f"{', '.join(_MACHINES)} or a file"
     elif name == "profile_dir":
         fits, allowed = value is None or (isinstance(value, str) and bool(value)), "a folder"
     else:

@@ -25,8 +25,7 @@ from megatron_fluid.attention.layer import SelfAttention, sum_gradients
 from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.groups import group_or_lone_rank
-from megatron_fluid.comm.layers import check_input, copy_sharing
-from megatron_fluid.comm.same_settings import compare_settings
+from megatron_fluid.comm.layers import check_input, compare_settings, copy_sharing
 from megatron_fluid.config import FieldsConfig, shows_fields_of
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.config import MoEConfig

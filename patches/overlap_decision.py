@@ -29,7 +29,7 @@ import torch.distributed as dist
 from megatron_fluid import patches
 from megatron_fluid.comm.agreement import agreement
 from megatron_fluid.comm.groups import wait_timeout_s
-from megatron_fluid.comm.same_settings import settings_difference
+from megatron_fluid.comm.layers import settings_difference
 from megatron_fluid.config import FluidConfig, current_config
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from megatron_fluid.patches.features import FeatureReport

@@ -30,8 +30,7 @@ from megatron_fluid.attention.packed import Rotary, RotaryTable
 from megatron_fluid.attention.tables import cached_tables
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.failed_waits import tells_peers
-from megatron_fluid.comm.layers import Form, check_input, copy_sharing
-from megatron_fluid.comm.same_settings import compare_settings
+from megatron_fluid.comm.layers import Form, check_input, compare_settings, copy_sharing
 from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.config import current_config, shows_fields_of
 from megatron_fluid.cuda.streams import capturing

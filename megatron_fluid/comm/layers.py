@@ -1,18 +1,86 @@
-"""What layers that communicate share: deep copies, and the check of an input's dtype and device."""
+"""What layers that communicate share: the comparison of their settings over the ranks when they are
+built, deep copies, and the check of an input's dtype and device.
+
+Settings are compared so that a rank with others is named before the first exchange could hang or
+mix up data. Every distinct set is compared once for each group: layers that are built alike cost
+nothing after the first. A rank that builds a layer unlike any before waits for its peers, bounded
+in time; a peer that builds none, and is in another operation or has ended, is named.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.errors import ConfigError
+from megatron_fluid.comm.agreement import agreement
+from megatron_fluid.comm.groups import group_resource
+from megatron_fluid.config import current_config
+from megatron_fluid.errors import ConfigError, ranks_text
 
-__all__ = ["Form", "check_input", "copy_sharing"]
+__all__ = ["Form", "check_input", "compare_settings", "copy_sharing", "settings_difference"]
 
 type Form = tuple[torch.dtype, torch.device]
+type _Settings = tuple[tuple[str, str], ...]
+
+
+def compare_settings(group: Any, what: str, settings: Mapping[str, object]) -> None:
+    """Compare what a layer is built with over the ranks of a group. Collective for settings that
+    are new to the group; free for others, and for a group of one rank.
+
+    The settings of FluidConfig are compared too, but for those that may differ.
+
+    Args:
+        group: the ranks that build the layer.
+        what: the kind of layer, for the message.
+        settings: by name. Callables count by their names.
+
+    Raises:
+        ConfigError: on every rank, where settings differ: each such setting, its values and their
+            ranks.
+        PeerTimeoutError: a rank builds no such layer within the timeout.
+        FluidError: a rank is in another operation.
+    """
+    if not isinstance(group, dist.ProcessGroup) or (channel := agreement(group)).alone:
+        return
+    general = {f"FluidConfig.{name}": value for name, value in current_config().shared().items()}
+    mine = {"layer": what} | {n: _text(v) for n, v in {**general, **settings}.items()}
+    alike: set[_Settings] = group_resource(group, "compared settings", set)
+    key = tuple(mine.items())
+    if key in alike:
+        return
+    # One name for all kinds of layers: which kinds differ is among the settings.
+    found = channel.gather("comparison of the settings of a new layer", mine)
+    if shown := settings_difference(found, channel.ranks):
+        raise ConfigError(f"{what}: {shown}; allowed: the same on all ranks of a group")
+    alike.add(key)
+
+
+def _text(value: object) -> str:
+    if callable(value):
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        return f"{getattr(value, '__module__', '')}.{name}"
+    if isinstance(value, set | frozenset):
+        return repr(sorted(value))
+    return value if isinstance(value, str) else repr(value)
+
+
+def settings_difference(settings: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
+    """Name every setting whose values are not alike: its values, and the ranks of each; "" where
+    all are alike. `timeout_s` may differ."""
+    texts = []
+    for name in dict.fromkeys(name for mine in settings for name in mine):
+        owners: dict[Any, list[int]] = {}
+        for rank, mine in zip(ranks, settings, strict=True):
+            owners.setdefault(mine.get(name), []).append(rank)
+        if len(owners) > 1 and name != "timeout_s":
+            values = (f"{value!r} on {ranks_text(owner)}" for value, owner in owners.items())
+            texts.append(f"{name}: found {', '.join(values)}")
+    return "; ".join(texts)
 
 
 def copy_sharing[Layer](layer: Layer, memo: dict[int, Any], *shared: object) -> Layer:

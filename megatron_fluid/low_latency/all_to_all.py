@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.comm.failed_waits import tells_peers
-from megatron_fluid.comm.same_settings import compare_settings
+from megatron_fluid.comm.layers import compare_settings
 from megatron_fluid.config import shows_fields_of
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.low_latency.checks import Checks, form

@@ -7,7 +7,7 @@ from typing import Required, TypedDict
 
 from torch import Tensor
 
-from megatron_fluid.config import MOE_BACKENDS, MOE_FP8_WEIGHT_GRADS, FieldsConfig
+from megatron_fluid.config import CHOICES, FieldsConfig
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation
 
@@ -109,7 +109,7 @@ class MoEConfig(FieldsConfig):
             if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
                 none = ", or None" if name == "dx_chunks" else ""
                 raise ConfigError.of(name, value, f"an integer of at least {smallest}{none}")
-        allowed = [name for name in MOE_BACKENDS if name not in ("experts", "megatron")]
+        allowed = [name for name in CHOICES["moe_backend"] if name not in ("experts", "megatron")]
         if self.backend is not None and self.backend not in allowed:
             raise ConfigError.of("backend", self.backend, f"{', '.join(allowed)}, or None")
         factor = self.capacity_factor
@@ -123,8 +123,8 @@ class MoEConfig(FieldsConfig):
             raise ConfigError.of("recompute", self.recompute, "some of rows, hidden, or None")
         if self.fp8_recipe not in (None, "blockwise"):
             raise ConfigError.of("fp8_recipe", self.fp8_recipe, "blockwise, or None")
-        if self.fp8_weight_grads not in (None, *MOE_FP8_WEIGHT_GRADS):
-            known = ", ".join(MOE_FP8_WEIGHT_GRADS)
+        if self.fp8_weight_grads not in (None, *CHOICES["moe_fp8_weight_grads"]):
+            known = ", ".join(CHOICES["moe_fp8_weight_grads"])
             raise ConfigError.of("fp8_weight_grads", self.fp8_weight_grads, f"{known}, or None")
         if self.batch_invariant not in (None, True, False):
             raise ConfigError.of("batch_invariant", self.batch_invariant, "True, False, or None")

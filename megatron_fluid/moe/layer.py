@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from megatron_fluid.backward.deferred_linear import deferred_linear
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.failed_waits import tells_peers
-from megatron_fluid.comm.layers import Form, check_input, copy_sharing
+from megatron_fluid.comm.layers import Form, check_input, compare_settings, copy_sharing
 from megatron_fluid.comm.p2p_rounds import MultiCardOverlapContext, P2PRounds, shared_rounds
-from megatron_fluid.comm.same_settings import compare_settings
 from megatron_fluid.config import current_config, moe_recompute
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import compile_fp8_ahead

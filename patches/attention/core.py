@@ -28,7 +28,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from megatron_fluid.config import CP_BACKENDS, current_config
+from megatron_fluid.config import CHOICES, current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.attention.limits import EXCHANGED_COMM_TYPE, OVERLAP_LIMITS
 from megatron_fluid.patches.features import FeatureReport
@@ -126,7 +126,7 @@ class Exchanges:
             "rounds": rounds,
             "megatron": self.own_path,
         }
-        return [backend for backend in CP_BACKENDS if served.get(backend, True)]
+        return [backend for backend in CHOICES["cp_backend"] if served.get(backend, True)]
 
     @property
     def nvlink(self) -> bool:

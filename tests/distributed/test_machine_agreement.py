@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_fluid.config import FluidConfig, set_config
-from megatron_fluid.errors import ConfigError, PeerTimeoutError
+from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.nvlink.schedule import Schedule
 from megatron_fluid.moe.nvlink.shared import _choose
 from megatron_fluid.plan.machine import REFERENCE
@@ -41,14 +40,3 @@ def test_all_ranks_take_the_file_of_the_first(tmp_path: Path) -> None:
     assert all(
         "allowed: a file that `megatron-fluid plan --write`" in str(text) for text in results
     )
-
-
-def _late(rank: int, ranks: int) -> None:
-    set_config(FluidConfig(timeout_s=1.0, machine="h200"))
-    if rank == 0:
-        with pytest.raises(PeerTimeoutError, match="schedule of an MoE .*rank 1 did not come"):
-            _choose(dist.group.WORLD, SHAPE, torch.bfloat16)  # type: ignore[arg-type]
-
-
-def test_a_rank_that_does_not_come_is_named() -> None:
-    run_ranks(_late, 2)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import megatron_fluid
 from megatron_fluid.comm.agreement import Agreement, agreement
-from megatron_fluid.comm.same_settings import settings_difference
+from megatron_fluid.comm.layers import settings_difference
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from megatron_fluid.low_latency.all_to_all import AllToAll
