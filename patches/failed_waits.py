@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_fluid.comm.failed_waits import raise_if_failed
+from megatron_fluid.comm.failed_waits import check_for_failed_waits
 from megatron_fluid.comm.peer_watch import watched_peers
 
 __all__ = ["finalize_model_grads", "graphed_step", "pretrain", "save_checkpoint"]
@@ -30,7 +30,7 @@ def pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
 def _checked_before(original: Callable[..., Any], synchronize: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def fluid_checked(*args: Any, **kwargs: Any) -> Any:
-        raise_if_failed(synchronize)
+        check_for_failed_waits(synchronize)
         return original(*args, **kwargs)
 
     return fluid_checked

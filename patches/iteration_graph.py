@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm.failed_waits import raise_if_failed
+from megatron_fluid.comm.failed_waits import check_for_failed_waits
 from megatron_fluid.config import current_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.room import ROOMS, graph_room
@@ -117,7 +117,7 @@ class Overflow:
         self._iterations += 1
         pause = _POLL_S
         while self._on_host[0] != self._iterations:
-            raise_if_failed()
+            check_for_failed_waits(synchronize=False)
             time.sleep(pause)
             pause = min(1.001 * pause, _LONGEST_POLL_S)  # 0.1% of what was waited so far
         return self._on_host[1] != 0
@@ -287,7 +287,7 @@ def _again(wrapper: Any, stage: str, chunks: list[torch.nn.Module], given: dict[
     """The iteration once more, eagerly; the next one is captured with more room."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    raise_if_failed()
+    check_for_failed_waits(synchronize=False)
     OVERFLOWS.append(stage)
     ROOMS.grow()
     _states[stage].restore()

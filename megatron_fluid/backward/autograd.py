@@ -53,11 +53,8 @@ def apply(function: type[Function], *arguments: Any) -> Any:
 
 
 def graph_is_kept() -> bool:
-    """Inside a backward: whether what was saved for it may be asked for again (retain_graph). True
-    where this torch does not say.
-    """
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if ask is None else bool(ask())
+    """Inside a backward: whether what was saved for it may be asked for again (retain_graph)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def goes_on_to(edge: tuple[Any, int]) -> bool:

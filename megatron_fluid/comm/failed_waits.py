@@ -58,7 +58,6 @@ __all__ = [
     "check_after_backward",
     "check_for_failed_waits",
     "forget",
-    "raise_if_failed",
     "tells_peers",
     "watch",
 ]
@@ -155,8 +154,11 @@ def forget(errors: ErrorWords) -> None:
         _watched = tuple(kept for kept in _watched if kept is not errors)
 
 
-def raise_if_failed(synchronize: bool = False) -> None:
-    """Raise PeerTimeoutError if a kernel of this process has given up a wait for a peer.
+def check_for_failed_waits(synchronize: bool = True) -> None:
+    """Raise PeerTimeoutError if a wait of this process for a peer has timed out.
+
+    For training loops that use results without an optimizer of torch, or that write checkpoints
+    themselves: call it before a result leaves the process.
 
     Args:
         synchronize: first wait for the work of the current stream (not while it is captured into a
@@ -172,16 +174,6 @@ def raise_if_failed(synchronize: bool = False) -> None:
         errors.check()
 
 
-def check_for_failed_waits() -> None:
-    """Raise PeerTimeoutError if a wait of this process for a peer has timed out.
-
-    Waits for the work of the current stream. For training loops that use results without an
-    optimizer of torch, or that write checkpoints themselves: call it before a result leaves the
-    process.
-    """
-    raise_if_failed(synchronize=True)
-
-
 def check_after_backward() -> None:
     """Called inside a backward: raise at the end of this backward if a wait is known to have failed
     by then."""
@@ -191,7 +183,8 @@ def check_after_backward() -> None:
     task = torch._C._current_graph_task_id()
     if task != _last_backward and task >= 0:
         _last_backward = task
-        torch.autograd.Variable._execution_engine.queue_callback(raise_if_failed)  # type: ignore[attr-defined]
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: check_for_failed_waits(synchronize=False))
 
 
 def tells_peers[**P, R](call: Callable[P, R]) -> Callable[P, R]:
@@ -234,7 +227,7 @@ def _tell(error: Exception) -> None:
 
 def _before_step(optimizer: Any, arguments: Any, keywords: Any) -> None:
     if not torch.compiler.is_compiling():
-        raise_if_failed(synchronize=True)
+        check_for_failed_waits()
 
 
 def look(
