@@ -1,5 +1,6 @@
-"""The arguments that cuda.bindings takes from us: its real functions, before a driver in C that
-writes down what reaches it. The other tests replace cuda.bindings.driver as a whole."""
+"""Calls of the CUDA driver: cuda.bindings' real functions, before a driver in C that writes down
+what reaches it and keeps a current context per thread, as the real one does. The other tests
+replace cuda.bindings.driver as a whole."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ _DRIVER = r"""
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
+#define SAY(name, form, ...) printf(#name " " form "\n", __VA_ARGS__), fflush(stdout)
 #define TELL(name, form, ...) \
-  { printf(#name " " form "\n", __VA_ARGS__); fflush(stdout); return 0; }
+  { if (!current) return 201; SAY(name, form, __VA_ARGS__); return 0; }
 typedef unsigned long long u64;
+static __thread void *current;
 int cuDeviceGet(int *d, int n) { *d = n; return 0; }
 int cuDevicePrimaryCtxRetain(void **c, int d) { *c = (void *)9; return 0; }
-int cuCtxSetCurrent(void *c) TELL(current, "%p", c)
+int cuCtxSetCurrent(void *c) { current = c; SAY(current, "%p", c); return 0; }
 int cuModuleLoadData(void **m, const char *p) { *m = (void *)5; TELL(module, "%.4s", p) }
 int cuModuleGetFunction(void **f, void *m, const char *n) {
   *f = (void *)7;
@@ -45,7 +48,10 @@ int cuStreamGetCaptureInfo_v3(void *s, int *t, u64 *n) { *t = 1; *n = 77; return
 int cuEventCreate(void **e, unsigned f) { *e = (void *)11; TELL(create, "%u", f) }
 int cuEventRecord(void *e, void *s) TELL(record, "%p %p", e, s)
 int cuStreamWaitEvent(void *s, void *e, unsigned f) TELL(wait, "%p %p %u", s, e, f)
-int cuMemcpyAsync(u64 d, u64 s, size_t n, void *t) TELL(copy, "%llx %llx %zu %p", d, s, n, t)
+int cuMemcpyAsync(u64 d, u64 s, size_t n, void *t) {
+  if (n == 99) return 700;
+  TELL(copy, "%llx %llx %zu %p", d, s, n, t)
+}
 int cuMemcpy2DAsync_v2(const u64 *c, void *t)
   TELL(block, "%llx %llx %llu %llu %llu %p", c[11], c[4], c[13], c[14], c[15], t)
 int cuStreamWriteValue32_v2(void *s, u64 a, unsigned v, unsigned f)
@@ -72,7 +78,7 @@ int cuGetProcAddress_v2(const char *name, void **found, int version, u64 flags, 
 """
 
 _CALLS = """
-import ctypes, sys
+import ctypes, sys, threading
 from types import SimpleNamespace
 ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
 import torch
@@ -82,24 +88,38 @@ torch._C._cuda_getCurrentRawStream = lambda device: 0x33
 torch.cuda.is_current_stream_capturing = lambda: False
 from megatron_fluid.cuda import kernel_build, streams, triton_launch
 from megatron_fluid.cuda.copy_engine import CudaDriver
+from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels.fused_gemm.launch import FUSED
 from megatron_fluid.kernels.sm90.launch import HopperKernels
 words = (ctypes.c_uint64 * 1)(0x5000)
 at = ctypes.addressof(words)
 kernel_build.machine_code = lambda unit: b"CUBIN"
-HopperKernels(FUSED, torch.bfloat16).start("gather_forward", 131, (at, at))
+def without_context(call, *arguments):  # in a thread of its own, like autograd's of GPU 0
+    thread = threading.Thread(target=call, args=arguments)
+    thread.start()
+    thread.join()
+kernels = HopperKernels(FUSED, torch.bfloat16)
+kernels.prepare(["gather_forward"])
+without_context(kernels.start, "gather_forward", 131, (at, at))
 metadata = SimpleNamespace(num_ctas=1, launch_cooperative_grid=False, launch_pdl=False, shared=64)
 launch = triton_launch._launch(0x77, 128, 64, ["*fp32"], 1, [])
-launch(3, 2, [0x7F0000001000], None)
+without_context(launch, 3, 2, [0x7F0000001000], None)
 print("widths", triton_launch._parameter_widths(0x77), flush=True)
 device = CudaDriver(torch.device("cuda", 0))
 event = device.event()
-device.record(event, 0x34)
-device.wait(event, 0x34)
-device.copy(0x1000, 0x2000, 3, 0x34)
-device.copy_block(0x1000, 0x2000, 64, 16, 3, 0x34)
-device.write(0x1000, -1, 0x34)
-device.wait_value(0x1000, 5, 0x34)
+without_context(device.event)
+without_context(device.record, event, 0x34)
+without_context(device.wait, event, 0x34)
+without_context(device.copy, 0x1000, 0x2000, 3, 0x34)
+without_context(device.copy_block, 0x1000, 0x2000, 64, 16, 3, 0x34)
+without_context(device.write, 0x1000, -1, 0x34)
+without_context(device.wait_value, 0x1000, 5, 0x34)
+device.copy_block(0x1000, 0x2000, 64, 64, 3, 0x34)  # a whole block is one copy
+device.copy_block(0x1000, 0x2000, 64, 16, 1, 0x34)
+try:
+    device.copy(0x1000, 0x2000, 99, 0x34)
+except FluidError as error:
+    print(error, flush=True)
 torch.cuda.is_initialized = torch.cuda.is_current_stream_capturing = lambda: True
 streams.current_stream = lambda: SimpleNamespace(cuda_stream=0x33)
 print("capture", streams.current_capture())
@@ -112,16 +132,29 @@ module CUBI
 function 0x5 gather_forward
 attribute 0x7 8 230400
 mode 0
+current 0x9
 launch 0x7 130,1,1 384,1,1 230400 0x33 5000 1
+current 0x9
 launch 0x77 3,2,1 128,1,1 64 0x33 7f0000001000 1
 widths [8, 4]
 create 2
+current 0x9
+create 2
+current 0x9
 record 0xb 0x34
+current 0x9
 wait 0x34 0xb 0
+current 0x9
 copy 1000 2000 3 0x34
+current 0x9
 block 1000 2000 64 16 3 0x34
+current 0x9
 write 0x34 1000 ffffffff 0
+current 0x9
 wanted 0x34 1000 5 0
+copy 1000 2000 192 0x34
+copy 1000 2000 16 0x34
+cuMemcpyAsync: CUDA_ERROR_ILLEGAL_ADDRESS (700)
 capture (77, 51)
 """
 

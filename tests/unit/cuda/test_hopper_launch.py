@@ -189,14 +189,6 @@ def test_launches_that_may_run_together_have_counters_of_their_own(
     assert all(0 <= counter < 1 << 16 for counter in counters)
 
 
-def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
-    module = HopperKernels(GROUPED, torch.bfloat16)
-    before = driver.contexts_set
-    driver.broken["cuLaunchKernel"] = [201]
-    _launch(module)
-    assert driver.contexts_set == before + 1 and len(driver.launches) == 2
-
-
 def test_loading_inside_a_capture_is_allowed_and_the_mode_put_back(driver: Driver) -> None:
     module = HopperKernels(GROUPED, torch.bfloat16)
     _launch(module)

@@ -14,7 +14,7 @@ import triton
 
 from megatron_fluid.cuda import driver_api
 from megatron_fluid.cuda.triton_launch import Launch, Launcher, direct_launch
-from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.errors import ConfigError
 from tests.support.cuda_driver import FakeDriver, driver_in_place, word
 
 
@@ -84,22 +84,6 @@ def test_parameters_arrive_in_the_kernels_order(monkeypatch: pytest.MonkeyPatch)
     assert driver.launches[0][1][0] == 0x7F0000001000
     with pytest.raises(struct.error):
         launch(9, 1, [0x7F0000001000, 0, 1 << 31, 1], None)  # of an int32
-
-
-def test_a_refused_launch_raises_and_one_without_a_context_is_repeated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8])
-    monkeypatch.setattr(driver_api, "driver", lambda: driver)
-    launch = direct_launch(_compiled(_SIGNATURE), 4, 2, _addresses(*_OWN), 2, 4)
-    assert launch is not None
-    driver.broken["cuLaunchKernel"] = [201]
-    launch(1, 1, [0, 0, 1, 1], 9)
-    assert driver.contexts_set == 1
-    assert len(driver.launches) == 2 and driver.launches[0] == driver.launches[1]
-    driver.broken["cuLaunchKernel"] = [700]
-    with pytest.raises(FluidError, match=r"cuLaunchKernel: CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
-        launch(1, 1, [0, 0, 1, 1], None)
 
 
 class _Started:
