@@ -283,7 +283,7 @@ class _Floor(nn.Module):
         qkv = nn.functional.linear(self.norm(x), self.w_qkv)
         # Views, because Transformer Engine takes its slow path for parameters.
         q, k, v = (t.view(t.shape) for t in (self.q, self.k, self.v))
-        attended = self.kernel.run(q, k, v, self.case)
+        attended = self.kernel(q, k, v, self.case)
         return qkv, attended, nn.functional.linear(self.gathered, self.w_out)
 
 

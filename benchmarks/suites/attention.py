@@ -57,7 +57,7 @@ from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from benchmarks.harness.variants import runnable
 from benchmarks.report.timeline import write_trace
-from megatron_fluid.attention.attention_kernels import CORE_KERNELS
+from megatron_fluid.attention.attention_kernels import KERNEL_NAMES
 from megatron_fluid.attention.config import EXCHANGE_NAMES
 from megatron_fluid.attention.exchange.buffers import TRANSPORTS
 from megatron_fluid.attention.overlap import AttentionCall
@@ -261,10 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--exchange", choices=EXCHANGE_NAMES, default="auto", help="of fluid")
     parser.add_argument(
-        "--kernel",
-        choices=("auto", *CORE_KERNELS),
-        default="auto",
-        help="attention kernel of fluid",
+        "--kernel", choices=KERNEL_NAMES, default="auto", help="attention kernel of fluid"
     )
     parser.add_argument(
         "--rotary",

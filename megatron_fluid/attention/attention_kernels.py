@@ -24,7 +24,22 @@ from torch.nn.attention import SDPBackend
 
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["CORE_KERNELS", "CoreCase", "CoreKernel", "choose_kernel", "window_mask"]
+__all__ = [
+    "KERNEL_NAMES",
+    "CoreCase",
+    "CoreKernel",
+    "choose_kernel",
+    "run_sdpa",
+    "run_te",
+    "te_unsupported_reason",
+    "window_mask",
+]
+
+KERNEL_NAMES = ("auto", "sdpa", "te")
+
+type CoreKernel = Callable[..., Tensor]
+"""Attends (q, k, v, case). A kernel that reads more tensors also takes ``part`` and ``core``, as
+call.AttentionWeights has them."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +60,6 @@ class CoreCase:
         return 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
 
 
-@dataclass(frozen=True)
-class CoreKernel:
-    """A kernel by name. ``unsupported_reason(case)`` returns why it cannot serve a case, or None;
-    ``run(q, k, v, case)`` attends; kernels that read more tensors also take ``part`` and ``core``
-    (overlap.AttentionWeights)."""
-
-    name: str
-    unsupported_reason: Callable[[CoreCase], str | None]
-    run: Callable[..., Tensor]
-
-
 def window_mask(length: int, window: int, causal: bool, device: torch.device) -> Tensor:
     """Which keys each query sees, bool [S, S], for a sliding window."""
     row = torch.arange(length, device=device)
@@ -74,7 +78,7 @@ def _sdpa_order(device_index: int) -> list[int] | None:
     return [first, *(backend for backend in torch._C._get_sdp_priority_order() if backend != first)]
 
 
-def _run_sdpa(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
+def run_sdpa(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
     queries, keys, values = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     mask = None
     if case.window is not None:
@@ -122,7 +126,8 @@ def _te_import_problem() -> str | None:
     return None
 
 
-def _te_reason(case: CoreCase) -> str | None:
+def te_unsupported_reason(case: CoreCase) -> str | None:
+    """Return why Transformer Engine's kernel cannot serve a case, or None if it can."""
     if case.device_type != "cuda":
         return f"Transformer Engine runs on CUDA devices, not on {case.device_type}"
     if case.dtype not in (torch.bfloat16, torch.float16):
@@ -149,15 +154,9 @@ def _te_module(heads: int, groups: int, case: CoreCase) -> torch.nn.Module:
     return module
 
 
-def _run_te(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
+def run_te(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
     out: Tensor = _te_module(q.shape[2], k.shape[2], case)(q, k, v)
     return out.view(q.shape)
-
-
-CORE_KERNELS: dict[str, CoreKernel] = {
-    "sdpa": CoreKernel("sdpa", lambda case: None, _run_sdpa),
-    "te": CoreKernel("te", _te_reason, _run_te),
-}
 
 
 def choose_kernel(name: str, case: CoreCase) -> CoreKernel:
@@ -169,13 +168,12 @@ def choose_kernel(name: str, case: CoreCase) -> CoreKernel:
     Raises:
         ConfigError: an unknown name, or a kernel asked for by name that cannot serve the case.
     """
-    if name == "auto":
-        windowed = case.window is not None and _te_reason(case) is None
-        return CORE_KERNELS["te" if windowed else "sdpa"]
-    if name not in CORE_KERNELS:
-        raise ConfigError.of("attention_kernel", name, ", ".join(["auto", *CORE_KERNELS]))
-    reason = CORE_KERNELS[name].unsupported_reason(case)
-    if reason is not None:
+    if name not in KERNEL_NAMES:
+        raise ConfigError.of("attention_kernel", name, ", ".join(KERNEL_NAMES))
+    if name == "sdpa" or (name == "auto" and case.window is None):
+        return run_sdpa
+    reason = te_unsupported_reason(case)
+    if name == "te" and reason is not None:
         found = f"found {name!r}, which cannot serve this case: {reason}"
         raise ConfigError(f"attention_kernel: {found}; allowed: auto, sdpa")
-    return CORE_KERNELS[name]
+    return run_te if reason is None else run_sdpa

@@ -110,7 +110,7 @@ class AttentionCall:
     """Everything about a call that is not a tensor to differentiate. ``kernel`` attends ``case``;
     ``name`` is for errors; ``output_gate`` says whether w_qkv holds the rows of one (gate.py).
 
-    Where weights have ``core`` tensors, the kernel's ``run`` is also given ``part`` and ``core``.
+    Where weights have ``core`` tensors, the kernel is also given ``part`` and ``core``.
 
     ``qkv_gradient`` and ``output_gradient`` compute dW of a projection, as ``weight_gradient``
     does; others may put it elsewhere (Megatron's main_grad) and give what stands in for it.
@@ -235,7 +235,7 @@ def run_kernel(
     if q.numel() == 0:  # of all of them, as autograd asks for
         return q * (1.0 + k.sum() + v.sum() + sum(t.sum() * 0.0 for t in core))
     more: dict[str, Any] = {"part": part, "core": core} if core else {}
-    return call.kernel.run(q, k, v, call.case, **more)
+    return call.kernel(q, k, v, call.case, **more)
 
 
 def attend_backward(

@@ -129,10 +129,9 @@ class HeadLayout:
         if not self.disjoint and self.world % self.num_kv_heads:
             allowed = f"multiples and divisors of the context-parallel size {self.world}"
             raise ConfigError.of("num_kv_heads", self.num_kv_heads, allowed)
-        most = self.num_kv_heads // self.world if self.disjoint else 1
-        if self.groups > most:
+        if self.groups > self.most_groups:
             found = f"{self.num_kv_heads} key/value heads on {self.world} ranks"
-            allowed = f"1 to {most} with {found}, as a key/value head is not cut"
+            allowed = f"1 to {self.most_groups} with {found}, as a key/value head is not cut"
             raise ConfigError.of("head_groups", self.groups, allowed)
 
     @property
@@ -167,6 +166,11 @@ class HeadLayout:
         ranks."""
         return self.num_kv_heads % self.world == 0
 
+    @property
+    def most_groups(self) -> int:
+        """The most head groups that a rank's heads can be cut into."""
+        return self.num_kv_heads // self.world if self.disjoint else 1
+
     @cached_property
     def _parts(self) -> tuple[tuple[HeadPart, ...], ...]:
         groups, ranks = range(self.groups), range(self.world)
@@ -175,22 +179,6 @@ class HeadLayout:
     def part(self, rank: int, group: int = 0) -> HeadPart:
         """The heads that ``rank`` attends in head group ``group``."""
         return self._parts[rank][group]
-
-    @cached_property
-    def _blocks(self) -> dict[tuple[int, bool], slice | None]:
-        found: dict[tuple[int, bool], slice | None] = {}
-        for rank, parts in enumerate(self._parts):
-            found[rank, True] = slice(parts[0].output_columns.start, parts[-1].output_columns.stop)
-            # Head groups cut contiguous blocks, one after the other: together one block again.
-            rows = [cut for part in parts for cut in part.qkv_rows]
-            whole = all(a.stop == b.start for a, b in pairwise(rows))
-            found[rank, False] = slice(rows[0].start, rows[-1].stop) if whole else None
-        return found
-
-    def block(self, rank: int, of_output: bool) -> slice | None:
-        """What ``rank`` has of the output's columns or the fused QKV weight's rows, all head
-        groups; None where it is not one block."""
-        return self._blocks[rank, of_output]
 
     def _make(self, rank: int, group: int) -> HeadPart:
         n, dim, dv = self.num_heads // self.num_kv_heads, self.head_dim, self.dv

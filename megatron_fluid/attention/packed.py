@@ -94,7 +94,7 @@ class RotaryTable:
 
 def _heads(buffer: Tensor, part: HeadPart) -> tuple[Tensor, int]:
     """The buffer as [S, B', heads, D] and how many of the leading heads are queries; then follow
-    keys, then values."""
+    the key and the value."""
     rows, batch, _ = buffer.shape
     q, kv = len(part.q_heads), len(part.kv_heads)
     return buffer.view(rows, batch * kv, q // kv + 2, part.head_dim), q // kv
@@ -106,8 +106,7 @@ def split(buffer: Tensor, part: HeadPart) -> Triple:
     if part.value_dim != part.head_dim:
         return _split_two_sizes(buffer, part)
     heads, n = _heads(buffer, part)
-    g = (heads.shape[2] - n) // 2
-    q, k, v = heads.split_with_sizes((n, g, g), 2)
+    q, k, v = heads.split_with_sizes((n, 1, 1), 2)
     return q, k, v
 
 
@@ -160,8 +159,7 @@ def rotate_(buffer: Tensor, part: HeadPart, table: RotaryTable | None) -> None:
     if table is None or buffer.numel() == 0:
         return
     heads, n = _heads(buffer, part)
-    g = (heads.shape[2] - n) // 2
-    both = heads[:, :, : n + g]
+    both = heads[:, :, : n + 1]
     _turn(both, both, table, inverse=False)
 
 
@@ -191,11 +189,13 @@ def rotated(heads: Tensor, table: RotaryTable | None) -> Tensor:
 def pack_gradients(
     gradients: Triple, part: HeadPart, table: RotaryTable | None, target: Tensor
 ) -> None:
-    """Write the gradients of q, k, v, rotated back, into a packed [S, B, width] buffer."""
+    """Write the gradients of q, k, v, [S, B, heads, D] or as ``split`` gives them, rotated back,
+    into a packed [S, B, width] buffer."""
     if target.numel() == 0:
         return
     into = split(target, part)
     for gradient, to, turns in zip(gradients, into, (True, True, False), strict=True):
+        gradient = gradient.reshape(to.shape)
         if turns and table is not None:
             _turn(gradient, to, table, inverse=True)
         else:

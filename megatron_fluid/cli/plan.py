@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_fluid.attention.choice import gather_slower_reason, overlap_slower_reason
+from megatron_fluid.attention.overlap import gather_slower_reason, overlap_slower_reason
 from megatron_fluid.cli.arguments import positive
 from megatron_fluid.cli.models import Model, add_models, wanted_models
 from megatron_fluid.cli.tables import paragraph, wrapped_table

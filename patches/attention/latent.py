@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.attention.attention_kernels import CoreCase
-from megatron_fluid.attention.choice import gather_slower_reason
 from megatron_fluid.attention.exchanged import return_rows
 from megatron_fluid.attention.layouts import SequenceLayout
+from megatron_fluid.attention.overlap import gather_slower_reason
 from megatron_fluid.backward.autograd import once_differentiable
 from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.config import FluidConfig

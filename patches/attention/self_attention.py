@@ -35,13 +35,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
-from megatron_fluid.attention.choice import overlap_slower_reason
 from megatron_fluid.attention.exchange.protocol import HeadExchange
 from megatron_fluid.attention.exchange.registry import EXCHANGES, open_exchange
 from megatron_fluid.attention.layouts import SequenceLayout
 from megatron_fluid.attention.overlap import (
     AttentionCall,
     AttentionWeights,
+    overlap_slower_reason,
     overlapped_attention,
     weight_gradient,
 )
@@ -259,7 +259,7 @@ class OverlappedAttention(OverlappedModule):
                 return _recomputed(attend, self.dropout > 0, q, k, v, case, part, core)
             return attend(q, k, v, case, part, core)
 
-        return CoreKernel(type(self.core).__name__, lambda case: None, run)
+        return run
 
 
 def _bias(linear: Any) -> Tensor | None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import checkpoint as checkpoints
 
-from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreCase
+from megatron_fluid.attention.attention_kernels import CoreCase, te_unsupported_reason
 from megatron_fluid.attention.exchange import symmetric
 from megatron_fluid.attention.exchange.protocol import Projection
 from megatron_fluid.attention.layer import SelfAttention
@@ -236,7 +236,7 @@ def test_a_rank_that_stays_away_is_named() -> None:
 
 
 def test_the_kernel_of_transformer_engine() -> None:
-    reason = CORE_KERNELS["te"].unsupported_reason(CoreCase(64, torch.bfloat16, "cuda"))
+    reason = te_unsupported_reason(CoreCase(64, torch.bfloat16, "cuda"))
     if reason is not None:
         pytest.skip(reason)
     base = dataclasses.replace(BASE, kernel="te")

@@ -24,7 +24,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
-from megatron_fluid.attention.packed import Norm, RotaryTable, Triple, normalize, rotate_, split
+from megatron_fluid.attention.packed import (
+    Norm,
+    RotaryTable,
+    Triple,
+    normalize,
+    pack_gradients,
+    rotate_,
+    split,
+)
 from megatron_fluid.backward.weight_grads import Exchange
 
 __all__ = [
@@ -34,6 +42,7 @@ __all__ = [
     "Projection",
     "RowsInFlight",
     "add_columns",
+    "groups_that_pay",
     "matmul",
     "wide_dtype",
 ]
@@ -53,8 +62,10 @@ class Projection:
 
     def part(self, part: HeadPart) -> Projection:
         """The columns of one part, in its packed order: a view where they are contiguous."""
-        if self.of_output:
-            return Projection(self.matrix[:, part.output_columns], None, True)
+        cuts = part.columns(self.of_output)
+        if len(cuts) == 1:
+            bias = None if self.bias is None else self.bias[cuts[0]]
+            return Projection(self.matrix[:, cuts[0]], bias, self.of_output)
         bias = None if self.bias is None else part.weight(self.bias)
         return Projection(part.weight(self.matrix.t()).t(), bias)
 
@@ -207,8 +218,7 @@ class HeadExchange(ABC):
         """HP2SP of one head group's gradients: the transpose of ``send_qkv``."""
         part = self.heads.part(self.rank, group)
         packed = dq.new_empty((*dq.shape[:2], part.width))
-        for into, gradient in zip(split(packed, part), (dq, dk, dv), strict=True):
-            into.copy_(gradient.reshape(into.shape))
+        pack_gradients((dq, dk, dv), part, None, packed)
         return self.send_rows("attention d-qkv", group, packed, False)
 
     def collect_qkv_gradients(self, returning: Sequence[Any]) -> Triple:
@@ -232,6 +242,13 @@ def matmul(x: Tensor, projection: Projection, out: Tensor) -> None:
         torch.mm(rows, projection.matrix, out=flat)
     else:
         torch.addmm(projection.bias, rows, projection.matrix, out=flat)
+
+
+def groups_that_pay(heads: HeadLayout, sent: int, least: int, numbers: Sequence[int]) -> int:
+    """Return the first of these numbers of head groups that the heads can be cut into and that
+    leaves messages of at least ``least`` bytes of ``sent``; 1 if there is none."""
+    fits = (n for n in numbers if heads.most_groups % n == 0 and sent >= n * least)
+    return next(fits, 1)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

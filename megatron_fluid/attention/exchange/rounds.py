@@ -18,6 +18,7 @@ from megatron_fluid.attention.exchange.protocol import (
     Projection,
     RowsInFlight,
     add_columns,
+    groups_that_pay,
     matmul,
     wide_dtype,
 )
@@ -99,15 +100,11 @@ class RoundsExchange(HeadExchange):
     ) -> int:
         """Inside one host 1; over several, as many as leave messages long enough, so that one group
         is attended while the others cross."""
-        if connection is None or len(set(connection.domains)) == 1 or not heads.disjoint:
+        if connection is None or len(set(connection.domains)) == 1:
             return 1
-        world = heads.world
-        sent = length * batch * heads.output_columns * itemsize // world**2
-        least, most = _LEAST_MESSAGE_BYTES[connection.device.type], heads.num_kv_heads // world
-        for groups in (8, 4, 2):
-            if most % groups == 0 and sent >= groups * least:
-                return groups
-        return 1
+        sent = length * batch * heads.output_columns * itemsize // heads.world**2
+        least = _LEAST_MESSAGE_BYTES[connection.device.type]
+        return groups_that_pay(heads, sent, least, (8, 4, 2))
 
     def _pieces(
         self, local: Tensor, whole: Tensor, peer: int, chunk: int, chunks: int

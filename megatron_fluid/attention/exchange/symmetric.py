@@ -16,6 +16,7 @@ Legend: attention.exchange.protocol; a slot is a head's index in a buffer.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ from megatron_fluid.attention.exchange.protocol import (
     Prepare,
     Projection,
     RowsInFlight,
+    groups_that_pay,
     matmul,
 )
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
@@ -39,9 +41,9 @@ from megatron_fluid.attention.packed import (
     aligned_heads,
     ceil_div,
     head_strides,
+    pack_gradients,
     pack_in_one_pass,
     rotary_arguments,
-    split,
 )
 from megatron_fluid.attention.tables import (
     APART,
@@ -114,7 +116,7 @@ class _Heads:
         if len(slots) == 1:
             return [flat.view(length, self.batch, slots[0] * dim)]
         pieces = list(flat.split([length * self.batch * count * dim for count in slots]))
-        if self.kind == APART:
+        if self.kind in (APART, SPLIT):
             # Transformer Engine takes q, k, v that lie one after the other from the beginning of a
             # storage: each group gets a storage.
             pieces[1:] = [torch.from_dlpack(piece) for piece in pieces[1:]]
@@ -144,6 +146,7 @@ class SymmetricExchange(HeadExchange):
         super().__init__(connection, heads, sequence)
         self.buffers, self.rank, self.apart = connection, connection.rank, apart
         self.group = getattr(connection.workspace, "group", None)
+        self._whole = dataclasses.replace(heads, groups=1)  # a rank's head groups together
         self._tables: dict[str, ExchangeTables] = {}
         self._copies: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
 
@@ -169,11 +172,7 @@ class SymmetricExchange(HeadExchange):
         attended."""
         world, values = heads.world, length * batch * heads.output_columns
         sent = values * itemsize // world * (world - 1) // world
-        most = heads.num_kv_heads // world if heads.disjoint else 1
-        for groups in (4, 2):
-            if most % groups == 0 and sent >= groups * _COPY_ENGINE_BYTES:
-                return groups
-        return 1
+        return groups_that_pay(heads, sent, _COPY_ENGINE_BYTES, (4, 2))
 
     def tables(self, kind: str) -> ExchangeTables:
         found = self._tables.get(kind)
@@ -227,23 +226,16 @@ class SymmetricExchange(HeadExchange):
         flat = x.reshape(-1, depth)
         before = sum(self.sequence.local_length(r) for r in range(rank)) * batch
 
-        def of(peer: int) -> Projection:
-            columns = self.heads.block(peer, projection.of_output)
-            if columns is None:
-                return projection.part(self.heads.part(peer))
-            bias = None if projection.bias is None else projection.bias[columns]
-            return Projection(projection.matrix[:, columns], bias, projection.of_output)
-
         for step in range(1, buffers.world):
             peer = (rank + step) % buffers.world
-            theirs = of(peer)
+            theirs = projection.part(self._whole.part(peer))
             width = theirs.matrix.shape[1]
             part = x.new_empty((rows * batch, width))
             matmul(flat, theirs, part)
             target = addresses[peer] + before * width * size
             buffers.driver.copy(target, part.data_ptr(), part.nbytes, buffers.fork())
             sent.held.append(part)
-        mine = of(rank)
+        mine = projection.part(self._whole.part(rank))
         width = mine.matrix.shape[1]
         own = sent.received[before * width : (before + rows * batch) * width]
         matmul(flat, mine, own.view(-1, width))
@@ -408,22 +400,17 @@ class SymmetricExchange(HeadExchange):
         tables, batch, dim = self.tables(SPLIT), q.shape[1], self.heads.unit
         sent = self._claim_heads(q, tables)
         self._push_heads(sent, tables, *(aligned_heads(_pieces(t, dim)) for t in (q, k, v)))
-        _, flat = self.take_heads(sent, SPLIT, batch)
-        groups = range(self.heads.groups)
-        shapes = [shape for g in groups for shape in self.heads.part(self.rank, g).shapes]
-        heads = _apart(flat, self.sequence.length, batch, shapes)
-        # Transformer Engine refuses contiguous tensors that begin inside a storage, but for q, k, v
-        # one after the other from its beginning, as the first group's are: the others' become
-        # storages of their own, in place.
-        heads[3:] = [torch.from_dlpack(t) for t in heads[3:]]
-        return list(zip(heads[::3], heads[1::3], heads[2::3], strict=True))
+        heads, length = _Heads(self, sent, SPLIT, batch), self.sequence.length
+        return [
+            _apart(heads.take(g)[1].view(-1), length, batch, self.heads.part(self.rank, g).shapes)
+            for g in range(self.heads.groups)
+        ]
 
     def send_qkv_gradients(self, group: int, dq: Tensor, dk: Tensor, dv: Tensor) -> RowsInFlight:
         part = self.heads.part(self.rank, group)
         packed = dq.new_empty((dq.shape[0], dq.shape[1], part.width))
         if part.value_dim != part.head_dim:
-            for into, gradient in zip(split(packed, part), (dq, dk, dv), strict=True):
-                into.copy_(gradient.reshape(into.shape))
+            pack_gradients((dq, dk, dv), part, None, packed)
         elif packed.numel():
             pack_in_one_pass((dq, dk, dv), part, None, packed, apart=True)
         return self._send_rows(packed, group, SPLIT)
@@ -434,14 +421,14 @@ class SymmetricExchange(HeadExchange):
         pair = (heads.num_kv_heads, heads.head_dim), (heads.num_kv_heads, heads.dv)
         total = buffer.new_empty(rows * batch * heads.qkv_rows)
         self._collect(returning, SPLIT, total)
-        dq, dk, dv = _apart(total, rows, batch, [(heads.num_heads, heads.head_dim), *pair])
-        return dq, dk, dv
+        return _apart(total, rows, batch, [(heads.num_heads, heads.head_dim), *pair])
 
 
-def _apart(flat: Tensor, rows: int, batch: int, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Tensors [rows, B, count, D] that lie one after the other, of (count, D)."""
+def _apart(flat: Tensor, rows: int, batch: int, shapes: Sequence[tuple[int, int]]) -> Triple:
+    """Queries, keys and values [rows, B, count, D] that lie one after the other, of (count, D)."""
     pieces = flat.split([rows * batch * count * dim for count, dim in shapes])
-    return [t.view(rows, batch, *shape) for t, shape in zip(pieces, shapes, strict=True)]
+    q, k, v = (t.view(rows, batch, *shape) for t, shape in zip(pieces, shapes, strict=True))
+    return q, k, v
 
 
 def _pieces(heads: Tensor, width: int) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreCase
+from megatron_fluid.attention.attention_kernels import CoreCase, run_sdpa
 from megatron_fluid.attention.exchange.symmetric import SymmetricExchange
 from megatron_fluid.attention.layer import SelfAttention
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
@@ -31,7 +31,7 @@ def _call(kv_heads: int, rotary: Rotary | None, norm: bool) -> None:
 
     def attend(buffers: ThreadBuffers) -> None:
         exchange = SymmetricExchange(buffers, heads, sequence)
-        call = AttentionCall(exchange, CORE_KERNELS["sdpa"], CoreCase(DIM, BF16, "cpu"), table)
+        call = AttentionCall(exchange, run_sdpa, CoreCase(DIM, BF16, "cpu"), table)
         x = torch.zeros(LENGTH // RANKS, 1, 64, dtype=BF16, requires_grad=True)
         overlapped_attention(x, layer.weights(), call).sum().backward()
 

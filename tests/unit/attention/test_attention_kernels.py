@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from megatron_fluid.attention import attention_kernels
-from megatron_fluid.attention.attention_kernels import CoreCase, choose_kernel, window_mask
+from megatron_fluid.attention.attention_kernels import (
+    CoreCase,
+    choose_kernel,
+    run_sdpa,
+    run_te,
+    window_mask,
+)
 from megatron_fluid.errors import ConfigError
 
 
@@ -19,8 +25,8 @@ def test_a_query_sees_a_window_of_keys() -> None:
 
 def test_the_kernel_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CoreCase(8, torch.float32, "cpu")
-    assert choose_kernel("auto", case).name == "sdpa"
-    assert choose_kernel("auto", CoreCase(8, torch.float32, "cpu", window=3)).name == "sdpa"
+    assert choose_kernel("auto", case) is run_sdpa
+    assert choose_kernel("auto", CoreCase(8, torch.float32, "cpu", window=3)) is run_sdpa
     with pytest.raises(ConfigError, match=r"te.*CUDA"):
         choose_kernel("te", case)
     with pytest.raises(ConfigError, match=r"te.*float32"):
@@ -29,5 +35,5 @@ def test_the_kernel_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_kernel("fast", case)
     monkeypatch.setattr(attention_kernels, "_te_import_problem", lambda: None)  # as if installed
     windowed = CoreCase(256, torch.bfloat16, "cuda", window=8)
-    assert choose_kernel("auto", windowed).name == choose_kernel("te", windowed).name == "te"
-    assert choose_kernel("auto", CoreCase(256, torch.bfloat16, "cuda")).name == "sdpa"
+    assert choose_kernel("auto", windowed) is choose_kernel("te", windowed) is run_te
+    assert choose_kernel("auto", CoreCase(256, torch.bfloat16, "cuda")) is run_sdpa

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_fluid.attention import tables
-from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreCase
+from megatron_fluid.attention.attention_kernels import CoreCase, run_sdpa
 from megatron_fluid.attention.exchange import symmetric
 from megatron_fluid.attention.exchange.protocol import Projection
 from megatron_fluid.attention.exchange.symmetric import SymmetricExchange, choose_transport
@@ -31,7 +31,7 @@ from tests.support.thread_ranks import ThreadBuffers, run_threads
 
 pytestmark = NEEDS_INTERPRETER
 
-SDPA, CORE = CORE_KERNELS["sdpa"], CoreCase(8, torch.float64, "cpu")
+CORE = CoreCase(8, torch.float64, "cpu")
 BASE = Case(head_dim=8, rotary=Rotary(8), heads=8, kv_heads=4, length=16)
 TRANSPORTS = pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 
@@ -107,7 +107,7 @@ def test_nothing_grows_in_a_backward() -> None:
         [layer] = _layers(dataclasses.replace(BASE, groups=1), None, torch.device("cpu"))
         x = torch.randn(4, 2, BASE.hidden, dtype=torch.float64, requires_grad=True)
         exchange = SymmetricExchange(buffers, heads, sequence)
-        call = AttentionCall(exchange, SDPA, CORE)
+        call = AttentionCall(exchange, run_sdpa, CORE)
         y = overlapped_attention(x, layer.weights(), call)
         before = buffers.workspace.growths
         y.sum().backward()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fluid.attention.attention_kernels import CORE_KERNELS, CoreCase, CoreKernel
+from megatron_fluid.attention.attention_kernels import CoreCase, run_sdpa
 from megatron_fluid.attention.exchange import symmetric
 from megatron_fluid.attention.exchange.symmetric import SymmetricExchange, choose_transport
 from megatron_fluid.attention.exchanged import exchanged_attention
@@ -36,7 +36,7 @@ def _lying_apart(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
     assert all(t.is_contiguous() for t in (q, k, v))
     offsets = [t.storage_offset() for t in (q, k, v)]
     assert offsets in ([0, 0, 0], [0, q.numel(), q.numel() + k.numel()])
-    return SDPA.run(q, k, v, case)
+    return run_sdpa(q, k, v, case)
 
 
 def _rank(case: Case, buffers: ThreadBuffers, apart: bool) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _rank(case: Case, buffers: ThreadBuffers, apart: bool) -> dict[str, Any]:
     core = CoreCase(case.head_dim, case.dtype, "cpu", case.causal, case.window)
     rotary, device = case.rotary, torch.device("cpu")
     table = None if rotary is None else rotary.table(case.length, device, case.dtype)
-    kernel = CoreKernel("apart", lambda _: None, _lying_apart) if apart else SDPA
+    kernel = _lying_apart if apart else run_sdpa
 
     def attend(index: int, h: Tensor) -> Tensor:
         exchange, layer = SymmetricExchange(buffers, heads, sequence, apart), layers[index]
@@ -75,7 +75,7 @@ def check(world: int, transport: str, case: Case, apart: bool = False) -> None:
     )
 
 
-SDPA, CORE = CORE_KERNELS["sdpa"], CoreCase(8, torch.float64, "cpu")
+CORE = CoreCase(8, torch.float64, "cpu")
 BASE = Case(head_dim=8, rotary=Rotary(8), heads=8, kv_heads=4, length=16)
 TRANSPORTS = pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 
@@ -131,7 +131,7 @@ def test_a_backward_under_autocast_moves_what_the_forward_would_have(transport: 
 
     def body(buffers: ThreadBuffers) -> list[Tensor]:
         x, g = (t[sequence.positions(buffers.rank)] for t in _data(case, 0))
-        call = AttentionCall(SymmetricExchange(buffers, heads, sequence), SDPA, core)
+        call = AttentionCall(SymmetricExchange(buffers, heads, sequence), run_sdpa, core)
         found = []
         for under in (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16)):
             local = x.detach().requires_grad_()
@@ -177,7 +177,7 @@ def test_attention_between_two_exchanges(
         # What Transformer Engine's get_qkv_layout asks of contiguous tensors.
         offsets = [t.storage_offset() for t in (q, k, v)]
         assert offsets in ([0, 0, 0], [0, q.numel(), q.numel() + k.numel()])
-        return SDPA.run(q, k, v, CORE).flatten(2)
+        return run_sdpa(q, k, v, CORE).flatten(2)
 
     def body(buffers: ThreadBuffers) -> list[Tensor]:
         rows = sequence.positions(buffers.rank)
@@ -209,11 +209,11 @@ def test_gradients_of_gradients_are_refused() -> None:
 
     def body(buffers: ThreadBuffers) -> None:
         exchange = SymmetricExchange(buffers, heads, sequence)
-        call = AttentionCall(exchange, SDPA, CORE)
+        call = AttentionCall(exchange, run_sdpa, CORE)
         x = torch.randn(6, 1, 32, dtype=torch.float64, requires_grad=True)
         weights = AttentionWeights(torch.randn(96, 32).double(), torch.randn(32, 32).double())
         q, k, v = (x.view(6, 1, 4, 8) for _ in range(3))
-        alone = exchanged_attention(exchange, q, k, v, lambda part, *qkv: SDPA.run(*qkv, CORE))
+        alone = exchanged_attention(exchange, q, k, v, lambda part, *qkv: run_sdpa(*qkv, CORE))
         for y in (alone, overlapped_attention(x, weights, call)):
             for loss in (y.square().sum(), y.sum()):
                 with pytest.raises(ConfigError, match="backward: create_graph: found True"):
@@ -247,7 +247,7 @@ def test_a_recomputation_that_stops_early_leaves_no_trace(reentrant: bool, trans
             q, k, v = (x.view(4, 1, 4, 8) * factor for factor in (1.0, 0.5, 2.0))
             exchange = SymmetricExchange(buffers, heads, sequence)
             return x + exchanged_attention(
-                exchange, q, k, v, lambda part, *heads: SDPA.run(*heads, CORE)
+                exchange, q, k, v, lambda part, *heads: run_sdpa(*heads, CORE)
             )
 
         x = torch.randn(
