@@ -286,8 +286,7 @@ class OverlapDecisions[Path]:
             ConfigError: a backend was asked for by name and is unavailable.
         """
         config = current_config()
-        decision: Decision[Path] = Decision(config)
-        self._decisions[layer] = decision
+        decision = self._decisions[layer] = Decision[Path](config)
         if not self.concerns(layer):
             decision.settled = True
             return decision
@@ -314,11 +313,8 @@ class OverlapDecisions[Path]:
             PeerTimeoutError: a rank of the group has not come within the timeout.
         """
         decision = self.get(layer)
-        if decision is not None and self.regrouped(decision, layer):
-            decision = None
-        late = decision is None  # copied, built before the patches were applied, or regrouped
-        if decision is None:
-            decision = self.announce(layer, late=True)
+        if decision is None or self.regrouped(decision, layer):
+            decision = self.announce(layer, late=True)  # copied, or built before the patches
         if decision.settled:
             return decision
         patches.report_at_first_forward()
@@ -341,31 +337,20 @@ class OverlapDecisions[Path]:
                 reason = outcome
             else:
                 decision.path = outcome
+        if reason is not None:
+            self._refuse_if_named(decision.config, layer, reason)
+            decision.backend, decision.reason = None, reason
+            decision.path = self.rest(decision, layer)
         real = isinstance(group, dist.ProcessGroup)
         ranks = dist.get_process_group_ranks(group) if real else [0]
-        if reason is not None:
-            self._keep_megatron(decision, layer, reason, late, ranks)
-        else:
-            self.report.note(layer, True, self.describe(layer), ranks, " from this call on")
-        decision.settled = True
-        return decision
-
-    def _keep_megatron(
-        self, decision: Decision[Path], layer: Any, reason: str, late: bool, ranks: Sequence[int]
-    ) -> None:
-        """Keep Megatron's own path, as the ranks have agreed. Report it unless the start-up report
-        does."""
-        self._refuse_if_named(decision.config, layer, reason)
-        announced, decision.backend, decision.reason = decision.backend, None, reason
-        decision.path = self.rest(decision, layer)
         text = self.describe(layer)
-        if getattr(layer, "needs_no_patch", False) and not is_choice(reason):
+        if reason and getattr(layer, "needs_no_patch", False) and not is_choice(reason):
             kept = f"{type(layer).__name__} of the layer spec keeps Megatron's own path"
             self.report.say(False, f"WARNING: {kept}: {text}", ranks=ranks)
-        if late:
-            self.report.note(layer, False, text, ranks)
-        elif announced is not None:
-            self.report.note_late("from the first call on", text, ranks)
+        # Says nothing where the start-up report has said the same.
+        self.report.note(layer, reason is None, text, ranks, " from this call on")
+        decision.settled = True
+        return decision
 
     def regrouped(self, decision: Decision[Path], layer: Any) -> bool:
         """Whether the layer's process group was destroyed and made again since the decision, as a

@@ -62,11 +62,12 @@ def fits(expected: Parameters, found: Parameters | None) -> bool:
     """
     if found is None:
         return False
-    optional = [n for n, p in expected.parameters.items() if p.default is _DEFAULT]
-    missing = [name for name in optional if name not in found.parameters]
-    return found.parameters.items() == {
-        name: p for name, p in expected.parameters.items() if name not in missing
-    }.items() and list(found.parameters) == [n for n in expected.parameters if n not in missing]
+    kept = [
+        parameter
+        for name, parameter in expected.parameters.items()
+        if parameter.default is not _DEFAULT or name in found.parameters
+    ]
+    return kept == list(found.parameters.values())
 
 
 def describe(parameters: Parameters | None) -> str:

@@ -9,7 +9,6 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from megatron_fluid.errors import ConfigError
 
@@ -23,53 +22,34 @@ _ON = ("on", "1", "true", "yes", "")
 _DISABLE = "MEGATRON_FLUID_DISABLE_PATCH"
 
 
-class _Switch(NamedTuple):
-    """A flag without a value, and the variable that means the same."""
-
-    flag: str
-    variable: str
-    help: str
-
-
-# In the order of --help.
+# Text of --help by name, in its order. The flag of a switch is --fluid-NAME, its variable
+# MEGATRON_FLUID_NAME.
 _SWITCHES = {
-    "allow_unsupported": _Switch(
-        "--fluid-allow-unsupported-megatron",
-        "MEGATRON_FLUID_ALLOW_UNSUPPORTED",
-        "Try a megatron-core version outside the supported range; signatures are checked all the "
-        "same.",
-    ),
-    "strict": _Switch(
-        "--fluid-strict",
-        "MEGATRON_FLUID_STRICT",
-        "End with an error where megatron-core is of an unsupported version or a patch does not "
-        "fit it; without this they are left out with a warning.",
-    ),
-    "cpu": _Switch(
-        "--fluid-cpu",
-        "MEGATRON_FLUID_CPU",
-        "Train on the CPU where no GPU is found: Megatron's CUDA devices become CPU cores, NCCL "
-        "becomes gloo. No effect where there is a GPU.",
-    ),
-    "fused_optimizer": _Switch(
-        "--fluid-fused-optimizer",
-        "MEGATRON_FLUID_FUSED_OPTIMIZER",
-        "Clip gradients, step Transformer Engine's Adam and copy into the model in one launch, "
-        "under the distributed optimizer.",
-    ),
-    "verbose": _Switch(
-        "--fluid-verbose",
-        "MEGATRON_FLUID_VERBOSE",
-        "Print Megatron's patches and every layer's reasons at start-up, in place of three lines.",
-    ),
+    "allow_unsupported": "Try a megatron-core version outside the supported range; signatures are "
+    "checked all the same.",
+    "strict": "End with an error where megatron-core is of an unsupported version or a patch does "
+    "not fit it; without this they are left out with a warning.",
+    "cpu": "Train on the CPU where no GPU is found: Megatron's CUDA devices become CPU cores, NCCL "
+    "becomes gloo. No effect where there is a GPU.",
+    "fused_optimizer": "Clip gradients, step Transformer Engine's Adam and copy into the model in "
+    "one launch, under the distributed optimizer.",
+    "verbose": "Print Megatron's patches and every layer's reasons at start-up, in place of three "
+    "lines.",
 }
+
+
+def _variable(name: str) -> str:
+    return f"MEGATRON_FLUID_{name.upper()}"
 
 
 def add_switches(parser: argparse._ActionsContainer) -> None:
     """Declare the flags among the switches."""
-    for switch in _SWITCHES.values():
-        words = f"{switch.help} Also {switch.variable}=1."
-        parser.add_argument(switch.flag, action="store_true", help=words)
+    for name, text in _SWITCHES.items():
+        flag = f"--fluid-{name.replace('_', '-')}"
+        if name == "allow_unsupported":
+            flag += "-megatron"
+        text = f"{text} Also {_variable(name)}=1."
+        parser.add_argument(flag, dest=f"fluid_{name}", action="store_true", help=text)
     parser.add_argument(
         "--fluid-disable-patch",
         nargs="+",
@@ -96,9 +76,7 @@ def asked(name: str, environ: _Environ = None, argv: _Argv = None) -> bool:
     Raises:
         ConfigError: its variable is neither on nor off.
     """
-    switch = _SWITCHES[name]
-    flag = switch.flag.removeprefix("--").replace("-", "_")
-    return _is_on(switch.variable, environ) or bool(getattr(_early_flags(argv), flag))
+    return _is_on(_variable(name), environ) or bool(getattr(_early_flags(argv), f"fluid_{name}"))
 
 
 def disabled(environ: _Environ = None, argv: _Argv = None) -> list[str]:
