@@ -116,9 +116,9 @@ def prepare(call: ExpertCall) -> tuple[Tensor, PlainExperts]:
         for fc in fcs:
             fc.fixed_tiles = True
     if call.fp8:
-        from megatron_fluid.moe.fp8_experts import fp8_experts  # needs Triton
+        from megatron_fluid.moe.fp8_experts import Fp8Experts  # needs Triton
 
-        return x, fp8_experts(
+        return x, Fp8Experts(
             *fcs, act, call.fp8_weight_grads, name=call.name,
             biased=biases is not None, offloaded=call.offload is not None,
         )  # fmt: skip

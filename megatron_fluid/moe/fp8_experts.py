@@ -1,5 +1,5 @@
 """The experts of one rank in fp8: forward and dgrad by kernels/fp8_grouped_gemm, each operand
-cast in one pass, weight gradients in fp8 (moe/fp8_weight_grads.py) or in bf16.
+cast in one pass, weight gradients by kernels/fp8_weight_grads or in bf16.
 
     forward:  cast x -> dispatch -> fc1 -> SwiGLU * probability, cast -> fc2
     backward: cast dy -> dispatch -> dgrad of fc2 -> backward of SwiGLU, cast -> dgrad of fc1;
@@ -7,12 +7,14 @@ cast in one pass, weight gradients in fp8 (moe/fp8_weight_grads.py) or in bf16.
               and a, cast with dh; or from bf16 a and dh and the dy and x that were multiplied
 
 Where the transport does not carry packed rows, x and dy are cast when they have arrived, and dW2 in
-bf16 is made of bf16 dy.
+bf16 is made of bf16 dy. A weight gradient in fp8 has scales along the rows of each expert: both
+operands are turned to these when it is computed. Transports that carry fp8 have one segment.
 
 Kept for the backward: x in fp8, fc1's output companded to int8 (kernels/fp8_casts). Weights
 are cast when they have changed.
 
-Legend: N rows (sorted by expert), El experts, H hidden, F width of fc2's input.
+Legend: N rows (sorted by expert), El experts, H hidden, F width of fc2's input, A and B widths of a
+weight gradient.
 """
 
 from __future__ import annotations
@@ -25,20 +27,26 @@ from torch import Tensor
 from megatron_fluid.cuda.streams import current_capture
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_casts.launch import (
+    cast_rows,
     cast_weights,
     restore_rows,
     swiglu_backward_cast,
-    swiglu_backward_in_fp8,
     swiglu_cast,
 )
 from megatron_fluid.kernels.fp8_casts.packed_rows import pack_rows, unpack_rows
+from megatron_fluid.kernels.fp8_casts.turns import turn_rows
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import (
     Fp8Matrices,
     Fp8Rows,
     fp8_grouped_matmul,
     fp8_unsupported_reason,
 )
-from megatron_fluid.moe import fp8_weight_grads
+from megatron_fluid.kernels.fp8_weight_grads.launch import (
+    TurnedRows,
+    add_fp8_weight_grads,
+    fp8_weight_grads,
+)
+from megatron_fluid.kernels.grouped_gemm.launch import takes_main_grads
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
 from megatron_fluid.moe.experts import (
@@ -49,10 +57,9 @@ from megatron_fluid.moe.experts import (
     add_to_main_grads,
     weight_grads,
 )
-from megatron_fluid.moe.fp8_weight_grads import cast_segment
 from megatron_fluid.moe.transport import Exchange, Segment
 
-__all__ = ["Fp8Experts", "WeightCast", "fp8_experts", "weight_cast"]
+__all__ = ["Fp8Experts", "WeightCast", "weight_cast"]
 
 
 class WeightCast:
@@ -128,18 +135,40 @@ def _probs(rows: Tensor, probs: Tensor | None) -> Tensor:
     return probs.float().contiguous()
 
 
+def _cast(rows: Rows, groups: RowGroups) -> Fp8Rows:
+    """rows [N, H] in fp8, where they are not yet."""
+    return rows if isinstance(rows, Fp8Rows) else cast_rows(rows.contiguous(), groups.count)
+
+
 class Fp8Experts(PlainExperts):
     """Experts in fp8. See PlainExperts, and the passes above.
 
-    Attributes:
+    Args:
         in_fp8: whether weight gradients are computed in fp8, too; else in bf16.
+        name: of the layer, for errors.
+        biased, offloaded: whether the experts have biases, and whether what they keep for the
+            backward is put away: neither is possible.
+
+    Raises:
+        ConfigError: they cannot be computed so, or the GPU is no Hopper.
     """
 
     def __init__(
-        self, fc1: ExpertWeights, fc2: ExpertWeights, activation: Activation, in_fp8: bool
-    ) -> None:
+        self, fc1: ExpertWeights, fc2: ExpertWeights, activation: Activation, in_fp8: bool, *,
+        name: str, biased: bool = False, offloaded: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(fc1, fc2, activation)
         self.in_fp8 = in_fp8
+        kind = activation.name if activation.built_in else f"{activation.name}, the caller's own"
+        weight = fc1.params[0]
+        shape = fc1.in_width, fc2.in_width
+        reason = fp8_unsupported_reason(*shape, kind, weight.dtype, weight.device)
+        if reason is None and biased:
+            reason = "fp8 experts have no biases"
+        if reason is None and offloaded:
+            reason = "what fp8 experts keep cannot be put away"
+        if reason is not None:
+            raise ConfigError.of(f"{name}: fp8_recipe", "blockwise", f"None, because {reason}")
 
     def packed(self, x: Tensor) -> Tensor:
         return pack_rows(x.contiguous())
@@ -149,13 +178,13 @@ class Fp8Experts(PlainExperts):
 
     def hidden(self, rows: Rows, groups: RowGroups) -> Tensor:
         weights = weight_cast(self.fc1).forward_matrices(self.fc1)
-        return fp8_grouped_matmul(cast_segment(rows, groups), weights, groups.offsets, groups.ends)
+        return fp8_grouped_matmul(_cast(rows, groups), weights, groups.offsets, groups.ends)
 
     def forward(
         self, rows: Rows, segment: Segment, exchange: Exchange, keep: bool
     ) -> tuple[Rows, Hidden | None]:
         groups = segment.groups
-        cast = cast_segment(rows, groups)
+        cast = _cast(rows, groups)
         h = self.hidden(cast, groups)
         activated, kept = swiglu_cast(h, _probs(h, segment.probs), keep, groups.count)
         matrices = weight_cast(self.fc2).forward_matrices(self.fc2)
@@ -166,21 +195,15 @@ class Fp8Experts(PlainExperts):
         self, dy: Rows, h: Hidden, route: Route, segment: Segment, exchange: Exchange, consume: bool
     ) -> tuple[Rows, tuple[Rows, Rows]]:
         probs, groups = route
-        rows = cast_segment(dy, groups)
+        rows = _cast(dy, groups)
         weights = weight_cast(self.fc2).backward_matrices()
         da = fp8_grouped_matmul(rows, weights, groups.offsets, groups.ends)
-        dh: Rows
-        pair: tuple[Rows, Rows]
-        if self.in_fp8:
-            cast, a, dprobs = swiglu_backward_in_fp8(h, da, _probs(da, probs), groups.count)
-            dh, pair = cast, (rows, a)
-        else:
-            found = swiglu_backward_cast(h, da, _probs(da, probs), groups.count)
-            dh, cast, activated, dprobs = found
-            pair = dy, activated
+        cast, dh, a, dprobs = swiglu_backward_cast(
+            h, da, _probs(da, probs), groups.count, self.in_fp8
+        )
         grads = None if probs is None else dprobs.to(probs.dtype)
         exchange.combine_product(segment, cast, weight_cast(self.fc1).backward_matrices(), grads)
-        return dh, pair
+        return cast if dh is None else dh, (rows if self.in_fp8 else dy, a)
 
     def weight_grads(
         self, fc: ExpertWeights, pairs: Callable[[], Sequence[tuple[Rows, Rows]]],
@@ -188,7 +211,7 @@ class Fp8Experts(PlainExperts):
     ) -> list[Tensor]:  # fmt: skip
         ((dy, x),), (rows,) = pairs(), groups
         if self.in_fp8:
-            return fp8_weight_grads.weight_grads(fc, dy, x, rows)
+            return fc.as_gradients(_gradient(fc, dy, x, rows))
         return weight_grads(fc, _in_bf16(dy, rows), _in_bf16(x, rows), rows)
 
     def add_to_main_grads(
@@ -196,34 +219,48 @@ class Fp8Experts(PlainExperts):
         groups: Sequence[RowGroups],
     ) -> None:  # fmt: skip
         ((dy, x),), (rows,) = pairs(), groups
-        if self.in_fp8:
-            fp8_weight_grads.add_to_main_grads(fc, dy, x, rows)
-        else:
+        if not self.in_fp8:
             add_to_main_grads(fc, _in_bf16(dy, rows), _in_bf16(x, rows), rows)
-
-
-def fp8_experts(
-    fc1: ExpertWeights, fc2: ExpertWeights, activation: Activation, in_fp8: bool, *, name: str,
-    biased: bool, offloaded: bool,
-) -> Fp8Experts:  # fmt: skip
-    """The experts of a call in fp8.
-
-    Raises:
-        ConfigError: they cannot be computed so, or the GPU is no Hopper.
-    """
-    kind = activation.name if activation.built_in else f"{activation.name}, the caller's own"
-    weight = fc1.params[0]
-    shape = fc1.in_width, fc2.in_width
-    reason = fp8_unsupported_reason(*shape, kind, weight.dtype, weight.device)
-    if reason is None and biased:
-        reason = "fp8 experts have no biases"
-    if reason is None and offloaded:
-        reason = "what fp8 experts keep cannot be put away"
-    if reason is not None:
-        raise ConfigError.of(f"{name}: fp8_recipe", "blockwise", f"None, because {reason}")
-    return Fp8Experts(fc1, fc2, activation, in_fp8)
+            return
+        grads, known = fc.kernel_grads(takes_main_grads)
+        overwrite = fc.overwrites_main_grads()
+        if known.fit and _count(dy):
+            left, right = _turned(fc, dy, x, rows)
+            operands = left, right, rows.offsets, known.addresses, grads, rows.ends
+            add_fp8_weight_grads(*operands, overwrite=overwrite)
+            return
+        # main_grads in another precision than fp32 or strided: dW is rounded to bf16 before.
+        for grad, gradient in zip(grads, _gradient(fc, dy, x, rows), strict=True):
+            if overwrite:
+                grad.copy_(gradient)
+            else:
+                grad += gradient
 
 
 def _in_bf16(rows: Rows, groups: RowGroups) -> Tensor:
     """Operand of a weight gradient in bf16 in place of fp8, which stands for it."""
     return restore_rows(rows, groups.count) if isinstance(rows, Fp8Rows) else rows
+
+
+def _gradient(fc: ExpertWeights, dy: Rows, x: Rows, groups: RowGroups) -> Tensor:
+    """dW of all experts in bf16, in the layout of the weights, zero for an expert without rows.
+    [El, A, B]"""
+    if _count(dy):
+        return fp8_weight_grads(*_turned(fc, dy, x, groups), groups.offsets, groups.ends)
+    shape = (fc.in_width, fc.out_width) if fc.layout == "in_out" else (fc.out_width, fc.in_width)
+    device = groups.offsets.device
+    return torch.zeros((fc.num_experts, *shape), dtype=torch.bfloat16, device=device)
+
+
+def _count(rows: Rows) -> int:
+    """How many rows have room in the tensors."""
+    return (rows.values if isinstance(rows, Fp8Rows) else rows).shape[0]
+
+
+def _turned(
+    fc: ExpertWeights, dy: Rows, x: Rows, groups: RowGroups
+) -> tuple[TurnedRows, TurnedRows]:
+    """Both operands of a weight gradient in the order of the weights' layout."""
+    left, right = (x, dy) if fc.layout == "in_out" else (dy, x)
+    first = turn_rows(_cast(left, groups), groups.offsets)
+    return first, turn_rows(_cast(right, groups), groups.offsets)

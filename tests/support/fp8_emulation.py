@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import CompandedRows, Fp8Matrices, Fp8Rows
 from megatron_fluid.kernels.fp8_weight_grads.launch import TurnedRows
-from megatron_fluid.moe import fp8_experts, fp8_weight_grads
+from megatron_fluid.moe import fp8_experts
 from tests.support import fp8_reference as reference
 
 __all__ = ["emulate"]
@@ -48,19 +48,17 @@ def _swiglu_cast(
 
 
 def _swiglu_backward_cast(
-    h: Tensor | CompandedRows, da: Tensor, probs: Tensor, count: Tensor | None = None
-) -> tuple[Tensor, Fp8Rows, Tensor, Tensor]:
+    h: Tensor | CompandedRows,
+    da: Tensor,
+    probs: Tensor,
+    count: Tensor | None = None,
+    in_fp8: bool = False,
+) -> tuple[Fp8Rows, Tensor | None, Tensor | Fp8Rows, Tensor]:
     wide = reference.restore_companded(*h) if isinstance(h, CompandedRows) else h
     dh, a, dprobs = reference.swiglu_backward(wide, da, probs[: len(da)])
-    return dh.bfloat16(), _cast_rows(dh), a.bfloat16(), dprobs
-
-
-def _swiglu_backward_in_fp8(
-    h: Tensor | CompandedRows, da: Tensor, probs: Tensor, count: Tensor | None = None
-) -> tuple[Fp8Rows, Fp8Rows, Tensor]:
-    wide = reference.restore_companded(*h) if isinstance(h, CompandedRows) else h
-    dh, a, dprobs = reference.swiglu_backward(wide, da, probs[: len(da)])
-    return _cast_rows(dh), _cast_rows(a), dprobs
+    if in_fp8:
+        return _cast_rows(dh), None, _cast_rows(a), dprobs
+    return _cast_rows(dh), dh.bfloat16(), a.bfloat16(), dprobs
 
 
 def _turn_rows(x: Fp8Rows, offsets: Tensor) -> TurnedRows:
@@ -75,9 +73,6 @@ def emulate(replace: Callable[[object, str, object], None] = setattr, casts: boo
     if casts:
         for function in (
             *(_cast_rows, _restore_rows, _pack_rows, _unpack_rows, _cast_weights),
-            *(_swiglu_cast, _swiglu_backward_cast, _swiglu_backward_in_fp8),
+            *(_swiglu_cast, _swiglu_backward_cast, _turn_rows),
         ):
-            name = function.__name__.removeprefix("_")
-            owner = fp8_weight_grads if name == "cast_rows" else fp8_experts
-            replace(owner, name, function)
-        replace(fp8_weight_grads, "turn_rows", _turn_rows)
+            replace(fp8_experts, function.__name__.removeprefix("_"), function)

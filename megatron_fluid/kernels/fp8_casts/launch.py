@@ -7,10 +7,10 @@ device, how many of the rows there are; None for all.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launcher
+from megatron_fluid.kernels.flags import INTERPRETED
 from megatron_fluid.kernels.fp8_casts.quantize import (
     cast_rows_kernel,
     cast_weights_kernel,
@@ -21,14 +21,7 @@ from megatron_fluid.kernels.fp8_casts.quantize import (
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import CompandedRows, Fp8Matrices, Fp8Rows
 from megatron_fluid.kernels.operands import refuse
 
-__all__ = [
-    "cast_rows",
-    "cast_weights",
-    "restore_rows",
-    "swiglu_backward_cast",
-    "swiglu_backward_in_fp8",
-    "swiglu_cast",
-]
+__all__ = ["cast_rows", "cast_weights", "restore_rows", "swiglu_backward_cast", "swiglu_cast"]
 
 _E4M3 = torch.float8_e4m3fn
 _ROWS, _BLOCKS = 8, 4  # of a program: what 128 threads hold in registers
@@ -38,10 +31,6 @@ _restore = Launcher(restore_rows_kernel, 4)
 _cast_weights = Launcher(cast_weights_kernel, 8)
 _swiglu = Launcher(swiglu_cast_kernel, 4)
 _swiglu_backward = Launcher(swiglu_backward_cast_kernel, 4)
-
-
-def _interpreted() -> bool:
-    return bool(triton.knobs.runtime.interpret)
 
 
 def _check(x: Tensor, multiple: int = 128) -> None:
@@ -71,7 +60,7 @@ def cast_rows(x: Tensor, count: Tensor | None = None) -> Fp8Rows:
     rows, width = x.shape
     out = _empty(x, width)
     programs, columns = _grid(rows, width // 128, _ROWS)
-    constants = {"WIDTH": width, "ROWS": _ROWS, "BLOCKS": _BLOCKS, "ROUND": _interpreted()}
+    constants = {"WIDTH": width, "ROWS": _ROWS, "BLOCKS": _BLOCKS, "ROUND": INTERPRETED}
     _cast(programs, (x, _count(x, count), *out, rows), columns, **constants)
     return out
 
@@ -104,7 +93,7 @@ def cast_weights(w: Tensor, out: tuple[Fp8Matrices, Fp8Matrices]) -> None:
         refuse("an fp8 cast", "dense bf16 matrices, sides multiples of 128", weights=w)
     first, turned = out
     given = (w, first.values, turned.values, first.scales, turned.scales, w.stride(0) // 8)
-    _cast_weights(experts * (j // 128), given, k // 128, J=j, K=k, ROUND=_interpreted())
+    _cast_weights(experts * (j // 128), given, k // 128, J=j, K=k, ROUND=INTERPRETED)
 
 
 def swiglu_cast(
@@ -124,46 +113,35 @@ def swiglu_cast(
     programs, columns = _grid(rows, width // 128, _ROWS)
     constants = {"F": width, "ROWS": _ROWS, "BLOCKS": _BLOCKS, "KEEP": keep}
     given = (h, probs, _count(h, count), *out, *(out if kept is None else kept), rows)
-    _swiglu(programs, given, columns, **constants, ROUND=_interpreted())
+    _swiglu(programs, given, columns, **constants, ROUND=INTERPRETED)
     return out, kept
 
 
 def swiglu_backward_cast(
-    h: Tensor | CompandedRows, da: Tensor, probs: Tensor, count: Tensor | None = None
-) -> tuple[Tensor, Fp8Rows, Tensor, Tensor]:
-    """(dh bf16 [N, 2F], dh in fp8, a bf16 [N, F] in da's memory, dprobs fp32 [N]).
+    h: Tensor | CompandedRows,
+    da: Tensor,
+    probs: Tensor,
+    count: Tensor | None = None,
+    in_fp8: bool = False,
+) -> tuple[Fp8Rows, Tensor | None, Tensor | Fp8Rows, Tensor]:
+    """(dh in fp8 [N, 2F], dh in bf16, a [N, F], dprobs fp32 [N]): a in bf16, in da's memory. With
+    `in_fp8` there is no dh in bf16, and a is in fp8.
 
     h [N, 2F], da [N, F] the gradient of a, probs fp32 [N] or longer.
     """
-    dh = da.new_empty((da.shape[0], 2 * da.shape[1]))
-    cast, dprobs = _backward(h, da, probs, count, dh, None)
-    return dh, cast, da, dprobs
-
-
-def swiglu_backward_in_fp8(
-    h: Tensor | CompandedRows, da: Tensor, probs: Tensor, count: Tensor | None = None
-) -> tuple[Fp8Rows, Fp8Rows, Tensor]:
-    """(dh [N, 2F] and a [N, F] in fp8 alone, dprobs fp32 [N]). Arguments as for
-    swiglu_backward_cast."""
-    a = _empty(da, da.shape[1])
-    dh, dprobs = _backward(h, da, probs, count, None, a)
-    return dh, a, dprobs
-
-
-def _backward(
-    h: Tensor | CompandedRows, da: Tensor, probs: Tensor, count: Tensor | None,
-    dh: Tensor | None, a: Fp8Rows | None,
-) -> tuple[Fp8Rows, Tensor]:  # fmt: skip
-    """dh in fp8, and dprobs; also dh in bf16 into `dh` and a into da's memory, or a into `a`."""
     _check(da)
     rows, width = da.shape
     kept = isinstance(h, CompandedRows)
     values, scales = h if isinstance(h, CompandedRows) else (h, probs)
     dh_cast = _empty(da, 2 * width)
+    dh = None if in_fp8 else da.new_empty((rows, 2 * width))
+    a = _empty(da, width) if in_fp8 else da
     dprobs = torch.empty(rows, dtype=torch.float32, device=da.device)
-    outputs = (da if dh is None else dh, *dh_cast, da, *(dh_cast if a is None else a), dprobs)
+    # What a kernel does not write in its precision stands for what it does not have.
+    a_cast = a if isinstance(a, Fp8Rows) else dh_cast
+    outputs = (da if dh is None else dh, *dh_cast, da, *a_cast, dprobs)
     given = (values, scales, probs, da, _count(da, count), *outputs, rows)
     constants = {"F": width, "ROWS": _BACKWARD_ROWS, "BLOCKS": _BLOCKS, "KEPT": kept}
-    constants |= {"IN_FP8": a is not None, "ROUND": _interpreted()}
+    constants |= {"IN_FP8": in_fp8, "ROUND": INTERPRETED}
     _swiglu_backward(-(-rows // _BACKWARD_ROWS), given, **constants)
-    return dh_cast, dprobs
+    return dh_cast, dh, a, dprobs

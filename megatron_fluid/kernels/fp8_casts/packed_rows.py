@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launcher
+from megatron_fluid.kernels.flags import INTERPRETED
 from megatron_fluid.kernels.fp8_casts.quantize import cast_blocks
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.kernels.operands import refuse
@@ -98,9 +99,8 @@ def pack_rows(x: Tensor) -> Tensor:
     out = x.new_empty((rows, packed_width(width)), dtype=torch.bfloat16)
     given = (x, out.view(torch.float8_e4m3fn), out.view(torch.float32), rows)
     constants = {"WIDTH": width, "PITCH": 2 * out.shape[1], "ROWS": _ROWS, "BLOCKS": _BLOCKS}
-    interpreted = bool(triton.knobs.runtime.interpret)
     columns = -(-width // (128 * _BLOCKS))
-    _pack(-(-rows // _ROWS), given, columns, **constants, ROUND=interpreted)
+    _pack(-(-rows // _ROWS), given, columns, **constants, ROUND=INTERPRETED)
     return out
 
 

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Launcher, power_of_two
+from megatron_fluid.kernels.flags import INTERPRETED
 from megatron_fluid.kernels.fp8_casts.quantize import block_scale, magnitude, to_e4m3
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.kernels.fp8_weight_grads.launch import TurnedRows, blocks_of
@@ -176,7 +177,6 @@ def turn_rows(x: Fp8Rows, offsets: Tensor) -> TurnedRows:
     sizes = (values.stride(0) // step, scales.shape[1], blocks)
     constants = {"WIDTH": width, "FEATURES": _FEATURES, "EXPERTS": experts}
     constants |= {"PADDED": power_of_two(experts), "STEP": step, "NEIGHBOURS": _NEIGHBOURS}
-    rounds = bool(triton.knobs.runtime.interpret)
     programs = -(-blocks // _NEIGHBOURS) * _NEIGHBOURS * (width // _FEATURES)
-    _turn(programs, (*given, *sizes), **constants, ROUND=rounds)
+    _turn(programs, (*given, *sizes), **constants, ROUND=INTERPRETED)
     return TurnedRows(out, out_scales)

@@ -9,6 +9,7 @@ are multiples of 128.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import NamedTuple
@@ -204,6 +205,7 @@ def _launch(
     kernels.launch(_KERNEL, maps, (*pointers, *scales, *sizes), programs)
 
 
+@functools.cache
 def fp8_kernels(source: Source, device: torch.device) -> HopperKernels:
     """Return the kernels of a source for e4m3 on `device`.
 

@@ -180,9 +180,10 @@ def test_the_backward_of_swiglu_and_its_cast_in_one_pass(companded: bool) -> Non
         given = CompandedRows(*reference.compand_rows(h))
         h = reference.restore_companded(*given)
     expected = reference.swiglu_backward(h, da, probs)
-    dh, dh_cast, a, dprobs = casts.swiglu_backward_cast(given, da.clone(), probs)
+    dh_cast, dh, a, dprobs = casts.swiglu_backward_cast(given, da.clone(), probs)
     close_casts(dh_cast, expected[0])
     for value, right in zip((dh, a, dprobs), expected, strict=True):
+        assert isinstance(value, Tensor)
         torch.testing.assert_close(value.float(), right, rtol=1e-2, atol=1e-2 * float(right.std()))
 
 
@@ -192,13 +193,14 @@ def test_with_fp8_weight_grads_the_backward_of_swiglu_writes_fp8_alone(companded
     probs = torch.rand(6, device=DEVICE)
     given = CompandedRows(*reference.compand_rows(h)) if companded else h
     kept = da.clone()
-    dh, a, dprobs = casts.swiglu_backward_in_fp8(given, da, probs)
-    assert torch.equal(da, kept)
-    _, cast, wide_a, sums = casts.swiglu_backward_cast(given, kept, probs)
+    dh, none, a, dprobs = casts.swiglu_backward_cast(given, da, probs, in_fp8=True)
+    assert none is None and torch.equal(da, kept)
+    cast, _, wide_a, sums = casts.swiglu_backward_cast(given, kept, probs)
     for value, right in zip((*dh, dprobs), (*cast, sums), strict=True):
         same_bits(value, right)
     if companded:
         h = reference.restore_companded(*given)
+    assert isinstance(a, Fp8Rows) and isinstance(wide_a, Tensor)
     close_casts(a, reference.swiglu_backward(h, da, probs)[1])
     assert a.values.shape == wide_a.shape
 

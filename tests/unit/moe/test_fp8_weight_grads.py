@@ -16,7 +16,8 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
-from megatron_fluid.moe import fp8_experts, fp8_weight_grads
+from megatron_fluid.moe import fp8_experts
+from megatron_fluid.moe.activations import resolve_activation
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
 from megatron_fluid.moe.local import transport
 from tests.support import fp8_reference as reference
@@ -60,6 +61,10 @@ def exact(dy: Tensor, x: Tensor, counts: list[int]) -> Tensor:
     return torch.stack([dy[rows].t() @ x[rows] for rows in spans])
 
 
+def experts_of(fc: ExpertWeights) -> fp8_experts.Fp8Experts:
+    return fp8_experts.Fp8Experts(fc, fc, resolve_activation("swiglu"), True, name="moe")
+
+
 class Operands:
     """A projection of E experts, out 256, in 128, and its rows."""
 
@@ -67,9 +72,10 @@ class Operands:
         shape = (E, 256, 128) if layout == "out_in" else (E, 128, 256)
         self.weight = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
         self.fc = ExpertWeights(self.weight, E, layout)
+        self.experts = experts_of(self.fc)
         wide = rows_of(counts, 256, 0), rows_of(counts, 128, 1)
-        dy, x = (Fp8Rows(*reference.cast_rows(rows)) for rows in wide)
-        self.rows = dy, x, RowGroups.of_counts(counts)
+        pair = tuple(Fp8Rows(*reference.cast_rows(rows)) for rows in wide)
+        self.rows: Any = (lambda: [pair]), [RowGroups.of_counts(counts)]
         right = exact(*wide, counts)
         self.right = right.transpose(1, 2) if layout == "in_out" else right
 
@@ -78,7 +84,7 @@ class Operands:
 @pytest.mark.parametrize("counts", [COUNTS, [0] * E])
 def test_one_projection(counts: list[int], layout: str) -> None:
     given = Operands(counts, layout)
-    (found,) = fp8_weight_grads.weight_grads(given.fc, *given.rows)
+    (found,) = given.experts.weight_grads(given.fc, *given.rows)
     assert found.dtype == torch.bfloat16 and found.shape == given.weight.shape
     assert not bool(found[1].any())
     if sum(counts):
@@ -93,7 +99,7 @@ def test_one_projection(counts: list[int], layout: str) -> None:
 @pytest.mark.parametrize("counts", [COUNTS, [0] * E])
 def test_main_grads_get_them_in_place(counts: list[int], overwrite: bool, kind: str) -> None:
     given = Operands(counts)
-    (added,) = fp8_weight_grads.weight_grads(given.fc, *given.rows)
+    (added,) = given.experts.weight_grads(given.fc, *given.rows)
     before = float(added.abs().max()) + 1.0
     dtype = torch.bfloat16 if kind == "bf16" else torch.float32
     pitch = 130 if kind == "strided" else 128
@@ -103,7 +109,7 @@ def test_main_grads_get_them_in_place(counts: list[int], overwrite: bool, kind: 
         part.main_grad = main_grad  # type: ignore[attr-defined]
         part.overwrite_main_grad = overwrite  # type: ignore[attr-defined]
     fc = ExpertWeights(parts, E)
-    fp8_weight_grads.add_to_main_grads(fc, *given.rows)
+    experts_of(fc).add_to_main_grads(fc, *given.rows)
     expected = added.float() + (0.0 if overwrite else before)
     torch.testing.assert_close(main_grads.float(), expected, rtol=1e-2, atol=1e-2 * before)
 
@@ -111,7 +117,7 @@ def test_main_grads_get_them_in_place(counts: list[int], overwrite: bool, kind: 
 def test_a_gradient_for_main_grads_of_fp32_is_not_rounded() -> None:
     given = Operands(COUNTS)
     given.weight.main_grad = torch.zeros(given.weight.shape)  # type: ignore[attr-defined]
-    fp8_weight_grads.add_to_main_grads(given.fc, *given.rows)
+    given.experts.add_to_main_grads(given.fc, *given.rows)
     main_grad: Tensor = given.weight.main_grad  # type: ignore[attr-defined]
     assert not torch.equal(main_grad, main_grad.bfloat16().float())
 
@@ -155,28 +161,30 @@ def test_rows_are_turned_when_a_weight_gradient_is_computed_and_never_in_bf16(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     turned: list[int] = []
-    plain = fp8_weight_grads.turn_rows
+    plain = fp8_experts.turn_rows
 
     def turn_rows(x: Fp8Rows, offsets: Tensor) -> Any:
         turned.append(x.values.shape[1])
         return plain(x, offsets)
 
-    monkeypatch.setattr(fp8_weight_grads, "turn_rows", turn_rows)
-    in_both: list[int] = []
+    monkeypatch.setattr(fp8_experts, "turn_rows", turn_rows)
+    in_fp8: list[bool] = []
     casts: list[int] = []
     backward, pack_rows = fp8_experts.swiglu_backward_cast, fp8_experts.pack_rows
     monkeypatch.setattr(
-        fp8_experts, "swiglu_backward_cast", lambda *given: in_both.append(1) or backward(*given)
+        fp8_experts,
+        "swiglu_backward_cast",
+        lambda *given: in_fp8.append(given[-1]) or backward(*given),
     )
     monkeypatch.setattr(
         fp8_experts, "pack_rows", lambda *given: casts.append(1) or pack_rows(*given)
     )
     gradients_of()
     assert turned == [H, F, 2 * F, H]  # dy, a, dh, x
-    assert in_both == [] and len(casts) == 2  # x and dy
+    assert in_fp8 == [True] and len(casts) == 2  # x and dy
     turned.clear()
     in_bf16 = gradients_of(fp8_weight_grads=False)
-    assert turned == [] and in_both == [1]
+    assert turned == [] and in_fp8 == [True, False]
     for found, right in zip(gradients_of()[2:], in_bf16[2:], strict=True):
         assert 0.015 < gap(found, right) < 0.06
     turned.clear()

@@ -24,7 +24,7 @@ def _trained(rank: int, world: int) -> dict[str, Any]:
     import torch
 
     from megatron_fluid import get_fluid_custom_layers, patches
-    from megatron_fluid.moe import fp8_experts, fp8_weight_grads
+    from megatron_fluid.moe import fp8_experts
     from megatron_fluid.patches.moe import decision
     from megatron_fluid.patches.moe import layer as moe_layer
     from tests.support import fp8_emulation, tiny_gpt
@@ -54,13 +54,13 @@ def _trained(rank: int, world: int) -> dict[str, Any]:
 
     fp8_experts.cast_weights = cast_weights
     turned: list[int] = []
-    turn_rows = fp8_weight_grads.turn_rows
+    turn_rows = fp8_experts.turn_rows
 
     def counted_turn(*given: Any) -> Any:
         turned.append(1)
         return turn_rows(*given)
 
-    fp8_weight_grads.turn_rows = counted_turn
+    fp8_experts.turn_rows = counted_turn
     kinds: dict[str, dict[str, Any]] = {
         "bf16": {},
         "fp8": FP8,
