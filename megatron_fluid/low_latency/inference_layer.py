@@ -29,8 +29,7 @@ from megatron_fluid.config import current_config, shows_fields_of
 from megatron_fluid.cuda.streams import synchronize
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fixed_tiles.launch import row_by_row
-from megatron_fluid.kernels.fixed_tiles.operands import fixed_tiles
-from megatron_fluid.kernels.grouped_gemm.launch import grouped_matmul
+from megatron_fluid.kernels.grouped_gemm.launch import fixed_tiles, grouped_matmul
 from megatron_fluid.low_latency.all_to_all import AllToAll
 
 __all__ = ["InferenceMoELayer"]

@@ -21,8 +21,7 @@ from megatron_fluid.comm.layers import Form, check_input, compare_settings, copy
 from megatron_fluid.comm.p2p_rounds import MultiCardOverlapContext, P2PRounds, shared_rounds
 from megatron_fluid.config import current_config, moe_recompute
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.fp8_grouped_gemm.launch import compile_fp8_ahead
-from megatron_fluid.kernels.fp8_weight_grads.launch import compile_fp8_weight_grads_ahead
+from megatron_fluid.kernels.fp8_weight_grads.launch import compile_fp8_ahead
 from megatron_fluid.kernels.grouped_gemm.launch import compile_ahead
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import run_experts, start_experts
@@ -108,9 +107,8 @@ class _MoEModule(nn.Module):
             return
         compile_ahead(like.device, like.dtype, c.hidden_size, activation, sends=several)
         if c.fp8_recipe is not None:
-            compile_fp8_ahead(self.weight1.device)
-            if (c.fp8_weight_grads or current_config().moe_fp8_weight_grads) == "fp8":
-                compile_fp8_weight_grads_ahead(self.weight1.device)
+            precision = c.fp8_weight_grads or current_config().moe_fp8_weight_grads
+            compile_fp8_ahead(like.device, weight_grads=precision == "fp8")
         self.init_weights()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _MoEModule:

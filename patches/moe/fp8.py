@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_fluid.config import current_config
-from megatron_fluid.kernels.fp8_grouped_gemm.launch import compile_fp8_ahead
-from megatron_fluid.kernels.fp8_weight_grads.launch import compile_fp8_weight_grads_ahead
+from megatron_fluid.kernels.fp8_weight_grads.launch import compile_fp8_ahead
 from megatron_fluid.moe.expert_weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -46,9 +45,7 @@ def follow_microbatches(layer: MoELayer) -> None:
 def compile_fp8_kernels_ahead(layer: MoELayer, device: torch.device) -> None:
     """If the layer is in fp8, begin to compile the kernels of its experts on `device`."""
     if layer.config.fp8:
-        compile_fp8_ahead(device)
-        if current_config().moe_fp8_weight_grads == "fp8":
-            compile_fp8_weight_grads_ahead(device)
+        compile_fp8_ahead(device, current_config().moe_fp8_weight_grads == "fp8")
 
 
 def expire_casts(layer: MoELayer, projections: Iterable[ExpertWeights]) -> None:

@@ -16,6 +16,7 @@ from megatron_fluid.kernels.fp8_weight_grads.launch import (
     fp8_weight_grads,
     turned_weight_grads,
 )
+from tests.support.machine import sms_in_use
 from tests.support.turned_rows import turn_rows
 
 HOPPER = torch.cuda.is_available() and is_hopper(0)
@@ -92,7 +93,8 @@ def test_weight_gradients_of_every_expert(counts: list[int], high: int, wide: in
     for programs in (None, 2, None):
         # What is written into has held NaNs.
         torch.full((len(counts), high, wide), torch.nan, device="cuda", dtype=torch.bfloat16)
-        found.append(fp8_weight_grads(left, right, offsets, programs=programs))
+        with sms_in_use(programs):
+            found.append(fp8_weight_grads(left, right, offsets))
     _assert_close(found[0], left, right, ends)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
@@ -108,7 +110,8 @@ def test_weight_gradients_are_added_to_what_was_there(
     for programs in (None, 2, None):
         new = _Matrices(len(counts), high, wide)
         given = left, right, offsets, new.addresses, new.matrices
-        add_fp8_weight_grads(*given, programs=programs)
+        with sms_in_use(programs):
+            add_fp8_weight_grads(*given)
         assert torch.equal(new.whole[:, -_GUARD:], old.whole[:, -_GUARD:])
         found.append(torch.stack(new.matrices))
     before = torch.stack(old.matrices)
@@ -135,7 +138,8 @@ def test_gradients_that_are_written_have_the_bits_of_those_added_to_zeros(
         for matrix in new.matrices:
             matrix.fill_(torch.nan)
         given = left, right, offsets, new.addresses, new.matrices
-        add_fp8_weight_grads(*given, programs=programs, overwrite=True)
+        with sms_in_use(programs):
+            add_fp8_weight_grads(*given, overwrite=True)
         assert torch.equal(new.whole, added.whole)
 
 

@@ -7,12 +7,15 @@ tests/conftest.py imports this before any test module; tests ask here, never
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 
-__all__ = ["GPUS", "INTERPRETED", "NEEDS_INTERPRETER", "RANKS", "SHARED"]
+__all__ = ["GPUS", "INTERPRETED", "NEEDS_INTERPRETER", "RANKS", "SHARED", "sms_in_use"]
 
 GPUS = torch.cuda.device_count()
 
@@ -32,3 +35,14 @@ NEEDS_INTERPRETER = pytest.mark.skipif(
     not INTERPRETED,
     reason="runs kernels on tensors of a CPU, which takes Triton's interpreter: TRITON_INTERPRET=1",
 )
+
+
+@contextlib.contextmanager
+def sms_in_use(count: int | None) -> Iterator[None]:
+    """The kernels for Hopper are started on so many SMs, None for all."""
+    if count is None:
+        yield
+        return
+    sms = "megatron_fluid.kernels.sm90.launch.multiprocessors"
+    with mock.patch(sms, return_value=count):
+        yield

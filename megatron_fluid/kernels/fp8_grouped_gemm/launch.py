@@ -29,7 +29,6 @@ __all__ = [
     "CompandedRows",
     "Fp8Matrices",
     "Fp8Rows",
-    "compile_fp8_ahead",
     "fp8_device_reason",
     "fp8_kernels",
     "fp8_grouped_matmul",
@@ -115,17 +114,12 @@ def fp8_unsupported_reason(
 
 
 def fp8_grouped_matmul(
-    x: Fp8Rows,
-    weights: Fp8Matrices,
-    offsets: Tensor,
-    ends: Sequence[int] | None = None,
-    programs: int | None = None,
+    x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor, ends: Sequence[int] | None = None
 ) -> Tensor:
     """Return x[rows of e] @ weights[e].T in bf16 [N, J], summed in fp32.
 
     offsets: int32 [El] on the device; the rows of expert e end at offsets[e], and rows from
-    offsets[-1] on are not written. ends: the offsets on the host, for tensors on a CPU. programs:
-    upper bound on the SMs; None means all.
+    offsets[-1] on are not written. ends: the offsets on the host, for tensors on a CPU.
 
     Raises:
         ConfigError: widths, dtypes or numbers of experts or scales that do not match, another GPU.
@@ -137,13 +131,11 @@ def fp8_grouped_matmul(
         return scaled_grouped_product(*x, *weights, ends).to(torch.bfloat16)
     out = x.values.new_empty((rows, width), dtype=torch.bfloat16)
     if rows:
-        _launch(x, weights, offsets, out, None, programs)
+        _launch(x, weights, offsets, out, None)
     return out
 
 
-def fp8_sent_matmul(
-    x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor, owners: Owners, programs: int | None = None
-) -> None:
+def fp8_sent_matmul(x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor, owners: Owners) -> None:
     """fp8_grouped_matmul with each row stored where `owners` says, as sent_matmul of
     kernels/grouped_gemm. On Hopper GPUs alone.
 
@@ -155,13 +147,7 @@ def fp8_sent_matmul(
     if origins.dtype != torch.int32 or origins.shape[0] < rows:
         refuse("a sent fp8 product", f"torch.int32 [{rows}] or longer", origins=origins)
     if rows:
-        _launch(x, weights, offsets, None, owners, programs)
-
-
-def compile_fp8_ahead(device: torch.device) -> None:
-    """Begin to compile the kernel for `device` in the background, if it runs it."""
-    if device.type == "cuda" and fp8_device_reason(device) is None:
-        FP8_GROUPED.compile_ahead([_KERNEL], torch.float8_e4m3fn)
+        _launch(x, weights, offsets, None, owners)
 
 
 def _check(x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor) -> None:
@@ -186,9 +172,8 @@ def _check(x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor) -> None:
 
 
 def _launch(
-    x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor, out: Tensor | None, owners: Owners | None,
-    programs: int | None,
-) -> None:  # fmt: skip
+    x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor, out: Tensor | None, owners: Owners | None
+) -> None:
     """Start the kernel on the current stream: into `out`, or to where `owners` says."""
     experts, width, depth = weights.values.shape
     to, result, buffers, origins, shift = 0, None, 0, 0, 0
@@ -202,7 +187,7 @@ def _launch(
     scales = (x.scales.data_ptr(), weights.scales.data_ptr(), x.scales.shape[1])
     sizes = (experts, x.values.shape[0], width, depth, shift)
     kernels = fp8_kernels(FP8_GROUPED, x.values.device)
-    kernels.launch(_KERNEL, maps, (*pointers, *scales, *sizes), programs)
+    kernels.launch(_KERNEL, maps, (*pointers, *scales, *sizes))
 
 
 @functools.cache

@@ -23,7 +23,11 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.cuda.tensor_maps import in_boxes, token_boxes
-from megatron_fluid.kernels.fp8_grouped_gemm.launch import fp8_device_reason, fp8_kernels
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import (
+    FP8_GROUPED,
+    fp8_device_reason,
+    fp8_kernels,
+)
 from megatron_fluid.kernels.grouped_gemm.launch import host_ends
 from megatron_fluid.kernels.operands import refuse
 from megatron_fluid.kernels.sm90.launch import Source
@@ -33,7 +37,7 @@ __all__ = [
     "TurnedRows",
     "add_fp8_weight_grads",
     "blocks_of",
-    "compile_fp8_weight_grads_ahead",
+    "compile_fp8_ahead",
     "fp8_weight_grads",
     "turned_weight_grads",
 ]
@@ -88,18 +92,13 @@ def turned_weight_grads(left: TurnedRows, right: TurnedRows, ends: Sequence[int]
 
 
 def fp8_weight_grads(
-    left: TurnedRows,
-    right: TurnedRows,
-    offsets: Tensor,
-    ends: Sequence[int] | None = None,
-    programs: int | None = None,
+    left: TurnedRows, right: TurnedRows, offsets: Tensor, ends: Sequence[int] | None = None
 ) -> Tensor:
     """Return left[:, rows of e] @ right[:, rows of e].T in bf16 [El, A, B], summed in fp32, zero
     for an expert without rows.
 
     left: of A features, right: of B. offsets: int32 [El] on the device; the rows of expert e end at
-    offsets[e]. ends: the offsets on the host, for tensors on a CPU. programs: upper bound on the
-    SMs; None means all.
+    offsets[e]. ends: the offsets on the host, for tensors on a CPU.
 
     Raises:
         ConfigError: widths, dtypes or numbers of places, scales or experts that do not match,
@@ -112,7 +111,7 @@ def fp8_weight_grads(
     if not left.values.shape[1]:
         return left.values.new_zeros(shape, dtype=torch.bfloat16)
     out = left.values.new_empty(shape, dtype=torch.bfloat16)
-    _launch(left, right, offsets, out, None, programs)
+    _launch(left, right, offsets, out, None)
     return out
 
 
@@ -123,7 +122,6 @@ def add_fp8_weight_grads(
     addresses: Tensor,
     outputs: Tensor | Sequence[Tensor],
     ends: Sequence[int] | None = None,
-    programs: int | None = None,
     overwrite: bool = False,
 ) -> None:
     """outputs[e] += left[:, rows of e] @ right[:, rows of e].T, summed in fp32: El fp32 matrices
@@ -154,17 +152,18 @@ def add_fp8_weight_grads(
             else:
                 output += grad
     elif left.values.shape[1]:
-        _launch(left, right, offsets, None, addresses, programs, overwrite)
+        _launch(left, right, offsets, None, addresses, overwrite)
     elif overwrite:
         for output in outputs:
             output.zero_()
 
 
-def compile_fp8_weight_grads_ahead(device: torch.device) -> None:
-    """Begin to compile both kernels for `device` in the background, if it runs them. Returns at
-    once; the first use waits for the rest."""
-    if device.type == "cuda" and fp8_device_reason(device) is None:
-        FP8_WEIGHT_GRADS.compile_ahead([_WEIGHTS, _SUMS], torch.float8_e4m3fn)
+def compile_fp8_ahead(device: torch.device, weight_grads: bool) -> None:
+    """Begin to compile the kernels of fp8 experts for `device` in the background, if it runs them;
+    with `weight_grads` these, too. Returns at once; the first use waits for the rest."""
+    if fp8_device_reason(device) is None:
+        for source in (FP8_GROUPED, FP8_WEIGHT_GRADS) if weight_grads else (FP8_GROUPED,):
+            source.compile_ahead(source.kernels, torch.float8_e4m3fn)
 
 
 def _check(left: TurnedRows, right: TurnedRows, offsets: Tensor) -> None:
@@ -189,7 +188,7 @@ def _check(left: TurnedRows, right: TurnedRows, offsets: Tensor) -> None:
 
 def _launch(
     left: TurnedRows, right: TurnedRows, offsets: Tensor, out: Tensor | None,
-    addresses: Tensor | None, programs: int | None, overwrite: bool = False,
+    addresses: Tensor | None, overwrite: bool = False,
 ) -> None:  # fmt: skip
     """Start a kernel on the current stream: into `out`, or onto the matrices at `addresses`, or
     with `overwrite` into these."""
@@ -201,4 +200,4 @@ def _launch(
     sizes = (offsets.shape[0], high, wide, places)
     kernels = fp8_kernels(FP8_WEIGHT_GRADS, left.values.device)
     name = _WEIGHTS if addresses is None else _SUMS
-    kernels.launch(name, maps, (*pointers, *sizes, overwrite), programs)
+    kernels.launch(name, maps, (*pointers, *sizes, overwrite))

@@ -33,6 +33,7 @@ __all__ = [
     "can_gate",
     "can_send",
     "compile_ahead",
+    "fixed_tiles",
     "gated_matmul",
     "grouped_matmul",
     "grouped_weight_grad",
@@ -82,14 +83,12 @@ def grouped_matmul(
     weights: Tensor | Sequence[Tensor],
     offsets: Tensor,
     ends: Sequence[int] | None = None,
-    programs: int | None = None,
 ) -> Tensor:
     """Return x[rows of e] @ weights[e]: x [N, in], El times [in, out] -> [N, out].
 
     offsets: int32 [El] on the device; the rows of expert e end at offsets[e], and rows from
     offsets[-1] on are not written. weights: [El, in, out] of any strides, or El matrices; those,
-    and what no grouped GEMM takes, need `ends`, the offsets on the host. programs: upper bound on
-    the SMs of our kernels; None means all.
+    and what no grouped GEMM takes, need `ends`, the offsets on the host.
 
     Raises:
         ConfigError: widths or numbers of experts that do not match, offsets that are not int32.
@@ -110,7 +109,7 @@ def grouped_matmul(
             maps = (view, token_boxes(x), (in_boxes(out, 64),))
             pointers = (out.data_ptr(), 0, offsets.data_ptr(), 0)
             sizes = (order * experts & _INT, rows, width, depth)
-            _launch(_NAMES[box], x, maps, pointers, sizes, programs)
+            _launch(_NAMES[box], x, maps, pointers, sizes)
             return out
         if order > 0 and _fits_torch(x, stack):
             return torch._grouped_mm(x, stack, offs=offsets)
@@ -146,9 +145,7 @@ def can_send(x: Tensor, weights: Tensor | Sequence[Tensor]) -> bool:
     return _weights_view(x, weights, _box(weights)) is not None
 
 
-def sent_matmul(
-    x: Tensor, weights: Tensor, offsets: Tensor, owners: Owners, programs: int | None = None
-) -> None:
+def sent_matmul(x: Tensor, weights: Tensor, offsets: Tensor, owners: Owners) -> None:
     """grouped_matmul(x, weights, offsets) with each row stored where `owners` says.
 
     x [N, in], weights [El, in, out]; `can_send` says whether it may be called. Rows travel while
@@ -170,7 +167,17 @@ def sent_matmul(
     assert view is not None, "can_send says whether this may be called"
     pointers = (0, owners.buffers.data_ptr(), offsets.data_ptr(), origins.data_ptr())
     sizes = (experts, rows, width, depth)
-    _launch(_SENT[box], x, (view, token_boxes(x), ()), pointers, sizes, programs, owners.shift)
+    _launch(_SENT[box], x, (view, token_boxes(x), ()), pointers, sizes, owners.shift)
+
+
+def fixed_tiles(weights: Tensor | Sequence[Tensor]) -> Tensor | Sequence[Tensor]:
+    """El matrices [in, out] as an operand of grouped_matmul that gives a row the same bits in any
+    batch: what our kernels take as it is, since no tile changes the order of their sums; others as
+    FixedTiles."""
+    stack, _ = _stack_of(weights)
+    if stack is not None and can_send(stack.new_empty(1, stack.shape[1]), stack):
+        return weights
+    return FixedTiles(weights)
 
 
 def can_gate(x: Tensor, weights: Tensor | Sequence[Tensor], prob: Tensor, activation: str) -> bool:
@@ -190,7 +197,6 @@ def gated_matmul(
     prob: Tensor,
     out: Tensor,
     keep: bool = True,
-    programs: int | None = None,
     ends: Sequence[int] | None = None,
 ) -> Tensor | None:
     """h = grouped_matmul(x, weights, offsets) and out = silu(h[:, :F]) * h[:, F:] * prob, in one
@@ -228,16 +234,12 @@ def gated_matmul(
     kept = 0 if h is None else h.data_ptr()
     pointers = (kept, out.data_ptr(), offsets.data_ptr(), prob.data_ptr())
     name = "grouped_wide" if wide else "grouped_gated"
-    _launch(name, x, maps, pointers, (order * experts & _INT, rows, width, depth), programs, keep)
+    _launch(name, x, maps, pointers, (order * experts & _INT, rows, width, depth), keep)
     return h
 
 
 def grouped_weight_grad(
-    left: Tensor,
-    right: Tensor,
-    offsets: Tensor,
-    ends: Sequence[int] | None = None,
-    programs: int | None = None,
+    left: Tensor, right: Tensor, offsets: Tensor, ends: Sequence[int] | None = None
 ) -> Tensor:
     """Return left[rows of e].T @ right[rows of e]: [N, a], [N, b] -> [El, a, b], 0 without rows.
 
@@ -249,7 +251,7 @@ def grouped_weight_grad(
         out = left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
         maps = (in_boxes(left, 64), in_boxes(right, 64), (in_boxes(out, 64),))
         pointers = (out.data_ptr(), 0, offsets.data_ptr(), 0)
-        _launch("grouped_weights", left, maps, pointers, (*out.shape, left.shape[0]), programs)
+        _launch("grouped_weights", left, maps, pointers, (*out.shape, left.shape[0]))
         return out
     if _fits_torch(left, right):
         return torch._grouped_mm(left.t(), right, offs=offsets)
@@ -281,7 +283,6 @@ def add_weight_grads(
     offsets: Tensor,
     addresses: Tensor,
     outputs: Tensor | Sequence[Tensor],
-    programs: int | None = None,
     overwrite: bool = False,
 ) -> None:
     """outputs[e] += left[rows of e].T @ right[rows of e]: [N, a], [N, b], El fp32 matrices [a, b].
@@ -304,7 +305,7 @@ def add_weight_grads(
     maps = (in_boxes(left, 64), in_boxes(right, 64), ())  # the sums are not written by TMA
     long = _LONG_ROWS_WRITTEN if overwrite else _LONG_ROWS
     name = "grouped_long_sums" if left.shape[0] >= long * len(outputs) else "grouped_sums"
-    _launch(name, left, maps, pointers, sizes, programs, overwrite)
+    _launch(name, left, maps, pointers, sizes, overwrite)
 
 
 def layer_kernels(hidden: int, activation: str, sends: bool) -> tuple[str, ...]:
@@ -381,12 +382,11 @@ def _launch(
     maps: Maps,
     pointers: tuple[int, int, int, int],
     sizes: tuple[int, int, int, int],
-    programs: int | None,
     keep: int = True,
 ) -> None:
     """Start kernel `name`. pointers: out, act, ends and extra of its parameters."""
     kernels = hopper_kernels(GROUPED, x.dtype, x.device.index)
-    kernels.launch(name, maps, (*pointers, *sizes, keep), programs)
+    kernels.launch(name, maps, (*pointers, *sizes, keep))
 
 
 def _box(weights: Tensor) -> Box:

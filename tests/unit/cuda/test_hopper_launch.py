@@ -215,7 +215,7 @@ def test_a_gated_product_reads_both_halves_and_writes_boxes_of_its_tiles(
     monkeypatch.setattr(grouped_gemm, "wide_tiles_pay", lambda ends, depth: wide)
     x, w, out = _rows(96, 64), torch.zeros(2, 32, 64, dtype=torch.bfloat16), _rows(96, 16)
     offsets, prob = torch.tensor([40, 96], dtype=torch.int32), torch.ones(96)
-    h = grouped_gemm.gated_matmul(x, w.transpose(1, 2), offsets, prob, out, keep, None, [40, 96])
+    h = grouped_gemm.gated_matmul(x, w.transpose(1, 2), offsets, prob, out, keep, [40, 96])
     [launch] = as_on_hopper.launches
     own, rows, first, second = launch["maps"]
     assert launch["name"] == 1 + KERNELS.index("grouped_wide" if wide else "grouped_gated")

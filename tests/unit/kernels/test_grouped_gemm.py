@@ -40,6 +40,7 @@ from megatron_fluid.kernels.grouped_gemm.launch import (
     takes_main_grads,
 )
 from megatron_fluid.kernels.sm90.launch import HopperKernels, Source
+from tests.support.machine import sms_in_use
 
 GPU = torch.cuda.is_available()
 HOPPER = GPU and is_hopper(0)
@@ -152,7 +153,8 @@ def test_rows_that_are_sent_have_the_bits_of_those_that_are_kept(
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], device=DEVICE)
     for programs in (None, 6):
         buffers.fill_(float("nan"))
-        sent_matmul(x, weights, offsets, Owners(origins, addresses, shift), programs)
+        with sms_in_use(programs):
+            sent_matmul(x, weights, offsets, Owners(origins, addresses, shift))
         expected = torch.full_like(buffers.view(-1, outer), float("nan"))
         expected[places] = grouped_matmul(x, weights, offsets)[:n]
         assert torch.equal(buffers.view(expected.shape).nan_to_num(7.0), expected.nan_to_num(7.0))
@@ -195,12 +197,13 @@ def test_a_gated_product_has_the_bits_of_a_product_and_its_activation(
     prob = torch.rand(n + SPARE, generator=torch.Generator().manual_seed(9)).to(DEVICE)
     offsets = _offsets(counts)
     assert can_gate(x, w, prob, "swiglu") and not can_gate(x, w, prob, "geglu")
-    h = grouped_matmul(x, w, offsets, programs=programs)
+    h = grouped_matmul(x, w, offsets)
     expected = _activated(h[:n], prob)
     assert bool(expected.isfinite().all()) and (not n or bool(expected.any()))
     for keep in (True, False):
         out = torch.full((n + SPARE, outer // 2), 7.0, device=DEVICE, dtype=dtype)
-        found = gated_matmul(x, w, offsets, prob, out, keep, programs, counts)
+        with sms_in_use(programs):
+            found = gated_matmul(x, w, offsets, prob, out, keep, counts)
         assert torch.equal(out[:n], expected)
         assert bool((out[n:] == 7.0).all()), "rows that belong to no expert are left alone"
         assert forms.pop() == wide
@@ -235,7 +238,8 @@ def test_weight_gradients_are_added_in_fp32_whatever_the_tiles(
         addresses = torch.tensor([o.data_ptr() for o in outputs], device=DEVICE)
         assert can_add_weight_grads(left, right) and takes_main_grads(outputs)
         for _ in range(2):
-            add_weight_grads(left, right, _offsets(counts), addresses, outputs, programs=20)
+            with sms_in_use(20):
+                add_weight_grads(left, right, _offsets(counts), addresses, outputs)
         found.append(torch.stack(outputs))
     expected = torch.stack(
         _each(counts, lambda e, rows: left[rows].float().t() @ right[rows].float())
@@ -263,7 +267,8 @@ def test_weight_gradients_that_are_written_have_the_bits_of_those_added_to_zeros
                 whole[:, :size] = 0.0
             addresses = torch.tensor([o.data_ptr() for o in outputs], device=DEVICE)
             given = left, right, _offsets(counts), addresses, outputs
-            add_weight_grads(*given, programs=programs, overwrite=overwrite)
+            with sms_in_use(programs):
+                add_weight_grads(*given, overwrite=overwrite)
             assert whole[:, size:].isnan().all()
             found.append(torch.stack(outputs))
         assert all(torch.equal(found[0], other) for other in found[1:])
@@ -284,9 +289,9 @@ def test_the_kernel_is_told_whether_sums_are_written(monkeypatch: pytest.MonkeyP
 def test_any_number_of_sms_gives_the_same_bits(programs: int) -> None:
     counts = [300, 0, 17, 900, 128]
     x, w = _rows(sum(counts), 256, torch.bfloat16, 6), _matrices(5, 512, 256, torch.bfloat16)
-    full, part = (
-        grouped_matmul(x, w.transpose(1, 2), _offsets(counts), programs=p) for p in (None, programs)
-    )
+    full = grouped_matmul(x, w.transpose(1, 2), _offsets(counts))
+    with sms_in_use(programs):
+        part = grouped_matmul(x, w.transpose(1, 2), _offsets(counts))
     assert torch.equal(full[: sum(counts)], part[: sum(counts)])
 
 
@@ -298,14 +303,14 @@ def test_launches_on_two_streams_and_in_a_replayed_graph_do_not_mix() -> None:
     expected = grouped_matmul(x, w, offsets)[: sum(counts)].clone()
     graph, found = torch.cuda.CUDAGraph(), []
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        captured = [grouped_matmul(x, w, offsets, programs=64) for _ in range(3)]
+    with sms_in_use(64), torch.cuda.graph(graph):
+        captured = [grouped_matmul(x, w, offsets) for _ in range(3)]
     streams = [torch.cuda.Stream() for _ in range(2)]
     for _ in range(20):
         graph.replay()
         for stream in streams:
-            with torch.cuda.stream(stream):
-                found.append(grouped_matmul(x, w, offsets, programs=64))
+            with sms_in_use(64), torch.cuda.stream(stream):
+                found.append(grouped_matmul(x, w, offsets))
     torch.cuda.synchronize()
     assert all(torch.equal(y[: sum(counts)], expected) for y in (*captured, *found))
 
