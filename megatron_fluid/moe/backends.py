@@ -19,11 +19,19 @@ from megatron_fluid.moe.expert_weights import computed_dtype
 from megatron_fluid.moe.hierarchical.plan import plan_hierarchical
 from megatron_fluid.moe.hierarchical.transport import HierarchicalTransport
 from megatron_fluid.moe.local.transport import LocalTransport, plan_local
+from megatron_fluid.moe.rounds.all_to_all import AllToAllTransport
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.rounds.transport import RoundsTransport
 from megatron_fluid.moe.transport import Backend, ExpertPair, LayerShape, MakeTransport
 
-__all__ = ["BACKENDS", "Backend", "LayerShape", "MakeTransport", "choose_backend"]
+__all__ = [
+    "BACKENDS",
+    "AllToAllBackend",
+    "Backend",
+    "LayerShape",
+    "MakeTransport",
+    "choose_backend",
+]
 
 
 _LOGGER = logging.getLogger("megatron_fluid")
@@ -81,7 +89,20 @@ class _Rounds(Backend):
         plan = ExactPlan.from_topk(
             ids, shape.num_experts, self.rounds, operation, in_order=shape.batch_invariant
         )
+        return self._transport(plan)
+
+    def _transport(self, plan: ExactPlan) -> MakeTransport:
+        shape = self.shape
         return functools.partial(RoundsTransport, plan, self.rounds, shape.name, shape.dx_chunks)
+
+
+class AllToAllBackend(_Rounds):
+    """MoEBaseline's, which no layer chooses."""
+
+    name = "all_to_all"
+
+    def _transport(self, plan: ExactPlan) -> MakeTransport:
+        return functools.partial(AllToAllTransport, plan, self.rounds, self.shape.name)
 
 
 BACKENDS: dict[str, type[Backend]] = {

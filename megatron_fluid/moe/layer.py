@@ -7,7 +7,7 @@ expert, W ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,12 @@ from megatron_fluid.kernels.fp8_weight_grads.launch import compile_fp8_ahead
 from megatron_fluid.kernels.grouped_gemm.launch import compile_ahead
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import run_experts, start_experts
-from megatron_fluid.moe.backends import Backend, LayerShape, choose_backend
+from megatron_fluid.moe.backends import AllToAllBackend, Backend, LayerShape, choose_backend
 from megatron_fluid.moe.call import ExpertCall
-from megatron_fluid.moe.config import MoEConfig, MoEConfigDict
+from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout
 from megatron_fluid.moe.permute import local_experts
 from megatron_fluid.moe.room import LayerRoom
-from megatron_fluid.moe.rounds.all_to_all import AllToAllTransport
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.rounds.transport import RoundsTransport
 from megatron_fluid.moe.router import TopKRouter
@@ -49,14 +48,52 @@ from megatron_fluid.moe.sharding import (
 __all__ = ["MoEBaseline", "MoELayer", "moe_multicard_p2p_overlap_forward"]
 
 
-class _MoEModule(nn.Module):
-    """Router, experts and shared expert; what differs is how tokens get to the experts."""
+_NOT_DEFERRED = WeightGradScheduler()  # never enabled
+
+
+class MoELayer(nn.Module):
+    """MoE with every exchange overlapped: on one rank without any, over symmetric memory inside an
+    NVLink domain (bf16), over two levels where ranks are on several hosts, else in round-robin P2P
+    exchanges. Collective.
+
+    The first forward decides which (`MoEConfig.backend`) and, over NVLink, sizes the buffers. Where
+    a later one brings more tokens to any rank, all ranks make larger ones in it.
+
+    With `MoEConfig.capacity_factor` the layer never waits for the device, over NVLink and on one
+    rank, so forward and backward can be captured in a CUDA graph. Choices beyond the capacity
+    contribute nothing over NVLink (one rank has room for all), and the next forward raises
+    FluidError; a replayed graph runs no forward, so call `check_overflow` after it. Nobody learns
+    of more tokens than the first forward had then: a rank that brings them raises ConfigError, and
+    its peers end with its message. With `MoEConfig.graph` the same holds inside `graph_room` only;
+    a forward outside of it serves any routing.
+
+    Args:
+        config: a MoEConfig or a dictionary of its fields: hidden_size, ffn_hidden_size,
+            num_experts, top_k, ...
+        ep_group: the expert-parallel group, or a DeviceMesh of one dimension; None in a process
+            that runs alone, without torch.distributed.
+        device, dtype: of the parameters.
+        layer_id: number of the layer; names its exchanges and seeds its weights, so layers in one
+            model need different ones.
+
+    Attributes:
+        weight1: [E, F1, H]; weight2: [E, H, F], as nn.Linear and Megatron keep them. On several
+            ranks DTensors, Shard(0): this rank has El of them.
+        router.weight: [E, H]
+        backend: "local", "nvlink", "hierarchical" or "rounds", None before the first forward.
+
+    Raises:
+        ConfigError: experts not divisible by ranks, a missing group, an unknown or missing setting,
+            a backend that cannot be had or lacks a setting, more tokens than the buffers hold;
+            ranks that differ in their settings; tokens that do not fit.
+    """
 
     takes_fp8 = True
+    _backend: Backend | None = None  # chosen by the first forward
 
     def __init__(
         self,
-        config: MoEConfig | MoEConfigDict,
+        config: MoEConfig | Mapping[str, Any],
         ep_group: Group = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -111,7 +148,7 @@ class _MoEModule(nn.Module):
             compile_fp8_ahead(like.device, weight_grads=precision == "fp8")
         self.init_weights()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _MoEModule:
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
         """A layer with parameters of its own; the rounds, their process group and its mesh are one
         for all layers."""
         mesh = getattr(self.weight1, "device_mesh", None)
@@ -128,7 +165,7 @@ class _MoEModule(nn.Module):
                 state_dict[key] = load_experts(getattr(self, name), state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _MoEModule:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoELayer:
         self._taken = None  # parameters may get another dtype or device
         return super()._apply(fn, recurse)
 
@@ -145,9 +182,6 @@ class _MoEModule(nn.Module):
         ranks = f"ranks={self.rounds.world_size}, rank={self.rounds.rank}"
         where = f"backend={self._backend_text()}, {like.dtype} on {like.device}"
         return f"{sizes}, {experts}, {kind}, {ranks}, {where}, layer_id={self.layer_id}"
-
-    def _backend_text(self) -> str:
-        return "all_to_all"
 
     def expert_weights(self) -> tuple[ExpertWeights, ExpertWeights]:
         """The parameters as moe/autograd.py takes them, for one call."""
@@ -203,92 +237,6 @@ class _MoEModule(nn.Module):
         if (tokens.dtype, tokens.device) != self._taken:
             self._taken = check_input(f"{self.name}: tokens", tokens, self.weight1)
         return tokens.reshape(-1, hidden)
-
-
-_NOT_DEFERRED = WeightGradScheduler()  # never enabled
-
-
-class MoEBaseline(_MoEModule):
-    """MoE with a standard all-to-all: dispatch, all experts, combine, one after the other.
-    Collective.
-
-    Args:
-        config: a MoEConfig or a dictionary of its fields: hidden_size, ffn_hidden_size,
-            num_experts, top_k, ...
-        ep_group: the expert-parallel group, or a DeviceMesh of one dimension; None in a process
-            that runs alone, without torch.distributed.
-        device, dtype: of the parameters.
-        layer_id: number of the layer; names it in errors and seeds its weights.
-
-    Attributes:
-        weight1, weight2: as MoELayer's.
-        router.weight: [E, H]
-
-    Raises:
-        ConfigError: experts not divisible by ranks, a missing group, an unknown or missing setting;
-            ranks that differ in their settings; tokens that do not fit.
-    """
-
-    takes_fp8 = False
-
-    @tells_peers
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [..., H] -> [..., H]"""
-        flat, name = self._flat(tokens), f"{self.name} baseline"
-        routing = self.router(flat)
-        counts = self.config.num_experts, self.rounds, f"{self.name} row counts"
-        plan = ExactPlan.from_topk(routing.ids, *counts, in_order=self.batch_invariant)
-        w1, w2 = self.expert_weights()
-        call = ExpertCall(
-            x=flat,
-            probs=routing.probs,
-            w1=w1,
-            w2=w2,
-            num_experts=self.num_local_experts,
-            activation=self.activation,
-            batch_invariant=self.batch_invariant,
-            scheduler=_NOT_DEFERRED,
-            name=name,
-        )
-        out = run_experts(call, AllToAllTransport(plan, self.rounds, name))
-        shared = self.shared_expert(flat)
-        return (out if shared is None else out + shared).view(tokens.shape)
-
-
-class MoELayer(_MoEModule):
-    """MoE with every exchange overlapped: on one rank without any, over symmetric memory inside an
-    NVLink domain (bf16), over two levels where ranks are on several hosts, else in round-robin P2P
-    exchanges. Collective.
-
-    The first forward decides which (`MoEConfig.backend`) and, over NVLink, sizes the buffers. Where
-    a later one brings more tokens to any rank, all ranks make larger ones in it.
-
-    With `MoEConfig.capacity_factor` the layer never waits for the device, over NVLink and on one
-    rank, so forward and backward can be captured in a CUDA graph. Choices beyond the capacity
-    contribute nothing over NVLink (one rank has room for all), and the next forward raises
-    FluidError; a replayed graph runs no forward, so call `check_overflow` after it. Nobody learns
-    of more tokens than the first forward had then: a rank that brings them raises ConfigError, and
-    its peers end with its message. With `MoEConfig.graph` the same holds inside `graph_room` only;
-    a forward outside of it serves any routing.
-
-    Args:
-        config, ep_group, device, dtype: as for MoEBaseline.
-        layer_id: number of the layer; names its exchanges, so layers in one model need different
-            ones.
-
-    Attributes:
-        weight1: [E, F1, H]; weight2: [E, H, F], as nn.Linear and Megatron keep them. On several
-            ranks DTensors, Shard(0): this rank has El of them.
-        router.weight: [E, H]
-        backend: "local", "nvlink", "hierarchical" or "rounds", None before the first forward.
-
-    Raises:
-        ConfigError: experts not divisible by ranks, a missing group, an unknown or missing setting,
-            a backend that cannot be had or lacks a setting, more tokens than the buffers hold;
-            ranks that differ in their settings; tokens that do not fit.
-    """
-
-    _backend: Backend | None = None  # chosen by the first forward
 
     def _backend_text(self) -> str:
         wanted = self.config.backend or current_config().moe_backend
@@ -363,6 +311,27 @@ class MoELayer(_MoEModule):
         may lag the device."""
         if self._backend is not None:
             self._backend.check_overflow()
+
+
+class MoEBaseline(MoELayer):
+    """MoELayer with a standard all-to-all: dispatch, all experts, combine, one after the other.
+    Nothing is recomputed and no weight gradient deferred. Arguments and attributes as for MoELayer.
+    """
+
+    takes_fp8 = False
+
+    def _backend_text(self) -> str:
+        return AllToAllBackend.name
+
+    def _choose(self) -> Backend:
+        return AllToAllBackend(self.shape(), self.rounds)
+
+    def shape(self) -> LayerShape:
+        return dataclasses.replace(super().shape(), name=f"{self.name} baseline")
+
+    def _call(self, **tensors: Any) -> ExpertCall:
+        name, call = f"{self.name} baseline", super()._call(**tensors)
+        return dataclasses.replace(call, recompute=(), scheduler=_NOT_DEFERRED, name=name)
 
 
 def _integers(name: str, values: Tensor | Sequence[Any], shape: tuple[int, ...]) -> list[Any]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import get_type_hints
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +10,7 @@ from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import activations, experts, permute, router
-from megatron_fluid.moe.config import MoEConfig, MoEConfigDict
+from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups, grouped_product
 from megatron_fluid.moe.rounds.plan import ExactPlan
 
@@ -51,18 +48,6 @@ def test_activations_from_callables() -> None:
     assert resolve(f.silu, gated=True) is activations.ACTIVATIONS["swiglu"]
     assert resolve(f.glu).gated and not resolve(f.mish).gated and resolve(f.mish, gated=True).gated
     assert resolve(torch.relu, gated=True).gated
-    for act in (
-        resolve(f.mish),
-        resolve(f.mish, gated=True),
-        resolve(f.relu, gated=True),
-        resolve(f.glu),
-    ):
-        h = normal(6, 8, grad=True)
-        dv = normal(6, 8 // act.gates, seed=3)
-        act.forward(h).backward(dv)
-        torch.testing.assert_close(
-            experts.activation_backward(act, h.detach(), dv, None)[0], h.grad
-        )
     with pytest.raises(ConfigError, match="activation: found 'swish', allowed: geglu.*swiglu"):
         resolve("swish")
     with pytest.raises(ConfigError, match="activation: found 3"):
@@ -339,9 +324,6 @@ def test_layer_settings() -> None:
         MoEConfig.of({**good, "experts": 3})
     with pytest.raises(ConfigError, match="found 'topk', allowed: hidden.*; did you mean top_k.$"):
         MoEConfig.of({**good, "topk": 3})
-    assert get_type_hints(MoEConfigDict) == get_type_hints(MoEConfig)
-    needed = {f.name for f in dataclasses.fields(MoEConfig) if f.default is dataclasses.MISSING}
-    assert MoEConfigDict.__required_keys__ == needed
     with pytest.raises(ConfigError, match="top_k not found"):
         MoEConfig.of({k: v for k, v in good.items() if k != "top_k"})
     with pytest.raises(ConfigError, match="hidden_size: found 0"):
