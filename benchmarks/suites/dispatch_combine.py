@@ -46,9 +46,9 @@ from benchmarks.harness.options import chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from benchmarks.suites.moe_phases import phase_buffers
+from megatron_fluid.kernels.routing_plan.kernel import RoutingHandle
 from megatron_fluid.moe.nvlink.buffers import (
     NvlinkBuffers,
-    RoutingHandle,
     barrier,
     make_plan,
     publish,

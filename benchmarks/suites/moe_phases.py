@@ -29,13 +29,13 @@ from benchmarks.harness.timing import quantile
 from megatron_fluid import MoELayer
 from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.kernels.grouped_gemm.launch import can_gate, grouped_weight_grad
+from megatron_fluid.kernels.routing_plan.kernel import RoutingHandle
 from megatron_fluid.moe.autograd import run_experts
 from megatron_fluid.moe.call import ExpertCall
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups, grouped_product
 from megatron_fluid.moe.experts import PlainExperts, activation_backward, activation_forward
 from megatron_fluid.moe.nvlink.buffers import (
     NvlinkBuffers,
-    RoutingHandle,
     make_plan,
     publish,
     push,

@@ -9,17 +9,51 @@ output, F width of fc2's input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.expert_weights import ExpertWeights, GivenBiases, GivenWeights
-from megatron_fluid.moe.offloading import Offload
 
-__all__ = ["ExpertCall"]
+__all__ = ["ExpertCall", "Offload", "Offloaded"]
+
+
+class Offloaded(Protocol):
+    """Handle to offloaded tensors; holds no device memory."""
+
+    def take(self) -> list[Tensor]:
+        """The tensors, ready on the current stream. Once.
+
+        Raises:
+            RuntimeError: they were taken before.
+        """
+        ...
+
+    def finish(self) -> None:
+        """What the tensors were needed for has been launched on the current stream: those that a
+        later backward wants may come."""
+        ...
+
+
+class Offload(Protocol):
+    """Puts parts of a call's activations away between forward and backward. Without one, autograd
+    keeps them.
+
+    Attributes:
+        parts: which of "rows" (the input of fc1) and "hidden" (its output). They are kept, and not
+            recomputed.
+    """
+
+    parts: Collection[str]
+
+    def put(self, part: str, tensors: Sequence[Tensor]) -> Offloaded | None:
+        """Take over the tensors of a part, at the end of a call's forward; None where autograd is
+        to save them. Of a call without a backward the tensors are none."""
+        ...
 
 
 @dataclass(kw_only=True, slots=True)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.config import FluidConfig, moe_recompute
-from megatron_fluid.moe.offloading import Offload
+from megatron_fluid.moe.call import Offload
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.config import FluidConfig
-from megatron_fluid.moe.call import ExpertCall
+from megatron_fluid.moe.call import ExpertCall, Offload
 from megatron_fluid.moe.expert_weights import ExpertWeights, GivenWeights, KeptLayout, Packed
-from megatron_fluid.moe.offloading import Offload
 from megatron_fluid.patches import versions
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks, is_foreign
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts

@@ -47,7 +47,6 @@ from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 
 __all__ = [
     "NvlinkBuffers",
-    "RoutingHandle",
     "barrier",
     "make_plan",
     "publish",

@@ -12,7 +12,8 @@ from megatron_fluid.cuda.triton_launch import Launch, power_of_two
 from megatron_fluid.kernels.grouped_gemm.launch import Owners
 from megatron_fluid.kernels.move_tokens.kernel import row_pieces
 from megatron_fluid.kernels.move_tokens.sent_rows import begin_combine_kernel, send_rows_kernel
-from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
+from megatron_fluid.kernels.routing_plan.kernel import RoutingHandle
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 
 __all__ = ["begin_combine", "owners", "send_rows"]
 

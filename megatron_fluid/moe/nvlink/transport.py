@@ -33,11 +33,11 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation.kernel import ACTIVATIONS
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows, fp8_sent_matmul
 from megatron_fluid.kernels.grouped_gemm.launch import can_send, sent_matmul
+from megatron_fluid.kernels.routing_plan.kernel import RoutingHandle
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.expert_weights import Matrices, RowGroups, computed_dtype, grouped_product
 from megatron_fluid.moe.nvlink.buffers import (
     NvlinkBuffers,
-    RoutingHandle,
     barrier,
     make_plan,
     publish,
@@ -89,7 +89,13 @@ class NvlinkTransport(TokenTransport):
         capacity: int | None = None, grow: Grow | None = None, room: LayerRoom | None = None,
     ) -> None:  # fmt: skip
         self.buffers, self.ids, self.handle, self.capacity = buffers, ids, handle, capacity
-        self._grow, self._room = grow, room
+        self._grow, self.room = grow, room
+
+    @property
+    def published(self) -> RoutingHandle:
+        """The handle, which a forward has published or was given."""
+        assert self.handle is not None
+        return self.handle
 
     def check_experts(self, activation: Activation, num_experts: int, biased: bool) -> None:
         if not activation.built_in or activation.name not in ACTIVATIONS:
@@ -127,78 +133,64 @@ class NvlinkTransport(TokenTransport):
             raise ConfigError.of("probs", _shown(probs), f"float32 {tuple(ids.shape)}")
 
     def forward(self, x: Tensor, probs: Tensor | None, keep: bool) -> _NvlinkExchange:
-        planned = self.handle is not None
         take_turn(self.buffers, "dispatch")
-        again = None
-        if self.handle is None:
-            assert probs is not None
-            self.handle = publish(self.buffers, self.ids, probs, self.capacity)
-            if self.capacity is None:
-                again = functools.partial(self._publish_again, probs)
-        return _NvlinkExchange(
-            self.buffers, self.handle, x, plan=not planned, again=again, room=self._room
-        )
+        if self.handle is not None:
+            return _NvlinkExchange(self, x)
+        assert probs is not None
+        self.handle = publish(self.buffers, self.ids, probs, self.capacity)
+        return _NvlinkExchange(self, x, probs)
 
-    def _publish_again(self, probs: Tensor, wanted: int) -> tuple[NvlinkBuffers, RoutingHandle]:
-        """The same call on larger buffers, when the plan says that a rank's tokens do not fit."""
+    def publish_again(self, probs: Tensor | None, wanted: int) -> None:
+        """Publish on larger buffers, when the plan says that a rank's tokens do not fit."""
+        assert probs is not None
         self.buffers = _grown(self.buffers, self._grow, self.ids.shape[0], wanted)
         take_turn(self.buffers, "dispatch")
         self.handle = publish(self.buffers, self.ids, probs)
-        return self.buffers, self.handle
 
     def backward(self, grad: Tensor, keep: bool) -> _NvlinkExchange:
-        assert self.handle is not None
         take_turn(self.buffers, "dispatch")
-        return _NvlinkExchange(self.buffers, self.handle, aligned(grad), graded=True)
+        return _NvlinkExchange(self, aligned(grad), graded=True)
 
     def recompute_rows(self, x: Tensor) -> list[Tensor]:
-        assert self.handle is not None
         take_turn(self.buffers, "dispatch")
-        _send(self.buffers, self.handle, x)
-        return [_receive(self.buffers, self.handle, x)]  # no combine follows, but a dispatch
+        _send(self.buffers, self.published, x)
+        return [_receive(self.buffers, self.published, x)]  # no combine follows, but a dispatch
 
 
 class _NvlinkExchange(Exchange):
     """Dispatch and combine of one call and direction.
 
     Args:
-        buffers, handle: of the call.
+        call: the transport.
         x: what is dispatched. [T, H], or packed rows of fp8
-        plan: the handle is only published, its tables are made here.
-        again: the host reads the experts' row counts, and where a rank has more tokens than the
-            buffers hold, this publishes the call on larger ones.
+        probs: of a forward whose handle is only published: its tables are made here. In exact mode
+            the host then reads the experts' row counts, and where a rank has more tokens than the
+            buffers hold, the call is published again.
         graded: the combine brings the gradients of the probabilities, too.
-        room: is told the rows that the host reads.
     """
 
     def __init__(
-        self, buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor, *,
-        plan: bool = False, graded: bool = False,
-        again: Callable[[int], tuple[NvlinkBuffers, RoutingHandle]] | None = None,
-        room: LayerRoom | None = None,
-    ) -> None:  # fmt: skip
-        self.buffers, self.handle, self.x = buffers, handle, x
-        self.plan, self.graded, self.again, self.room = plan, graded, again, room
+        self, call: NvlinkTransport, x: Tensor, probs: Tensor | None = None, graded: bool = False
+    ) -> None:
+        self.call, self.x, self.probs, self.graded = call, x, probs, graded
         self.results: list[Tensor] = []
 
     def segments(self) -> Iterator[Segment]:
-        buffers, handle, x = self.buffers, self.handle, self.x
-        _send(buffers, handle, x, self.plan)
+        call, x, probs = self.call, self.x, self.probs
+        buffers, handle = call.buffers, call.published
+        _send(buffers, handle, x, plan=probs is not None)
         tokens, hidden = handle.num_tokens, buffers.hidden
         self.results = [x.new_empty(tokens, hidden)]
         if self.graded:
             self.results.append(x.new_empty(tokens, buffers.top_k, dtype=torch.float32))
-        if self.again is not None:
-            # The host waits here. What can be done before is done before: nothing but launches
-            # should follow.
-            handle.ends = buffers.read_offsets()
-            if (wanted := buffers.most_wanted()) is not None:
-                _receive(buffers, handle, x)  # what is on the wire arrives before memory moves
-                self.buffers, self.handle = self.again(wanted)
-                yield from self.segments()
-                return
-            if self.room is not None:
-                self.room.saw(handle.ends[-1])
+        # The host may wait here. What can be done before is done before: nothing but launches
+        # should follow.
+        read = probs is not None and call.capacity is None
+        if read and (wanted := _read_plan(buffers, handle, call.room)) is not None:
+            _receive(buffers, handle, x)  # what is on the wire arrives before memory moves
+            call.publish_again(probs, wanted)
+            yield from self.segments()
+            return
         rows = _receive(buffers, handle, x)
         bounded = handle.ends is None and not self.graded
         likely = buffers.earlier_offsets() if bounded else None
@@ -209,7 +201,7 @@ class _NvlinkExchange(Exchange):
         self, segment: Segment, x: Tensor | Fp8Rows, matrices: Matrices,
         row_grad: Tensor | None = None,
     ) -> None:  # fmt: skip
-        buffers, handle = self.buffers, self.handle
+        buffers, handle = self.call.buffers, self.call.published
         if (sending_product := self._sending_product(x, matrices)) is None:
             self.combine_rows(segment, grouped_product(x, matrices, segment.groups), row_grad)
             return
@@ -221,7 +213,7 @@ class _NvlinkExchange(Exchange):
         self, x: Tensor | Fp8Rows, matrices: Matrices
     ) -> Callable[..., None] | None:
         """The grouped GEMM that sends its rows, or None where there is none for these operands."""
-        if not self.buffers.schedule.sent_rows:
+        if not self.call.buffers.schedule.sent_rows:
             return None
         if isinstance(x, Fp8Rows) and isinstance(matrices, Fp8Matrices) and x.values.is_cuda:
             return fp8_sent_matmul
@@ -230,18 +222,18 @@ class _NvlinkExchange(Exchange):
         return None
 
     def combine_rows(self, segment: Segment, rows: Tensor, row_grad: Tensor | None = None) -> None:
-        buffers, rows = self.buffers, aligned(rows)
+        buffers, handle, rows = self.call.buffers, self.call.published, aligned(rows)
         take_turn(buffers, "combine")
         if buffers.schedule.sent_rows:
-            begin_combine(buffers, self.handle, row_grad)
-            send_rows(buffers, self.handle, rows)
+            begin_combine(buffers, handle, row_grad)
+            send_rows(buffers, handle, rows)
         else:
-            reduce_push(buffers, self.handle, rows, row_grad)
+            reduce_push(buffers, handle, rows, row_grad)
 
     def finish(self, later: bool = False) -> None:
         # In a backward, after the weight gradients: a peer that is late has had their time to
         # arrive.
-        reduce(self.buffers, self.handle, *self.results)
+        reduce(self.call.buffers, self.call.published, *self.results)
 
 
 # For each move, the previous moves after which it needs a barrier: a slower rank may not have read
@@ -299,6 +291,16 @@ def _receive(buffers: NvlinkBuffers, handle: RoutingHandle, x: Tensor) -> Tensor
     return scatter(buffers, handle, x, rows, streamed=buffers.schedule.stream)
 
 
+def _read_plan(buffers: NvlinkBuffers, handle: RoutingHandle, room: LayerRoom | None) -> int | None:
+    """Wait for the experts' row counts, in exact mode. Return the most tokens that a rank brings
+    where these are more than the buffers hold, else None."""
+    handle.ends = buffers.read_offsets()
+    wanted = buffers.most_wanted()
+    if wanted is None and room is not None:
+        room.saw(handle.ends[-1])
+    return wanted
+
+
 def plan_nvlink(
     buffers: NvlinkBuffers, topk_ids: Tensor, probs: Tensor, capacity: int | None = None,
     grow: Grow | None = None, room: LayerRoom | None = None,
@@ -317,10 +319,7 @@ def plan_nvlink(
         make_plan(buffers, handle)
         if capacity is not None:
             return handle
-        handle.ends = buffers.read_offsets()
-        if (wanted := buffers.most_wanted()) is None:
-            if room is not None:
-                room.saw(handle.ends[-1])
+        if (wanted := _read_plan(buffers, handle, room)) is None:
             return handle
         buffers = _grown(buffers, grow, topk_ids.shape[0], wanted)
 

@@ -14,10 +14,11 @@ from benchmarks.cases.moe import CASES as SHAPES
 from benchmarks.cases.moe import MoECase
 from megatron_fluid.kernels.activation import kernel as fused_activation
 from megatron_fluid.kernels.fp8_casts.packed_rows import packed_width
+from megatron_fluid.kernels.routing_plan.kernel import RoutingHandle
 from megatron_fluid.moe.activations import Variant
 from megatron_fluid.moe.nvlink import buffers as nvlink_path
 from megatron_fluid.moe.nvlink import sent_rows
-from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers, RoutingHandle
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 from tests.support.kernel_cases import NARROW, WIDE, KernelCase, cases_of
 from tests.support.simulated_workspace import SimulatedWorkspace

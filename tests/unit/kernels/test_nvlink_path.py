@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import FluidError
+from megatron_fluid.kernels.routing_plan.kernel import RoutingHandle
 from megatron_fluid.moe.nvlink.buffers import (
     NvlinkBuffers,
-    RoutingHandle,
     make_plan,
     publish,
     push,
