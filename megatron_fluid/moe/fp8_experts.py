@@ -224,7 +224,7 @@ class Fp8Experts(PlainExperts):
             return
         grads, known = fc.kernel_grads(takes_main_grads)
         overwrite = fc.overwrites_main_grads()
-        if known.fit and _count(dy):
+        if known.fit:
             left, right = _turned(fc, dy, x, rows)
             operands = left, right, rows.offsets, known.addresses, grads, rows.ends
             add_fp8_weight_grads(*operands, overwrite=overwrite)
@@ -245,16 +245,7 @@ def _in_bf16(rows: Rows, groups: RowGroups) -> Tensor:
 def _gradient(fc: ExpertWeights, dy: Rows, x: Rows, groups: RowGroups) -> Tensor:
     """dW of all experts in bf16, in the layout of the weights, zero for an expert without rows.
     [El, A, B]"""
-    if _count(dy):
-        return fp8_weight_grads(*_turned(fc, dy, x, groups), groups.offsets, groups.ends)
-    shape = (fc.in_width, fc.out_width) if fc.layout == "in_out" else (fc.out_width, fc.in_width)
-    device = groups.offsets.device
-    return torch.zeros((fc.num_experts, *shape), dtype=torch.bfloat16, device=device)
-
-
-def _count(rows: Rows) -> int:
-    """How many rows have room in the tensors."""
-    return (rows.values if isinstance(rows, Fp8Rows) else rows).shape[0]
+    return fp8_weight_grads(*_turned(fc, dy, x, groups), groups.offsets, groups.ends)
 
 
 def _turned(

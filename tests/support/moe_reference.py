@@ -16,7 +16,29 @@ from torch import Tensor
 
 from megatron_fluid.moe.activations import Activation, resolve_activation
 
-__all__ = ["moe_reference"]
+__all__ = ["ROUTINGS", "gradients", "moe_reference", "routing"]
+
+ROUTINGS = ["random", "empty", "dropped", "one expert", "same expert twice", "nothing"]
+
+
+def routing(kind: str, tokens: int, experts: int, top_k: int, g: torch.Generator) -> Tensor:
+    """ids [T, K] of one of ROUTINGS; "empty": the last two experts get nothing."""
+    some = experts - 2 if kind == "empty" else experts
+    ids = torch.rand(tokens, some, generator=g).topk(top_k, -1).indices
+    if kind == "dropped":
+        ids[torch.rand(ids.shape, generator=g) < 0.4] = -1
+    if kind == "one expert":
+        ids[:], ids[:, 0] = -1, experts - 1
+    if kind == "same expert twice":
+        ids[:] = 1
+    if kind == "nothing":
+        ids[:] = -1
+    return ids
+
+
+def gradients(y: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """y, and the gradient of each leaf."""
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
 
 
 def moe_reference(

@@ -1,7 +1,7 @@
 """Top-k and softmax over the chosen in one kernel, and its backward; the choices of a routing map.
 
 Equal logits: the expert with the lower number comes first. References:
-megatron_fluid.moe.router.route (post-softmax); the loop in tests/unit/moe/test_nvlink_seam.py.
+megatron_fluid.moe.router.route (post-softmax); the loop in tests/unit/kernels/test_topk_router.py.
 
 Shapes: T tokens, E experts, K top-k.
 """

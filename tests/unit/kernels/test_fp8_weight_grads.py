@@ -1,5 +1,6 @@
-"""Weight gradients of fp8 rows on a CPU, and what their functions refuse; the rows that are turned
-for them, bit for bit against plain torch over uneven groups, with outliers, infinities and NaN."""
+"""What the functions of fp8 weight gradients refuse (what they compute: tests/unit/moe), and the
+rows that are turned for them: bit for bit against plain torch over uneven groups, with outliers,
+infinities and NaN."""
 
 from __future__ import annotations
 
@@ -28,52 +29,10 @@ _ENDS = list(itertools.accumulate(_COUNTS))
 _OFFSETS = torch.tensor(_ENDS, dtype=torch.int32)
 
 
-def _operands(high: int = 256, wide: int = 128) -> tuple[Tensor, Tensor, TurnedRows, TurnedRows]:
+def _operands() -> tuple[TurnedRows, TurnedRows]:
     g = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(_ENDS[-1], width, generator=g) for width in (high, wide))
-    return x, y, turned(x, _ENDS), turned(y, _ENDS)
-
-
-def test_the_reference_is_each_experts_product_but_for_the_rounding_of_the_casts() -> None:
-    x, y, left, right = _operands()
-    found = turned_weight_grads(left, right, _ENDS)
-    for expert, (start, end) in enumerate(itertools.pairwise([0, *_ENDS])):
-        wanted = x[start:end].t() @ y[start:end]
-        if start == end:
-            assert not found[expert].any()
-        else:
-            assert 0.01 < float((found[expert] - wanted).norm() / wanted.norm()) < 0.06
-
-
-def test_a_cpu_computes_the_reference() -> None:
-    _, _, left, right = _operands()
-    wanted = turned_weight_grads(left, right, _ENDS)
-    for ends in (None, _ENDS):
-        assert torch.equal(fp8_weight_grads(left, right, _OFFSETS, ends), wanted.bfloat16())
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-def test_a_cpu_adds_the_reference_to_what_was_there(stacked: bool) -> None:
-    _, _, left, right = _operands()
-    old = torch.randn(5, 256, 128, generator=torch.Generator().manual_seed(2))
-    outputs = old.clone() if stacked else [matrix.clone() for matrix in old]
-    addresses = torch.zeros(5, dtype=torch.int64)
-    add_fp8_weight_grads(left, right, _OFFSETS, addresses, outputs)
-    wanted = old + turned_weight_grads(left, right, _ENDS)
-    assert all(map(torch.equal, outputs, wanted))
-
-
-@pytest.mark.parametrize("rows", [True, False])
-def test_a_cpu_writes_the_reference_over_what_was_there(rows: bool) -> None:
-    _, _, left, right = _operands()
-    offsets, wanted = _OFFSETS, turned_weight_grads(left, right, _ENDS)
-    if not rows:
-        left, right = (TurnedRows(t.values[:, :0], t.scales[:0]) for t in (left, right))
-        offsets, wanted = torch.zeros_like(offsets), torch.zeros_like(wanted)
-    outputs = torch.full((5, 256, 128), torch.nan)
-    addresses = torch.zeros(5, dtype=torch.int64)
-    add_fp8_weight_grads(left, right, offsets, addresses, outputs, overwrite=True)
-    assert torch.equal(outputs, wanted)
+    x, y = (torch.randn(_ENDS[-1], width, generator=g) for width in (256, 128))
+    return turned(x, _ENDS), turned(y, _ENDS)
 
 
 def test_blocks_of_bounds_the_blocks_that_rows_take() -> None:
@@ -111,7 +70,7 @@ def _turned_strides(turned: TurnedRows) -> TurnedRows:
 def test_operands_that_do_not_fit_are_refused(
     change: Callable[[TurnedRows], TurnedRows] | None, words: str
 ) -> None:
-    _, _, left, right = _operands()
+    left, right = _operands()
     given = (left, right, _OFFSETS.long()) if change is None else (change(left), right, _OFFSETS)
     with pytest.raises(ConfigError, match=words):
         fp8_weight_grads(*given)
@@ -120,7 +79,7 @@ def test_operands_that_do_not_fit_are_refused(
 
 
 def test_outputs_that_do_not_fit_are_refused() -> None:
-    _, _, left, right = _operands()
+    left, right = _operands()
     addresses = torch.zeros(5, dtype=torch.int64)
     for outputs, places in (
         (torch.zeros(4, 256, 128), addresses),

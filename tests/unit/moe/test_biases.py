@@ -3,6 +3,8 @@ by the kernels (interpreted on a CPU), against plain torch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from megatron_fluid.moe.biases import BiasedExperts
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
 from megatron_fluid.moe.local import transport
 from tests.support.expert_calls import local_moe
+from tests.support.moe_reference import moe_reference
 
 T, K, E, H, F = 11, 2, 5, 16, 8
 GPT_OSS = resolve_activation("quick_geglu", variant=Variant(0.5, 1.0))
@@ -48,15 +51,9 @@ def _make(gated: bool, stacked: bool = True) -> tuple[Tensor, list[Tensor], Tens
     return ids, [leaf.requires_grad_() for leaf in leaves], grad
 
 
-def _expected(ids: Tensor, leaves: list[Tensor], activation: object) -> Tensor:
+def _expected(ids: Tensor, leaves: list[Tensor], activation: Any) -> Tensor:
     x, probs, w1, w2, b1, b2 = leaves
-    act, y = resolve_activation(activation), torch.zeros(T, H)  # type: ignore[arg-type]
-    for e in range(E):
-        tokens, choices = (ids == e).nonzero(as_tuple=True)
-        p = probs[tokens, choices].unsqueeze(1)
-        a = act.forward(x[tokens] @ w1[e].t() + b1[e]) * p
-        y = y.index_add(0, tokens, a @ w2[e].t() + b2[e] * p)
-    return y
+    return moe_reference(x, ids, probs, w1, w2, activation, (b1, b2))
 
 
 @pytest.mark.parametrize(

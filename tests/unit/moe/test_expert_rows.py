@@ -9,10 +9,10 @@ from torch import Tensor
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack
 from megatron_fluid.moe import experts
-from megatron_fluid.moe.activations import resolve_activation
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
 from megatron_fluid.moe.experts import add_to_main_grads
 from tests.support.expert_calls import expert_rows
+from tests.support.moe_reference import moe_reference
 
 H, F, COUNTS = 6, 5, [3, 0, 4, 1]
 El, N = len(COUNTS), sum(COUNTS)
@@ -33,21 +33,6 @@ def _matrices(order: str, out: int, width: int, seed: int) -> list[Tensor]:
     return [m.requires_grad_() for m in stack.unbind(0)]
 
 
-def _right(
-    rows: Tensor, probs: Tensor | None, w1: list[Tensor], w2: list[Tensor], activation: str,
-    biases: tuple[list[Tensor], list[Tensor]] | None,
-) -> Tensor:  # fmt: skip
-    act, found = resolve_activation(activation), []
-    scales = torch.ones(N, dtype=torch.float64) if probs is None else probs
-    for e, (x, p) in enumerate(zip(rows.split(COUNTS), scales.split(COUNTS), strict=True)):
-        h = x @ w1[e].t() + (0 if biases is None else biases[0][e])
-        gate, up = h.chunk(2, -1) if act.gated else (h, None)
-        value = torch.nn.functional.silu(gate) * up if act.gated else torch.relu(h)
-        y = (value * p[:, None]) @ w2[e].t()
-        found.append(y if biases is None else y + biases[1][e] * p[:, None])
-    return torch.cat(found)
-
-
 @pytest.mark.parametrize("order", ["separate", "ascending", "descending"])
 @pytest.mark.parametrize("activation", ["swiglu", "relu"])
 @pytest.mark.parametrize("kind", ["", "biases", "no probabilities", "recompute"])
@@ -64,7 +49,11 @@ def test_output_and_every_gradient(order: str, activation: str, kind: str) -> No
     leaves = [rows, *([] if probs is None else [probs]), *w1, *w2, *added]
     settings = {"recompute": ("hidden",) if kind == "recompute" else (), "biases": biases}
     mine = expert_rows(rows, probs, COUNTS, w1, w2, activation, **settings)  # type: ignore[arg-type]
-    right = _right(rows, probs, w1, w2, activation, biases)  # type: ignore[arg-type]
+    ids = torch.arange(El).repeat_interleave(torch.tensor(COUNTS))[:, None]
+    stacked = torch.stack(w1), torch.stack(w2)
+    tables = biases and (torch.stack(biases[0]), torch.stack(biases[1]))
+    factors = None if probs is None else probs[:, None]
+    right = moe_reference(rows, ids, factors, *stacked, activation, tables)
     torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
     grad = _normal(N, H, seed=7)
     pairs = (torch.autograd.grad(y, leaves, grad) for y in (mine, right))

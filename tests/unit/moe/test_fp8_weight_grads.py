@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_fluid import MoEConfig, MoELayer
-from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
@@ -135,26 +134,6 @@ def test_what_is_recomputed_gives_the_same_gradients(recompute: tuple[str, ...])
     same = "hidden" not in recompute  # else fc1's output is not rounded to a byte
     for found, right in zip(again, kept, strict=True):
         assert torch.equal(found, right) if same else gap(found, right) < 0.06
-
-
-def test_deferred_they_are_computed_when_the_scheduler_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept = gradients_of()
-    ids, (x, probs, w1, w2), grad = leaves_of()
-    scheduler = WeightGradScheduler()
-    scheduler.enable()
-    waiting: list[Any] = []
-    plain = scheduler.submit
-    monkeypatch.setattr(scheduler, "submit", lambda *given: waiting.append(given))
-    y = local_moe(x, ids, probs, w1, w2, fp8=True, scheduler=scheduler)
-    y.backward(grad)
-    assert [name for name, *_ in waiting] == ["moe fc2", "moe fc1"]
-    assert w1.grad is None and w2.grad is None
-    for given in waiting:
-        plain(*given)
-    for leaf, right in zip((x, probs, w1, w2), kept, strict=True):
-        assert leaf.grad is not None and torch.equal(leaf.grad, right)
 
 
 def test_rows_are_turned_when_a_weight_gradient_is_computed_and_never_in_bf16(

@@ -14,7 +14,7 @@ from megatron_fluid.moe.local import kernel_plan, transport
 from megatron_fluid.moe.local.transport import plan_local
 from tests.support.expert_calls import local_moe
 from tests.support.kernel_references import plan_reference
-from tests.support.moe_reference import moe_reference
+from tests.support.moe_reference import ROUTINGS, gradients, moe_reference, routing
 
 T, K, E, H, F = 11, 2, 5, 16, 8
 
@@ -27,32 +27,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def routing(kind: str, g: torch.Generator) -> Tensor:
-    ids = torch.rand(T, E, generator=g).topk(K, -1).indices
-    if kind == "empty":
-        ids = torch.rand(T, E - 2, generator=g).topk(K, -1).indices
-    if kind == "dropped":
-        ids[torch.rand(ids.shape, generator=g) < 0.4] = -1
-    if kind == "one expert":
-        ids[:, 0], ids[:, 1] = E - 1, -1
-    if kind == "same expert twice":
-        ids[:] = 1
-    if kind == "nothing":
-        ids[:] = -1
-    return ids
-
-
 def make(kind: str, gated: bool = True) -> tuple[Tensor, list[Tensor], Tensor]:
     """ids [T, K], leaves (x, probs, w1, w2), grad [T, H]."""
     g = torch.Generator().manual_seed(4)
-    ids = routing(kind, g)
+    ids = routing(kind, T, E, K, g)
     shapes = [(T, H), (T, K), (E, 2 * F if gated else F, H), (E, H, F), (T, H)]
     *leaves, grad = (torch.randn(*shape, generator=g) * 0.4 for shape in shapes)
     return ids, [leaf.requires_grad_() for leaf in leaves], grad
-
-
-def gradients(y: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
-    return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
 
 
 def check(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -66,10 +47,7 @@ def expected_of(kind: str, activation: str = "swiglu") -> list[Tensor]:
     return gradients(moe_reference(x, ids, probs, w1, w2, activation), leaves, grad)
 
 
-KINDS = ["random", "empty", "dropped", "one expert", "same expert twice", "nothing"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ROUTINGS)
 def test_outputs_and_gradients_agree_with_the_reference(way: str, kind: str) -> None:
     ids, leaves, grad = make(kind)
     x, probs, w1, w2 = leaves
@@ -103,7 +81,7 @@ def test_the_host_reads_nothing_with_stacked_weights(
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ROUTINGS)
 def test_the_plan_is_the_stable_sort_by_expert(kind: str) -> None:
     ids, (_, probs, *_), _ = make(kind)
     for whole in (ids, ids.int(), ids.repeat(7, 1)):  # of 77 tokens: several blocks

@@ -22,10 +22,37 @@ from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import CANDIDATES, NO_OVERLAP, Schedule
 from megatron_fluid.moe.nvlink.transport import plan_nvlink
 from tests.support.expert_calls import nvlink_moe
-from tests.support.nvlink_layer import DEVICE, SENT, E, F, H, K, T, gradients, make, reference
+from tests.support.moe_reference import gradients, moe_reference
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 pytestmark = pytest.mark.interpreter
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+T, K, E, H, F = 10, 2, 4, 32, 24
+SENT = Schedule(stream=True, sent_rows=True)
+
+
+def make(
+    seed: int = 1, gated: bool = True, schedule: Schedule = NO_OVERLAP
+) -> tuple[NvlinkBuffers, Tensor, list[Tensor], Tensor]:
+    """Buffers of one rank, ids [T, K] with dropped choices and an empty expert, leaves (x, probs,
+    w1, w2), grad [T, H].
+    """
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.rand(T, E - 1, generator=g).topk(K, -1).indices  # nothing goes to the last expert
+    ids[0, 1] = -1
+    ids[3] = -1
+    shapes = [(T, H), (T, K), (E, 2 * F if gated else F, H), (E, H, F), (T, H)]
+    *leaves, grad = (torch.randn(*shape, generator=g).to(DEVICE) * 0.5 for shape in shapes)
+    buffers = NvlinkBuffers(
+        SimulatedWorkspace(1, DEVICE).rank(0), T, H, K, E, torch.float32, schedule=schedule
+    )
+    return buffers, ids.to(DEVICE), [leaf.requires_grad_() for leaf in leaves], grad
+
+
+def reference(ids: Tensor, leaves: list[Tensor], activation: str) -> Tensor:
+    x, probs, w1, w2 = leaves
+    return moe_reference(x, ids, probs, w1, w2, activation)
 
 
 def agree(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -129,21 +156,6 @@ def test_deferred_weight_gradients_run_during_the_next_layer() -> None:
     for value, leaf in zip(found, leaves, strict=True):
         assert value is not None and leaf.grad is not None
         assert torch.allclose(value, leaf.grad, rtol=1e-4)
-
-
-@pytest.mark.parametrize("capacity", [None, T * K])
-def test_main_grads_of_any_stride(capacity: int | None) -> None:
-    """Those that one GEMM does not take are added to expert by expert."""
-    buffers, ids, leaves, grad = make()
-    *_, dw1, dw2 = gradients(reference(ids, leaves, "swiglu"), leaves, grad)
-    x, probs, w1, w2 = leaves
-    for w in (w1, w2):
-        w.main_grad = torch.ones(*w.shape[:2], w.shape[2] + 1, device=DEVICE)[..., :-1]  # type: ignore[attr-defined]
-    nvlink_moe(buffers, x, ids, probs, w1, w2, "swiglu", capacity, fused_main_grad=True).backward(
-        grad
-    )
-    for w, expected in ((w1, dw1), (w2, dw2)):
-        assert torch.allclose(w.main_grad - 1, expected, atol=1e-4)  # type: ignore[attr-defined]
 
 
 def test_a_recomputation_replays_its_plan() -> None:

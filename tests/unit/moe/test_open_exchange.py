@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_fluid.moe.local.transport import LocalPlan, LocalTransport
 from megatron_fluid.moe.open_exchange import DispatchedRows, OpenExchange
 from megatron_fluid.moe.transport import TokenTransport
+from tests.support.moe_reference import moe_reference, routing
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 T, K, E, H, F = 11, 2, 5, 16, 8
@@ -19,15 +20,7 @@ KINDS = ["random", "dropped", "one expert", "nothing"]
 
 
 def _routing(kind: str) -> Tensor:
-    g = torch.Generator().manual_seed(4)
-    ids = torch.rand(T, E, generator=g).topk(K, -1).indices
-    if kind == "dropped":
-        ids[torch.rand(ids.shape, generator=g) < 0.4] = -1
-    if kind == "one expert":
-        ids[:, 0], ids[:, 1] = E - 1, -1
-    if kind == "nothing":
-        ids[:] = -1
-    return ids
+    return routing(kind, T, E, K, torch.Generator().manual_seed(4))
 
 
 def _torch(ids: Tensor, x: Tensor) -> TokenTransport:
@@ -72,13 +65,8 @@ def _leaves() -> tuple[list[Tensor], Tensor]:
 
 
 def _expected(ids: Tensor, leaves: list[Tensor]) -> Tensor:
-    x, probs, *weights = leaves
-    y = torch.zeros(T, H)
-    for e in range(E):
-        tokens, choices = (ids == e).nonzero(as_tuple=True)
-        rows = DispatchedRows(x[tokens], probs[tokens, choices], [len(tokens)])
-        y = y.index_add(0, tokens, _experts(rows, *(w[e : e + 1] for w in weights)))
-    return y
+    x, probs, w1, b1, w2, b2 = leaves
+    return moe_reference(x, ids, probs, w1, w2, "gelu", (b1, b2))
 
 
 @pytest.mark.parametrize("kind", KINDS)
