@@ -3,7 +3,7 @@ that megatron_fluid computes.
 
 Its manager copies groups of tensors to the host at the end of a module's forward, and back before
 its backward: of expert_fc1 the input of fc1, of moe_act that of the activation. They are what
-megatron_fluid's experts keep, rows and hidden (moe/offloading.py). Megatron's experts tell the
+megatron_fluid's experts keep, rows and hidden (moe/call.py). Megatron's experts tell the
 manager by autograd functions around a module, under hooks for saved tensors. Here it is told from
 within the one autograd function, of both modules at the end of the forward, and in the backward
 when a part is needed and when the layer is done:
@@ -73,7 +73,7 @@ class MegatronOffload:
         self._delayed = delayed
 
     def put(self, part: str, tensors: Sequence[Tensor]) -> _Group | None:
-        """See moe.offloading.Offload."""
+        """See moe.call.Offload."""
         from megatron.core.pipeline_parallel import fine_grained_activation_offload as offloading
 
         name = _MODULES[part]
@@ -96,7 +96,7 @@ class _Group:
         self._tags: list[Any] | None = tags
 
     def take(self) -> list[Tensor]:
-        """See moe.offloading.Offloaded."""
+        """See moe.call.Offloaded."""
         tags, self._tags = self._tags, None
         if tags is None:
             what = "a second backward of one forward (retain_graph) finds them gone"
@@ -110,5 +110,5 @@ class _Group:
         return [self._chunk.tensor_pop(tag) for tag in tags]
 
     def finish(self) -> None:
-        """See moe.offloading.Offloaded."""
+        """See moe.call.Offloaded."""
         self._chunk.on_group_start_backward()
