@@ -1,28 +1,36 @@
 """The checks of `megatron-fluid doctor`: what each looks at, the consequence where it fails, and
-the remedy."""
+the remedy.
+
+NVSHMEM loads one remote transport at start-up: IBGDA (`NVSHMEM_IB_ENABLE_IBGDA=1`), else what
+`NVSHMEM_REMOTE_TRANSPORT` names (ibrc, libfabric, ucx, ibdevx, none). Inside a host it uses peer
+access and needs none of it. Its checks read the file system and load nothing.
+"""
 
 from __future__ import annotations
 
+import ctypes.util
 import functools
 import importlib
 import importlib.util
 import itertools
+import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed
 
 from megatron_fluid import patches
-from megatron_fluid.cli import nvshmem_checks
 from megatron_fluid.cli.arguments import install_command
-from megatron_fluid.cli.nvshmem_checks import LOOKS, Look
 
-__all__ = ["CHECKS", "Check"]
+__all__ = ["CHECKS", "Check", "Look"]
 
+Look = Callable[[], tuple[bool, str]]
 _MINIMUM_TORCH = (2, 10)
+_ROOT = Path("/")  # tests look at another
 
 
 @dataclass(frozen=True)
@@ -106,9 +114,99 @@ def _nvrtc() -> tuple[bool, str]:
     return True, f"{major}.{minor}"
 
 
+def _wheels() -> list[Path]:
+    """Folders of NVSHMEM's wheels (nvidia-nvshmem-cu12, -cu13), wherever they are importable."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:  # there is no nvidia package at all
+        return []
+    return [] if spec is None else [Path(path) for path in spec.submodule_search_locations or ()]
+
+
+def _library(pattern: str) -> tuple[bool, str]:
+    """Look for a library of NVSHMEM: in NVSHMEM_LIB_DIR, NVSHMEM_HOME, wheels, system folders."""
+    folders = [Path(os.environ["NVSHMEM_LIB_DIR"])] if "NVSHMEM_LIB_DIR" in os.environ else []
+    home = os.environ.get("NVSHMEM_HOME")
+    folders += [Path(home) / folder for folder in ("lib", "lib64")] if home else []
+    folders += [wheel / "lib" for wheel in _wheels()]
+    folders += [_ROOT / path for path in ("usr/local/lib", "usr/lib", "opt/nvidia/nvshmem/lib")]
+    for folder in folders:
+        for found in sorted(folder.glob(pattern)):
+            return True, f"{found.name} in {folder}"
+    return False, f"no {pattern} in {', '.join(map(str, folders))}"
+
+
+def _device_library() -> tuple[bool, str]:
+    if importlib.util.find_spec("torch.distributed._symmetric_memory._nvshmem_triton") is None:
+        return False, "this torch has no NVSHMEM bindings for Triton"
+    return _library("libnvshmem_device.bc")
+
+
+def _rdma_devices() -> tuple[bool, str]:
+    folder = _ROOT / "sys/class/infiniband"
+    devices = sorted(folder.iterdir()) if folder.is_dir() else []
+    if not devices:
+        state = "empty" if folder.is_dir() else "absent"
+        return False, f"no RDMA network device ({folder} is {state})"
+    verbs = _ROOT / "dev/infiniband"
+    if not list(verbs.glob("uverbs*")):
+        return False, f"{len(devices)} devices, but no {verbs}/uverbs* in this container or machine"
+    states = []
+    for device in devices:
+        files = device.glob("ports/*/state")
+        ports = [f"port {p.parent.name} {p.read_text().split(':')[-1].strip()}" for p in files]
+        states.append(f"{device.name} ({', '.join(ports) or 'no port'})")
+    active = any("ACTIVE" in state for state in states)
+    return active, ", ".join(states) + ("" if active else ": no port is ACTIVE")
+
+
+def _direct_rdma() -> tuple[bool, str]:
+    modules = _ROOT / "proc/modules"
+    lines = modules.read_text().splitlines() if modules.exists() else []
+    found = sorted({line.split()[0] for line in lines} & {"nvidia_peermem", "nv_peer_mem"})
+    if found:
+        return True, f"{found[0]} is loaded"
+    kernel = _ROOT / "proc/sys/kernel/osrelease"
+    release = kernel.read_text().strip() if kernel.exists() else "unknown"
+    version = _ROOT / "proc/driver/nvidia/version"
+    numbers = [int(part) for part in re.findall(r"\d+", release)[:2]]
+    if version.exists() and "Open Kernel Module" in version.read_text() and numbers >= [5, 12]:
+        return True, f"by dma-buf: open kernel modules on kernel {release}"
+    lacks = "nvidia_peermem is not loaded (modprobe nvidia-peermem), nor is there dma-buf"
+    return False, f"{lacks} (kernel {release})"
+
+
+def _driver_options() -> tuple[bool, str]:
+    if os.environ.get("NVSHMEM_IBGDA_NIC_HANDLER", "").lower() == "cpu":
+        return True, "NVSHMEM_IBGDA_NIC_HANDLER=cpu needs none"
+    path = _ROOT / "proc/driver/nvidia/params"
+    if not path.exists():
+        return False, f"{path} is absent: no NVIDIA driver here"
+    params = dict(line.split(": ", 1) for line in path.read_text().splitlines() if ": " in line)
+    memory = params.get("EnableStreamMemOPs", "0").strip()
+    missing = [] if memory == "1" else ["NVreg_EnableStreamMemOPs=1"]
+    if "PeerMappingOverride=1" not in params.get("RegistryDwords", ""):
+        missing.append('NVreg_RegistryDwords="PeerMappingOverride=1;"')
+    if missing:
+        lacks = f"the nvidia module lacks {' and '.join(missing)}"
+        where = "(options nvidia ... in /etc/modprobe.d)"
+        return False, f"{lacks} {where}; or set NVSHMEM_IBGDA_NIC_HANDLER=cpu"
+    return True, "EnableStreamMemOPs=1, PeerMappingOverride=1"
+
+
+def _libfabric() -> tuple[bool, str]:
+    efa = sorted((_ROOT / "opt/amazon/efa").glob("lib*/libfabric.so*"))
+    found = ctypes.util.find_library("fabric") or next(map(str, efa), None)
+    if found is None:
+        return False, "no libfabric.so (the EFA installer puts it into /opt/amazon/efa)"
+    default = "cxi, NVSHMEM's default; on EFA set it to efa"
+    provider = os.environ.get("NVSHMEM_LIBFABRIC_PROVIDER", default)
+    return True, f"{found}; NVSHMEM_LIBFABRIC_PROVIDER: {provider}"
+
+
 def _nvshmem() -> tuple[bool, str]:
     symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
-    found, where = nvshmem_checks.find_library("libnvshmem_host.so*")
+    found, where = _library("libnvshmem_host.so*")
     if symmetric_memory.is_nvshmem_available():
         return True, f"torch finds it: {where}" if found else "torch finds it"
     if not found:
@@ -173,36 +271,43 @@ CHECKS: Mapping[str, Check] = {
         "pip install cuda-bindings nvidia-cuda-nvrtc",
     ),
     "nvshmem": Check(_nvshmem, _NO_NVSHMEM, _NVSHMEM_WHEEL),
+    "nvshmem device library": Check(_device_library, _NO_NVSHMEM, _NVSHMEM_WHEEL, ("nvshmem",)),
+    # torch starts NVSHMEM by a unique id that it passes round itself.
+    "nvshmem bootstrap": Check(
+        functools.partial(_library, "nvshmem_bootstrap_uid.so*"), _NO_NVSHMEM, _NVSHMEM_WHEEL,
+        ("nvshmem",),
+    ),
     **{
-        name: Check(LOOKS[name], consequence, _NVSHMEM_WHEEL, ("nvshmem",))
+        f"nvshmem {name}": Check(
+            functools.partial(_library, f"nvshmem_transport_{name}.so*"), consequence,
+            _NVSHMEM_WHEEL, ("nvshmem",),
+        )
         for name, consequence in (
-            ("nvshmem device library", _NO_NVSHMEM),
-            ("nvshmem bootstrap", _NO_NVSHMEM),
-            ("nvshmem ibgda", "NVSHMEM takes ibrc or libfabric between hosts"),
-            ("nvshmem ibrc", "NVSHMEM takes ibgda or libfabric between hosts"),
-            ("nvshmem libfabric", "no NVSHMEM on EFA or Slingshot"),
+            ("ibgda", "NVSHMEM takes ibrc or libfabric between hosts"),
+            ("ibrc", "NVSHMEM takes ibgda or libfabric between hosts"),
+            ("libfabric", "no NVSHMEM on EFA or Slingshot"),
         )
     },
     "rdma devices": Check(
-        LOOKS["rdma devices"],
+        _rdma_devices,
         "NVSHMEM stays inside this host; NCCL goes over sockets between hosts",
         "give the container /dev/infiniband and look at `ibv_devinfo`; one host needs none",
         _CUDA,
     ),
     "gpu direct rdma": Check(
-        LOOKS["gpu direct rdma"],
+        _direct_rdma,
         "what goes between hosts is copied through host memory, and ibgda and ibrc do not start",
         "modprobe nvidia-peermem",
         _RDMA,
     ),
     "nvidia driver options": Check(
-        LOOKS["nvidia driver options"],
+        _driver_options,
         "ibgda does not start by itself; ibrc does",
         "set NVSHMEM_IBGDA_NIC_HANDLER=cpu, or the driver's options that the check names",
         _RDMA,
     ),
     "libfabric provider": Check(
-        LOOKS["libfabric provider"],
+        _libfabric,
         "no NVSHMEM on EFA or Slingshot",
         "install libfabric, on EFA by its installer; other networks need none",
         _RDMA,
@@ -218,4 +323,4 @@ CHECKS: Mapping[str, Check] = {
         install_command("te"),
         _CUDA,
     ),
-}
+}  # fmt: skip

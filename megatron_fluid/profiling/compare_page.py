@@ -16,7 +16,13 @@ from megatron_fluid import __version__
 __all__ = ["Comparison", "Step", "write_page"]
 
 _SAME = 1e-7  # relative difference of losses that Megatron's log cannot show
-_COLOURS = {"off": "#9db8d9", "off again": "#8a94a0", "on": "#c8321e"}
+_DIFFERENCE = "relative difference of losses"
+# Of a run's curve: colour, style and width, so that the curve below is seen beside the one above.
+_STYLES = {
+    "off": ("#9db8d9", "-", 4.0), "off again": ("#8a94a0", "--", 1.5), "on": ("#c8321e", "-", 1.5)
+}  # fmt: skip
+
+type _Curves = dict[str, list[tuple[int, float]]]  # (iteration, value) of each run
 
 
 class Step(NamedTuple):
@@ -109,9 +115,10 @@ def write_page(comparison: Comparison, folder: Path) -> list[Path]:
     charts: list[str] = []
     paths = [folder / "compare.html"]
     try:
-        charts = [_svg(comparison, [panel]) for panel in _panels(comparison)]
+        panels = _panels(comparison)
+        charts = [_svg(*panel) for panel in panels.items()]
         paths.append(folder / "compare.png")
-        _figure(comparison, _panels(comparison), 2).savefig(paths[-1], dpi=110)
+        _figure(panels, 2, comparison.lines()[0]).savefig(paths[-1], dpi=110)
     except ImportError as error:
         paths = paths[:1]
         print(f"no curves: install matplotlib ({error})", flush=True)
@@ -136,68 +143,57 @@ def write_page(comparison: Comparison, folder: Path) -> list[Path]:
     return paths
 
 
-class _Panel(NamedTuple):
-    """One plot: a curve a name, as (iterations, values); a logarithmic axis where values are
-    differences."""
+def _panels(comparison: Comparison) -> dict[str, _Curves]:
+    """The curves of each plot, by its title."""
+    off, on, again = comparison.off, comparison.on, comparison.again
 
-    title: str
-    curves: dict[str, tuple[list[int], list[float]]]
-    log: bool = False
+    def curves(name: str, first: int = 0) -> _Curves:
+        return {
+            run: [
+                (s.iteration, getattr(s, name))
+                for s in steps[first:]
+                if getattr(s, name) is not None
+            ]
+            for run, steps in (("off", off), ("off again", again), ("on", on))
+        }
 
+    def differences(run: Sequence[Step]) -> list[tuple[int, float]]:
+        each = zip(run, comparison.difference(run, off), strict=False)
+        return [(step.iteration, max(value, _SAME)) for step, value in each]
 
-def _panels(comparison: Comparison) -> list[_Panel]:
-    runs = {"off": comparison.off, "off again": comparison.again, "on": comparison.on}
-
-    def curve(run: Sequence[Step], name: str) -> tuple[list[int], list[float]]:
-        found = [(s.iteration, value) for s in run if (value := getattr(s, name)) is not None]
-        return [at for at, _ in found], [value for _, value in found]
-
-    at = [step.iteration for step in comparison.on]
-    differences = {
-        "on and off": comparison.difference(comparison.on, comparison.off),
-        "off again and off": comparison.difference(comparison.again, comparison.off),
+    return {
+        "loss": curves("loss"),
+        _DIFFERENCE: {"on and off": differences(on), "off again and off": differences(again)},
+        "gradient norm": curves("grad_norm"),
+        "milliseconds an iteration": curves("ms", comparison.warm_up),
     }
-    shown = {
-        name: (at[: len(values)], [max(value, _SAME) for value in values])
-        for name, values in differences.items()
-    }
-    return [
-        _Panel("loss", {name: curve(run, "loss") for name, run in runs.items()}),
-        _Panel("relative difference of losses", shown, log=True),
-        _Panel("gradient norm", {name: curve(run, "grad_norm") for name, run in runs.items()}),
-        _Panel("milliseconds an iteration", {
-            name: curve(run[comparison.warm_up :], "ms") for name, run in runs.items()
-        }),
-    ]  # fmt: skip
 
 
-def _figure(comparison: Comparison, panels: Sequence[_Panel], columns: int) -> Any:
+def _figure(panels: dict[str, _Curves], columns: int, title: str = "") -> Any:
     from matplotlib.figure import Figure
 
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(5.6 * columns, 3.1 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flat
-    for axis, panel in zip(axes, panels, strict=True):
-        for name, (at, values) in panel.curves.items():
-            colour = _COLOURS.get(name.split(" and ")[0], "#333333")
-            style = {"off again": "--"}.get(name.split(" and ")[0], "-")
-            width = 4.0 if name == "off" else 1.5  # the curve below is seen beside the one above
-            axis.plot(at, values, style, color=colour, label=name, linewidth=width)
-        axis.set_title(panel.title, loc="left", fontsize=11)
+    for axis, (name, curves) in zip(axes, panels.items(), strict=True):
+        for run, points in curves.items():
+            colour, style, width = _STYLES[run.split(" and ")[0]]
+            at, values = [at for at, _ in points], [value for _, value in points]
+            axis.plot(at, values, style, color=colour, label=run, linewidth=width)
+        axis.set_title(name, loc="left", fontsize=11)
         axis.set_xlabel("iteration", fontsize=10)
         axis.grid(color="#dddddd", linewidth=0.5)
         axis.legend(fontsize=9, frameon=False)
-        if panel.log:
+        if name == _DIFFERENCE:  # curves of differences have a logarithmic axis
             axis.set_yscale("log")
             axis.set_ylim(_SAME / 2, max(1e-2, 2 * axis.get_ylim()[1]))
-    if len(panels) > 1:
-        figure.suptitle(comparison.lines()[0], fontsize=12)
+    figure.suptitle(title, fontsize=12)
     return figure
 
 
-def _svg(comparison: Comparison, panels: Sequence[_Panel]) -> str:
+def _svg(title: str, curves: _Curves) -> str:
     text = io.StringIO()
-    _figure(comparison, panels, 1).savefig(text, format="svg")
+    _figure({title: curves}, 1).savefig(text, format="svg")
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import html
-import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from string import Template
 from typing import Any
 
-from megatron_fluid.profiling.page import KINDS, PAGE
+from megatron_fluid.profiling.page import KINDS, page
 from megatron_fluid.profiling.timeline import Timeline
 
-__all__ = ["draw", "draw_page", "draw_picture"]
+__all__ = ["draw", "draw_picture"]
 
 _MOST_BARS = 20_000
 
@@ -24,30 +21,13 @@ def draw(timelines: Sequence[Timeline], folder: Path, heading: str) -> list[Path
     Without matplotlib there is no PNG, and a message says so.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [draw_page(timelines, folder / "timeline.html", heading)]
+    paths = [folder / "timeline.html"]
+    paths[0].write_text(page(timelines, heading))
     try:
         paths.append(draw_picture(timelines, folder / "timeline.png", heading))
     except ImportError as error:
         print(f"no timeline.png: install matplotlib ({error})", flush=True)
     return paths
-
-
-def draw_page(timelines: Sequence[Timeline], path: Path, heading: str) -> Path:
-    """Write the page, which holds its script and style and loads nothing."""
-    names: dict[str, int] = {}  # each name once in the file; events hold its number
-
-    def lane(name: str, events: Sequence[tuple[float, float, str, str]]) -> dict[str, Any]:
-        numbered = [
-            (round(at, 1), round(length, 1), kind, names.setdefault(event[:160], len(names)))
-            for at, length, kind, event in events
-        ]
-        return {"name": name, "events": numbered}
-
-    variants = [vars(t) | {"lanes": [lane(*one) for one in t.lanes]} for t in timelines]
-    data = {"names": list(names), "variants": variants, "kinds": KINDS}
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    path.write_text(Template(PAGE).substitute(heading=html.escape(heading), data=text))
-    return path
 
 
 def draw_picture(timelines: Sequence[Timeline], path: Path, heading: str) -> Path:

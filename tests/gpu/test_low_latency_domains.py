@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fluid.cli.nvshmem_checks import LOOKS
+from megatron_fluid.cli.checks import CHECKS
 from tests.gpu.test_low_latency_gpu import _TOLERANCE, _Routing
 from tests.support.launch import run_ranks
 from tests.support.machine import GPUS, RANKS, SHARED
@@ -19,7 +19,9 @@ pytestmark = [
     pytest.mark.skipif(_RANKS < 2, reason="needs at least 2 ranks on GPUs"),
 ]
 
-WHY_NOT_NVSHMEM = next((detail for ok, detail in (LOOKS[n]() for n in _NVSHMEM) if not ok), None)
+WHY_NOT_NVSHMEM = next(
+    (detail for ok, detail in (CHECKS[n].look() for n in _NVSHMEM) if not ok), None
+)
 if SHARED:
     WHY_NOT_NVSHMEM = "ranks share GPUs"
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from megatron_fluid.cli import doctor, main, nvshmem_checks
+from megatron_fluid.cli import checks, doctor, main
 from megatron_fluid.cli.arguments import install_command
-from megatron_fluid.cli.checks import CHECKS
-from megatron_fluid.cli.nvshmem_checks import Look
+from megatron_fluid.cli.checks import CHECKS, Look
 from megatron_fluid.cuda import devices, nvrtc
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -152,7 +151,7 @@ def test_doctor_finds_nvshmem_wherever_it_lies(
     for folder in (package / "lib", home / "lib64"):
         folder.mkdir(parents=True)
         (folder / "libnvshmem_host.so.3").touch()
-    monkeypatch.setattr(nvshmem_checks, "_wheels", lambda: [package])
+    monkeypatch.setattr(checks, "_wheels", lambda: [package])
     symmetric_memory = importlib.import_module("torch.distributed._symmetric_memory")
     monkeypatch.setattr(symmetric_memory, "is_nvshmem_available", lambda: False)
     monkeypatch.delenv("NVSHMEM_HOME", raising=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fluid.cli import nvshmem_checks as checks
+from megatron_fluid.cli import checks
 
 
 @pytest.fixture
@@ -53,13 +53,12 @@ FILES = {
 
 
 def test_a_bare_machine_is_told_what_it_lacks_and_a_furnished_one_passes(machine: Path) -> None:
-    assert set(FILES) == set(checks.LOOKS)
     _write(machine, "dev/infiniband/uverbs0")
     for name, (lacks, path, text) in FILES.items():
-        ok, detail = checks.LOOKS[name]()
+        ok, detail = checks.CHECKS[name].look()
         assert not ok and lacks in detail, (name, detail)
         _write(machine, path.format(lacks), text)
-        ok, detail = checks.LOOKS[name]()
+        ok, detail = checks.CHECKS[name].look()
         assert ok, (name, detail)
 
 
@@ -67,21 +66,25 @@ def test_half_furnished_machines_hear_what_is_left(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _write(machine, "sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
-    assert "uverbs" in checks.LOOKS["rdma devices"]()[1]
+    assert "uverbs" in checks.CHECKS["rdma devices"].look()[1]
     _write(machine, "dev/infiniband/uverbs0")
-    assert checks.LOOKS["rdma devices"]() == (False, "mlx5_0 (port 1 DOWN): no port is ACTIVE")
+    assert checks.CHECKS["rdma devices"].look() == (
+        False,
+        "mlx5_0 (port 1 DOWN): no port is ACTIVE",
+    )
     _write(machine, "proc/driver/nvidia/params", 'EnableStreamMemOPs: 0\nRegistryDwords: ""\n')
-    ok, detail = checks.LOOKS["nvidia driver options"]()
+    ok, detail = checks.CHECKS["nvidia driver options"].look()
     assert not ok and "NVreg_EnableStreamMemOPs=1 and NVreg_RegistryDwords" in detail
     monkeypatch.setenv("NVSHMEM_IBGDA_NIC_HANDLER", "cpu")
-    assert checks.LOOKS["nvidia driver options"]()[0]
+    assert checks.CHECKS["nvidia driver options"].look()[0]
     _write(machine, "proc/sys/kernel/osrelease", "6.8.0-40-generic\n")
-    assert not checks.LOOKS["gpu direct rdma"]()[0]
+    assert not checks.CHECKS["gpu direct rdma"].look()[0]
     _write(
         machine,
         "proc/driver/nvidia/version",
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64\n",
     )
     assert (
-        "dma-buf" in checks.LOOKS["gpu direct rdma"]()[1] and checks.LOOKS["gpu direct rdma"]()[0]
+        "dma-buf" in checks.CHECKS["gpu direct rdma"].look()[1]
+        and checks.CHECKS["gpu direct rdma"].look()[0]
     )

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_fluid.profiling.compare_page import Comparison, Step, write_page
-from megatron_fluid.profiling.draw import draw_page
+from megatron_fluid.profiling.page import page
 from megatron_fluid.profiling.timeline import read_timeline
 from tests.unit.profiling.test_timeline import a_trace
 
@@ -50,33 +50,29 @@ addEventListener("load", () => {
       found.overlaps.push([a.textContent, b.textContent]);
   found.smallest = Math.min(...leaves.map(e => parseFloat(getComputedStyle(e).fontSize)));
   found.wider = document.documentElement.scrollWidth - innerWidth;
-  found.narrowest = Math.min(...[...document.querySelectorAll("canvas, svg")]
+  found.narrowest = Math.min(...[...document.querySelectorAll(".track, svg")]
     .map(e => e.getBoundingClientRect().width));
-  const canvas = document.querySelector("canvas");
-  if (canvas) {
-    const box = canvas.getBoundingClientRect(), middle = box.left + box.width / 2;
-    const fire = (name, x, more = {}) => canvas.dispatchEvent(new MouseEvent(name,
-      {bubbles: true, clientX: x, clientY: box.top + 5, ...more}));
-    const ink = () => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height)
-      .data.reduce((sum, value) => sum + value, 0);
+  const track = document.querySelector(".track");
+  if (track) {
+    const box = track.getBoundingClientRect(), middle = box.left + box.width / 2;
+    const bar = track.querySelector("i"), at = () => bar.getBoundingClientRect().left - box.left;
+    const fire = (name, x) =>
+      track.dispatchEvent(new MouseEvent(name, {bubbles: true, clientX: x}));
     found.whole = [...view];
-    paint();
-    found.ink = ink();
-    canvas.dispatchEvent(new WheelEvent("wheel",
-      {bubbles: true, cancelable: true, deltaY: -400, clientX: middle, clientY: box.top + 5}));
+    found.bar = bar.title;
+    found.at = [at()];
+    track.dispatchEvent(new WheelEvent("wheel",
+      {bubbles: true, cancelable: true, deltaY: -400, clientX: middle}));
     found.zoomed = [...view];
+    found.at.push(at());
     fire("mousedown", middle);
     fire("mousemove", middle - box.width / 4);
     fire("mouseup", middle);
     found.moved = [...view];
-    paint();
-    found.moved_ink = ink();
+    found.at.push(at());
+    found.ticks = [...document.querySelectorAll(".ticks span")].slice(0, 2).map(e => e.textContent);
     fire("dblclick", middle);
     found.back = [...view];
-    fire("mousemove", box.left + 3);
-    found.tip = document.getElementById("tip").textContent;
-    const tip = document.getElementById("tip").getBoundingClientRect();
-    found.tip_inside = tip.left >= 0 && tip.right <= innerWidth;
   }
   const result = document.body.appendChild(document.createElement("pre"));
   result.id = "result";
@@ -118,15 +114,19 @@ def check_layout(found: dict[str, Any], width: int) -> None:
 def test_a_timeline_can_be_read_zoomed_and_moved(tmp_path: Path, width: int) -> None:
     timelines = [read_timeline(a_trace(), name) for name in ("plain all-to-all", "megatron_fluid")]
     heading = "One MoE layer: 1.7 times as fast: 350 -> 206 ms a step, 77% hidden"
-    found = looked_at(draw_page(timelines, tmp_path / "timeline.html", heading), width)
+    (tmp_path / "timeline.html").write_text(page(timelines, heading))
+    found = looked_at(tmp_path / "timeline.html", width)
     check_layout(found, width)
     begin, end = found["whole"]
     zoomed, moved = found["zoomed"], found["moved"]
     assert begin < zoomed[0] < zoomed[1] < end
     assert zoomed[0] < moved[0] and moved[1] - moved[0] == pytest.approx(zoomed[1] - zoomed[0])
     assert found["back"] == found["whole"]
-    assert found["ink"] > 0 and found["moved_ink"] != found["ink"]
-    assert "sm90_gemm_bf16" in found["tip"] and found["tip_inside"]
+    # The first bar begins with the trace: it leaves to the left, and shows its name.
+    assert found["at"][0] == 0 > found["at"][1] > found["at"][2]
+    assert found["bar"] == "sm90_gemm_bf16 — 0.100 ms at 0.000 ms (computation)"
+    first, second = (float(text.removesuffix(" ms")) for text in found["ticks"])
+    assert first == pytest.approx(moved[0] / 1e3, abs=1e-3) and second > first
 
 
 @pytest.mark.parametrize("width", [1400, 420])
@@ -138,5 +138,4 @@ def test_a_comparison_can_be_read(tmp_path: Path, width: int) -> None:
         memory_mib=(512.0, 498.0), started=["megatron_fluid: " + "a long line of a log " * 9],
         command=["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *["--flag"] * 40],
     )  # fmt: skip
-    page, _ = write_page(comparison, tmp_path)
-    check_layout(looked_at(page, width), width)
+    check_layout(looked_at(write_page(comparison, tmp_path)[0], width), width)

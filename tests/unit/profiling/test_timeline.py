@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_fluid.profiling.draw import draw_page, draw_picture
+from megatron_fluid.profiling.draw import draw_picture
+from megatron_fluid.profiling.page import page
 from megatron_fluid.profiling.timeline import STEP, Timeline, read_timeline
 
 
@@ -68,10 +69,10 @@ def test_of_several_steps_the_one_of_median_length_is_read() -> None:
     assert read(late, *marks).length == pytest.approx(150.0)
 
 
-def test_the_page_loads_nothing_and_shows_every_variant(tmp_path: Path) -> None:
+def test_the_page_loads_nothing_and_shows_every_variant() -> None:
     timelines = [read(), read_timeline(a_trace(), "plain </script> all-to-all")]
-    text = draw_page(timelines, tmp_path / "timeline.html", "One <layer>").read_text()
-    assert "with the package" in text and "plain <\\/script> all-to-all" in text
+    text = page(timelines, "One <layer>")
+    assert "with the package" in text and "plain &lt;/script&gt; all-to-all" in text
     assert "One &lt;layer&gt;" in text
     assert "src=" not in text and "href=" not in text and "@import" not in text
 
