@@ -24,10 +24,24 @@ import pytest
 from megatron_fluid import patches
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.cpu import mode as cpu
+from megatron_fluid.patches.engine.switches import switched_off
 
 __all__ = ["pytest_report_header", "pytest_runtest_teardown"]
 
 _CHOICES = ("all", "cpu")
+
+
+def _claim_cuda_to_tests() -> None:
+    """Make `torch.cuda.is_available()` true for test modules."""
+    import torch
+
+    original = torch.cuda.is_available
+
+    def is_available() -> bool:
+        asker = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        return original() if asker in ("torch", "triton", "megatron", "megatron_fluid") else True
+
+    torch.cuda.is_available = is_available
 
 
 def _choose() -> str:
@@ -36,7 +50,8 @@ def _choose() -> str:
     if choice not in _CHOICES:
         raise ConfigError.of("MEGATRON_FLUID_PATCHES", choice, " or ".join(_CHOICES))
     os.environ.setdefault("MEGATRON_FLUID_CPU", "1")  # takes effect where no GPU is found
-    cpu.claim_cuda_to_tests()
+    if cpu.cpu_mode_active() and switched_off() is None:
+        _claim_cuda_to_tests()
     if choice == "cpu":
         patches.disable(*(patch.name for patch in patches.PATCHES if patch.group != cpu.GROUP))
     return choice

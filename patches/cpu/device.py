@@ -186,40 +186,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 }
 
 
-class _Switches:
-    """Contexts that stay entered, as attributes that a patch can set to True and False."""
-
-    __slots__ = ("_entered",)
-
-    def __init__(self) -> None:
-        self._entered: dict[str, Any] = {}
-
-    @property
-    def device_literals(self) -> bool:
-        """Whether a `DeviceLiterals` mode is in force in the thread that switched it on."""
-        return "mode" in self._entered
-
-    @device_literals.setter
-    def device_literals(self, on: bool) -> None:
-        if on and not self.device_literals:
-            self._entered["mode"] = DeviceLiterals().__enter__()
-        elif not on and self.device_literals:
-            _leave(self._entered.pop("mode"))
-
-    @property
-    def run_compiled_functions_eagerly(self) -> bool:
-        """Whether torch.compile's functions run as written. Compiling Megatron's small fused
-        functions for a CPU takes a C++ compiler and longer than a short run."""
-        return "eager" in self._entered
-
-    @run_compiled_functions_eagerly.setter
-    def run_compiled_functions_eagerly(self, on: bool) -> None:
-        if on and not self.run_compiled_functions_eagerly:
-            self._entered["eager"] = torch.compiler.set_stance("force_eager")
-        elif not on and self.run_compiled_functions_eagerly:
-            self._entered.pop("eager").__exit__(None, None, None)
-
-
 def _leave(mode: TorchFunctionMode) -> None:
     """Take a mode off the stack, below others that have been entered since and stay."""
     above: list[TorchFunctionMode] = []
@@ -230,6 +196,32 @@ def _leave(mode: TorchFunctionMode) -> None:
         above.append(top)
     for entered in reversed(above):
         torch.overrides._push_mode(entered)
+
+
+def _switch(enter: Callable[[], Any], leave: Callable[[Any], None]) -> property:
+    """A context that stays entered, as an attribute that a patch can set to True and False."""
+    entered: list[Any] = []
+
+    def put(self: object, on: bool) -> None:
+        if on and not entered:
+            entered.append(enter())
+        elif not on and entered:
+            leave(entered.pop())
+
+    return property(lambda self: bool(entered), put)
+
+
+class _Switches:
+    """Whether a `DeviceLiterals` mode is in force in the thread that switched it on, and whether
+    torch.compile's functions run as written: compiling Megatron's small fused functions for a CPU
+    takes a C++ compiler and longer than a short run."""
+
+    __slots__ = ()
+    device_literals = _switch(lambda: DeviceLiterals().__enter__(), _leave)
+    run_compiled_functions_eagerly = _switch(
+        lambda: torch.compiler.set_stance("force_eager"),
+        lambda stance: stance.__exit__(None, None, None),
+    )
 
 
 switches = _Switches()

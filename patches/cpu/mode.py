@@ -16,15 +16,7 @@ from megatron_fluid.patches.engine import signatures
 from megatron_fluid.patches.engine.patch import Patch
 from megatron_fluid.patches.engine.switches import asked
 
-__all__ = [
-    "GROUP",
-    "claim_cuda_to_tests",
-    "claims_cuda",
-    "cpu_mode_active",
-    "cpu_patch",
-    "hint_at_cpu_mode",
-    "replaces",
-]
+__all__ = ["GROUP", "cpu_mode_active", "cpu_patch", "hint_at_cpu_mode", "replaces"]
 
 GROUP = "CPU mode"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -90,40 +82,27 @@ def _say(text: str) -> None:
         print(f"megatron_fluid: {text}", file=sys.stderr, flush=True)
 
 
-_tests_want_cuda = False
-
-
-def claim_cuda_to_tests() -> None:
-    """Make `torch.cuda.is_available()` true for test modules. The pytest plug-in calls it before
-    Megatron is imported."""
-    global _tests_want_cuda
-    cpu_mode_active()  # asked before the answer changes
-    _tests_want_cuda = True
-
-
-def claims_cuda() -> bool:
-    """Whether `torch.cuda.is_available()` is true for test modules without a GPU."""
-    return _tests_want_cuda and cpu_mode_active()
-
-
 def cpu_patch(
-    name: str,
-    target: str,
-    replacement: Any,
-    reason: str,
-    signature: str | None = None,
-    when: Callable[[], bool] = cpu_mode_active,
-    condition: str = "with --fluid-cpu on a machine without a GPU",
+    name: str, target: str, replacement: Any, reason: str, signature: str | None = None
 ) -> Patch:
     """A patch of CPU mode; one of torch's is applied when Megatron is imported."""
     trigger = None if target.startswith("megatron.") else "megatron.core"
+    condition = "with --fluid-cpu on a machine without a GPU"
     return Patch(
-        f"cpu-{name}", target, replacement, reason, signature, trigger, when, condition, GROUP
+        f"cpu-{name}",
+        target,
+        replacement,
+        reason,
+        signature,
+        trigger,
+        when=cpu_mode_active,
+        condition=condition,
+        group=GROUP,
     )
 
 
 def replaces(
-    table: list[Patch], name: str, target: str, reason: str, checked: bool = True, **options: Any
+    table: list[Patch], name: str, target: str, reason: str, checked: bool = True
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate `function(original, ...)`: append a patch that puts it in the place of `target` to
     `table`, and return the patch's factory. If `checked`, the target must have the function's other
@@ -140,7 +119,7 @@ def replaces(
 
         others = signatures.of(functools.partial(function, None))
         signature = signatures.describe(others) if checked else None
-        table.append(cpu_patch(name, target, factory, reason, signature, **options))
+        table.append(cpu_patch(name, target, factory, reason, signature))
         return factory
 
     return enter

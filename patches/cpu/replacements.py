@@ -13,12 +13,11 @@ import copy
 import dataclasses
 import functools
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.patches.cpu.mode import claims_cuda, cpu_patch, replaces
+from megatron_fluid.patches.cpu.mode import cpu_patch, replaces
 from megatron_fluid.patches.engine.patch import Patch
 
 __all__ = ["CPU_PATCHES"]
@@ -137,19 +136,6 @@ def data_loader_iterator(original: Callable[..., None], self: Any, loader: Any) 
         original(self, loader)
     finally:
         set_rng_state(state)
-
-
-@_replaces(
-    "is_available",
-    "torch:cuda.is_available",
-    "reports CUDA to test modules, which skip nearly everything otherwise",
-    when=claims_cuda,
-    condition="under the pytest plug-in, in CPU mode",
-)
-def is_available(original: Callable[[], bool]) -> bool:
-    # Frame 0 is this function, 1 its wrapper, 2 whoever asked.
-    asker = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
-    return original() if asker in ("torch", "triton", "megatron", "megatron_fluid") else True
 
 
 # --- Megatron ---
