@@ -142,41 +142,31 @@ def _same_objects(found: Sequence[Any], known: Sequence[Any]) -> bool:
     return len(found) == len(known) and all(map(operator.is_, found, known))
 
 
-class ModelSlices:
-    """Where a distributed optimizer copies each of its fp32 shards: slices of DDP's parameter
-    buffers.
+def model_slices(optimizer: Any) -> tuple[list[tuple[Tensor, Tensor]], dict[Any, int]] | None:
+    """Where a distributed optimizer copies its fp32 shards: (shard, slice of DDP's parameter
+    buffers) of each, and the addresses of the buckets that hold the slices. None where Megatron
+    copies some of them in another way."""
+    from megatron.core.fp4_utils import is_nvfp4tensor
 
-    Attributes:
-        pairs: (shard, slice) for every shard.
-        whole: whether these are all that Megatron would copy.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        from megatron.core.fp4_utils import is_nvfp4tensor
-
-        chain, buffers = itertools.chain.from_iterable, optimizer.buffers
-        groups = optimizer.shard_fp32_from_float16_groups, optimizer.shard_fp32_groups
-        shards = [*chain(map(chain, groups))]
-        models = [*chain(map(chain, (optimizer.model_float16_groups, optimizer.model_fp32_groups)))]
-        self._addresses: dict[Any, int] = {}  # of buckets
-        self.pairs: list[tuple[Tensor, Tensor]] = []
-        self.whole = len(shards) == len(models)
-        for shard, model in zip(shards, models, strict=False):
-            if optimizer._is_distopt_quantized_param(model) or is_nvfp4tensor(model):
-                self.whole = False
-                return
-            number, _, index = optimizer.model_param_gbuf_map[model]
-            bucket = buffers[number].buckets[index]
-            self._addresses[bucket] = bucket.param_data.data_ptr()
-            span = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
-            assert span.size == shard.nelement()
-            part = bucket.param_data.view(-1)[span.start : span.end].data
-            self.pairs.append((shard, part))
-
-    def current(self) -> bool:
-        """Whether DDP's buffers lie where they did."""
-        found = self._addresses.items()
-        return all(bucket.param_data.data_ptr() == address for bucket, address in found)
+    chain, buffers = itertools.chain.from_iterable, optimizer.buffers
+    groups = optimizer.shard_fp32_from_float16_groups, optimizer.shard_fp32_groups
+    shards = [*chain(map(chain, groups))]
+    models = [*chain(map(chain, (optimizer.model_float16_groups, optimizer.model_fp32_groups)))]
+    if len(shards) != len(models):
+        return None
+    addresses: dict[Any, int] = {}
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for shard, model in zip(shards, models, strict=True):
+        if optimizer._is_distopt_quantized_param(model) or is_nvfp4tensor(model):
+            return None
+        number, _, index = optimizer.model_param_gbuf_map[model]
+        bucket = buffers[number].buckets[index]
+        addresses[bucket] = bucket.param_data.data_ptr()
+        span = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+        assert span.size == shard.nelement()
+        part = bucket.param_data.view(-1)[span.start : span.end].data
+        pairs.append((shard, part))
+    return pairs, addresses
 
 
 class _OnePass:
@@ -192,18 +182,20 @@ class _OnePass:
         self.params = [p for group in self._inner.param_groups for p in group["params"]]
         self._scale: Tensor | None = None  # of the gradients, left by a clipping for the next step
         self._scaled_version = 0
-        self._slices = ModelSlices(optimizer)
-        self.whole = bool(self.params) and self._slices.whole and self._fit()
-        if not self.whole:
+        slices = model_slices(optimizer)
+        self.whole = bool(self.params) and self._fit()
+        if slices is None or not self.whole:
+            self.whole = False
             return
-        targets = {id(shard): part for shard, part in self._slices.pairs}
+        pairs, self._buckets = slices
+        targets = {id(shard): part for shard, part in pairs}
         self._owners = list(self._inner.state)
         self._known = self._addresses()
         if self._known is None:  # the state holds more than these parameters' moments
             self.whole = False
             return
         self._one = torch.ones(1, dtype=torch.float32, device=self.params[0].device)
-        self._launches = []
+        self._launches: list[list[tuple[torch.dtype | None, Tensor, Tensor]]] = []
         for group in self._inner.param_groups:
             by_kind: dict[torch.dtype | None, list[tuple[Tensor | None, ...]]] = {}
             for param in group["params"]:
@@ -213,9 +205,10 @@ class _OnePass:
                 self.whole &= target is None or target.dtype in _KINDS
                 line = (param.grad, param, state["exp_avg"], state["exp_avg_sq"], target)
                 by_kind.setdefault(None if target is None else target.dtype, []).append(line)
-            self._launches.append([(kind, _Table(lines)) for kind, lines in by_kind.items()])
-        tables = [table for launches in self._launches for _, table in launches]
-        self.whole &= len(targets) == len(self.params) and all(t.fits for t in tables)
+            tables = {kind: _table(lines) for kind, lines in by_kind.items()}
+            self._launches.append([(k, *table) for k, table in tables.items() if table is not None])
+            self.whole &= None not in tables.values()
+        self.whole &= len(targets) == len(self.params)
 
     def _fit(self) -> bool:
         """Whether every parameter is dense and in fp32, and so are its gradient and moments."""
@@ -250,7 +243,9 @@ class _OnePass:
             return False
         if not _same_objects(list(self._inner.state), self._owners):
             return False
-        return self._slices.current() and self._addresses() == self._known
+        buckets = self._buckets.items()
+        moved = any(bucket.param_data.data_ptr() != address for bucket, address in buckets)
+        return not moved and self._addresses() == self._known
 
     def takes(self, params: Sequence[Tensor]) -> bool:
         """Whether `params` are all parameters of the optimizer."""
@@ -290,16 +285,12 @@ class _OnePass:
 
     def run(self) -> None:
         """Clip, step, and copy into the model."""
-        timers = self._optimizer.config.timers
-        names = ("optimizer-inner-step", "optimizer-copy-main-to-model-params")
-        for name in names:
-            if timers is not None:
-                barrier = self._optimizer.config.barrier_with_L1_time
-                timers(name, log_level=1).start(barrier=barrier)
-            if name == names[0]:
-                _hooked_step(self._inner, self)
-            if timers is not None:
-                timers(name).stop()
+        config, name = self._optimizer.config, "optimizer-inner-step"
+        if config.timers is not None:
+            config.timers(name, log_level=1).start(barrier=config.barrier_with_L1_time)
+        _hooked_step(self._inner, self)
+        if config.timers is not None:
+            config.timers(name).stop()
 
     def step(self) -> None:
         """FusedAdam.step, and the copies."""
@@ -308,23 +299,17 @@ class _OnePass:
         for group, launches in zip(self._inner.param_groups, self._launches, strict=True):
             group["step"] += 1
             numbers = _numbers(group)
-            for kind, table in launches:
+            for kind, lines, chunks in launches:
                 launch, constants = _adam(kind, bool(self._inner.adam_w_mode))
-                arguments: tuple[Tensor | int, ...]
-                arguments = (table.lines, table.chunks, scale, *numbers)
-                launch(table.chunks.shape[0], arguments, **constants)
+                launch(chunks.shape[0], (lines, chunks, scale, *numbers), **constants)
 
 
 def _runs_on(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _step(inner: Any, kept: _OnePass) -> None:
-    kept.step()
-
-
 # With the hooks that torch runs around every optimizer's step.
-_hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
+_hooked_step = torch.optim.Optimizer.profile_hook_step(lambda inner, kept: kept.step())
 
 
 @functools.cache
@@ -343,26 +328,20 @@ def _adam(kind: torch.dtype | None, decoupled: bool) -> tuple[Launcher, dict[str
     return Launcher(adam_kernel, _WARPS), constants
 
 
-class _Table:
-    """The kernel's table and chunks of parameters, each with its gradient, moments and the model's
-    parameter or None.
-
-    Attributes:
-        fits: whether the kernel can take them.
-    """
-
-    def __init__(self, lines: Sequence[tuple[Tensor | None, ...]]) -> None:
-        rows = [[0 if t is None else t.data_ptr() for t in line] for line in lines]
-        sizes = [line[1].numel() for line in lines]  # type: ignore[union-attr]
-        device = lines[0][1].device  # type: ignore[union-attr]
-        counts = torch.tensor([-(-size // _BLOCK) for size in sizes])
-        owner = torch.repeat_interleave(torch.arange(len(rows)), counts)
-        first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        number = torch.arange(len(owner)) - first
-        self.fits = len(owner) <= _MOST_PROGRAMS and not any(a & 15 for row in rows for a in row)
-        table = [[*row, size] for row, size in zip(rows, sizes, strict=True)]
-        self.lines = torch.tensor(table, dtype=torch.int64).to(device)
-        self.chunks = torch.stack([owner, number], 1).int().to(device)
+def _table(lines: Sequence[tuple[Tensor | None, ...]]) -> tuple[Tensor, Tensor] | None:
+    """The kernel's table and chunks of parameters, each a line with its gradient, moments and the
+    model's parameter or None. None if the kernel cannot take them."""
+    rows = [[0 if t is None else t.data_ptr() for t in line] for line in lines]
+    sizes = [line[1].numel() for line in lines]  # type: ignore[union-attr]
+    device = lines[0][1].device  # type: ignore[union-attr]
+    counts = torch.tensor([-(-size // _BLOCK) for size in sizes])
+    owner = torch.repeat_interleave(torch.arange(len(rows)), counts)
+    if len(owner) > _MOST_PROGRAMS or any(a & 15 for row in rows for a in row):
+        return None
+    number = torch.arange(len(owner)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    table = [[*row, size] for row, size in zip(rows, sizes, strict=True)]
+    chunks = torch.stack([owner, number], 1).int().to(device)
+    return torch.tensor(table, dtype=torch.int64).to(device), chunks
 
 
 def _bits(value: float) -> int:

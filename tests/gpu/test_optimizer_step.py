@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.fused_adam import Copies
+from tests.support.fused_adam import copies
 
 TE = importlib.util.find_spec("transformer_engine") is not None
 pytestmark = [
@@ -65,7 +65,7 @@ def test_every_bit_is_transformer_engines(
     from megatron_fluid.patches import optimizer_step
 
     monkeypatch.setattr(optimizer_step, "is_plain", lambda optimizer: True)
-    monkeypatch.setattr(optimizer_step, "ModelSlices", Copies)
+    monkeypatch.setattr(optimizer_step, "model_slices", copies)
     theirs, ours = _Optimizer(kind, decoupled), _Optimizer(kind, decoupled)
     step = optimizer_step.step_in_one_pass(_Optimizer.step)
     later = optimizer_step.clip_later(clip)

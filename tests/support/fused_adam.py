@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Copies", "FusedAdam"]
+__all__ = ["FusedAdam", "copies"]
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -53,14 +53,7 @@ class FusedAdam(torch.optim.Optimizer):
 FusedAdam.__module__ = "transformer_engine.pytorch.optimizers.fused_adam"
 
 
-class Copies:
-    """Where an optimizer with `shards` and `models` copies each shard: in place of ModelSlices of
+def copies(optimizer: Any) -> tuple[list[tuple[Any, Any]], dict[Any, int]]:
+    """Where an optimizer with `shards` and `models` copies each shard: in place of model_slices of
     patches/optimizer_step.py."""
-
-    whole = True
-
-    def __init__(self, optimizer: Any) -> None:
-        self.pairs = list(zip(optimizer.shards, optimizer.models, strict=True))
-
-    def current(self) -> bool:
-        return True
+    return list(zip(optimizer.shards, optimizer.models, strict=True)), {}

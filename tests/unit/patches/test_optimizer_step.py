@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.fused_adam import Copies
+from tests.support.fused_adam import copies
 from tests.support.kernel_references import stored
 from tests.support.launch import run_ranks
 
@@ -156,7 +156,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(optimizer_step, "_runs_on", lambda tensor: True)
     monkeypatch.setattr(optimizer_step, "is_plain", lambda optimizer: True)
-    monkeypatch.setattr(optimizer_step, "ModelSlices", Copies)
+    monkeypatch.setattr(optimizer_step, "model_slices", copies)
     return optimizer_step
 
 
@@ -231,16 +231,6 @@ def test_moments_that_are_exchanged_or_replaced_are_seen(patched: Any) -> None:
     theirs, ours = _runs(patched, torch.bfloat16, between)
     _agree(theirs, ours)
     assert ours.optimizer.steps == 3
-
-
-def test_a_state_of_more_than_moments_is_left_to_megatron(patched: Any) -> None:
-    optimizer = _Optimizer([40], torch.bfloat16)
-    step = patched.step_in_one_pass(_Optimizer.step)
-    optimizer.optimizer.state[torch.nn.Parameter(torch.zeros(3))] = {}
-    for _ in range(3):
-        optimizer.fill()
-        step(optimizer)
-    assert optimizer.optimizer.steps == 3
 
 
 @pytest.mark.interpreter
@@ -326,13 +316,22 @@ def test_parameters_that_are_not_all_are_clipped_at_once(patched: Any) -> None:
     assert torch.equal(optimizer.shards[1].grad, before[1])
 
 
+def _more_state(optimizer: _Optimizer) -> None:
+    optimizer.optimizer.state[torch.nn.Parameter(torch.zeros(3))] = {}
+
+
 @pytest.mark.parametrize(
-    "settings", [{"capturable": True}, {"master_weights": True}, {"exp_avg_dtype": torch.bfloat16}]
+    "other",
+    [
+        lambda optimizer: setattr(optimizer.optimizer, "capturable", True),
+        lambda optimizer: setattr(optimizer.optimizer, "master_weights", True),
+        lambda optimizer: setattr(optimizer.optimizer, "exp_avg_dtype", torch.bfloat16),
+        _more_state,
+    ],
 )
-def test_other_settings_of_adam_are_left_to_it(patched: Any, settings: dict[str, Any]) -> None:
+def test_other_settings_and_states_of_adam_are_left_to_it(patched: Any, other: Any) -> None:
     optimizer = _Optimizer([40], torch.bfloat16)
-    for name, value in settings.items():
-        setattr(optimizer.optimizer, name, value)
+    other(optimizer)
     step = patched.step_in_one_pass(_Optimizer.step)
     for _ in range(3):
         optimizer.fill()
