@@ -88,21 +88,21 @@ class FieldsConfig:
             return shape[0]
         known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         if len(shape) == 1 and isinstance(shape[0], Mapping):
-            given = {**shape[0], **fields}
+            values = {**shape[0], **fields}
         else:
             named = dict(zip(known, shape, strict=False))
             if len(shape) > len(known) or named.keys() & fields.keys():
                 raise ConfigError.of("config", (*shape, *fields), f"once each of {list(known)}")
-            given = {**named, **fields}
-        if unknown := sorted(given.keys() - known.keys()):
+            values = {**named, **fields}
+        if unknown := sorted(values.keys() - known.keys()):
             allowed = ", ".join(known) + _closest(unknown, known)
             raise ConfigError.of("config", ", ".join(unknown), allowed)
         required = [n for n, field in known.items() if field.default is dataclasses.MISSING]
-        missing = [name for name in required if name not in given]
+        missing = [name for name in required if name not in values]
         if missing:
-            found = ", ".join(given) or "nothing"
-            raise ConfigError(f"config: {', '.join(missing)} not found, needed besides {found}")
-        return cls(**given)
+            names = ", ".join(values) or "nothing"
+            raise ConfigError(f"config: {', '.join(missing)} not found, needed besides {names}")
+        return cls(**values)
 
 
 def _closest(unknown: Iterable[str], known: Iterable[str]) -> str:
@@ -225,17 +225,17 @@ class FluidConfig:
         """Return what must be the same on all ranks: the package's version and the settings.
         Timeouts and folders may differ, and so may the file of `machine`: that of a group's first
         rank counts."""
-        found = {name: getattr(self, name) for name in _fields()}
-        del found["timeout_s"], found["profile_dir"]
+        settings = {name: getattr(self, name) for name in _fields()}
+        del settings["timeout_s"], settings["profile_dir"]
         if self.machine not in _MACHINES:
-            found["machine"] = "a file"
-        return found | {"version": sys.modules["megatron_fluid"].__version__}
+            settings["machine"] = "a file"
+        return settings | {"version": sys.modules["megatron_fluid"].__version__}
 
 
 def moe_recompute(config: FluidConfig) -> tuple[str, ...]:
     """config.moe_recompute as moe/autograd.py takes it: some of "rows" and "hidden"."""
-    found = config.moe_recompute
-    return ("rows", "hidden") if found == "both" else () if found == "none" else (found,)
+    parts = config.moe_recompute
+    return ("rows", "hidden") if parts == "both" else () if parts == "none" else (parts,)
 
 
 def names_exchange(config: FluidConfig) -> bool:

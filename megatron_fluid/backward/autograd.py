@@ -327,8 +327,8 @@ def _takes_main_grads(params: Sequence[Tensor]) -> bool:
     no .grad, which only autograd handles."""
     # Runs in every call for about a hundred parameters: map and count loop in C.
     try:
-        found = [list(map(_main_grad_dtype, params)).count(torch.float32)]
+        counts = [list(map(_main_grad_dtype, params)).count(torch.float32)]
     except AttributeError:  # one has no main_grad, or none yet
         return False
-    found += [list(map(attribute, params)).count(None) for attribute in _OF_AUTOGRAD]
-    return found.count(len(params)) == len(found)
+    counts += [list(map(attribute, params)).count(None) for attribute in _OF_AUTOGRAD]
+    return counts.count(len(params)) == len(counts)

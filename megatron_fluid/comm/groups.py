@@ -65,17 +65,17 @@ def group_resource[T](
     if kept is None:
         _drop_destroyed_groups()
         kept = _resources[group] = {}
-    found = kept.get(key)
-    if found is None:
-        found = kept[key] = _Resource(make(), close)
-    value: T = found.value
+    resource = kept.get(key)
+    if resource is None:
+        resource = kept[key] = _Resource(make(), close)
+    value: T = resource.value
     return value
 
 
 def held_everywhere(key: Hashable) -> list[Any]:
     """Return what groups that are not destroyed keep under `key`. Makes nothing."""
-    found = [(group, kept[key]) for group, kept in [*_resources.items()] if key in kept]
-    return [resource.value for group, resource in found if not is_destroyed(group)]
+    held = [(group, kept[key]) for group, kept in [*_resources.items()] if key in kept]
+    return [resource.value for group, resource in held if not is_destroyed(group)]
 
 
 def close_group(group: dist.ProcessGroup) -> None:
@@ -113,12 +113,12 @@ def _drop_destroyed_groups() -> None:
 def group_timeout_s(group: dist.ProcessGroup) -> float:
     """Return the timeout of a process group's collectives, in seconds: the longest of its backends,
     and torch's default where they do not say."""
-    found = [
+    timeouts_s = [
         backend.options._timeout.total_seconds()
         for device in ("cuda", "cpu")
         if (backend := _backend(group, device)) is not None
     ]
-    return max(found, default=dist.constants.default_pg_timeout.total_seconds())
+    return max(timeouts_s, default=dist.constants.default_pg_timeout.total_seconds())
 
 
 def _backend(group: dist.ProcessGroup, device: str) -> Any:

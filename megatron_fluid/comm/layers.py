@@ -54,9 +54,9 @@ def compare_settings(group: Any, what: str, settings: Mapping[str, object]) -> N
     if key in alike:
         return
     # One name for all kinds of layers: which kinds differ is among the settings.
-    found = channel.gather("comparison of the settings of a new layer", mine)
-    if shown := settings_difference(found, channel.ranks):
-        raise ConfigError(f"{what}: {shown}; allowed: the same on all ranks of a group")
+    by_rank = channel.gather("comparison of the settings of a new layer", mine)
+    if differences := settings_difference(by_rank, channel.ranks):
+        raise ConfigError(f"{what}: {differences}; allowed: the same on all ranks of a group")
     alike.add(key)
 
 

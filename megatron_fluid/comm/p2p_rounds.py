@@ -126,9 +126,9 @@ def detect_hosts(
     channel = agreement(check_group(group))
     named = os.environ.get("MEGATRON_FLUID_NVLINK_DOMAIN")
     host = f"{socket.gethostname()} ({named})" if named else socket.gethostname()
-    found = channel.gather("hosts of the group", (domain_name(), host), timeout_s)
+    names = channel.gather("hosts of the group", (domain_name(), host), timeout_s)
     ids: dict[str, int] = {}
-    return [ids.setdefault(domain, len(ids)) for domain, _ in found], [name for _, name in found]
+    return [ids.setdefault(domain, len(ids)) for domain, _ in names], [host for _, host in names]
 
 
 class P2PRounds:
@@ -237,26 +237,26 @@ class P2PRounds:
         Raises:
             ConfigError: as for `start`.
         """
-        found = [
+        moves = [
             (peer, [t for t in send if t.numel()], [t for t in recv if t.numel()])
             for peer, send, recv in transfers
         ]
-        found = [transfer for transfer in found if transfer[1] or transfer[2]]
-        if not found:
+        moves = [transfer for transfer in moves if transfer[1] or transfer[2]]
+        if not moves:
             return PendingRound()
-        name = WaitName(operation, index, found[0][0] if len(found) == 1 else None)
-        for peer, outgoing, incoming in found:
+        name = WaitName(operation, index, moves[0][0] if len(moves) == 1 else None)
+        for peer, outgoing, incoming in moves:
             for tensor in (*outgoing, *incoming):
                 if not tensor.is_contiguous():
                     where = f"{operation}, round {index}"
                     raise ConfigError(f"{where}: tensors must be contiguous, found {tensor.shape}")
             self.sent_bytes[peer] += sum(t.numel() * t.element_size() for t in outgoing)
-        _, outgoing, incoming = found[0]
+        _, outgoing, incoming = moves[0]
         if (*outgoing, *incoming)[0].is_cuda:
-            return self._start_cuda(name, found)
+            return self._start_cuda(name, moves)
         # gloo sends what has been asked for: no receive may queue behind another peer's data.
-        receives = [(peer, dist.irecv, incoming) for peer, _, incoming in found if incoming]
-        sends = [(peer, dist.isend, outgoing) for peer, outgoing, _ in found if outgoing]
+        receives = [(peer, dist.irecv, incoming) for peer, _, incoming in moves if incoming]
+        sends = [(peer, dist.isend, outgoing) for peer, outgoing, _ in moves if outgoing]
         return SeveralRounds(
             [self._start_gloo(name._replace(peer=p), move, t) for p, move, t in receives + sends]
         )
@@ -316,10 +316,10 @@ def shared_rounds(group: dist.ProcessGroup | None, timeout_s: float | None = Non
         timeout_s: as for P2PRounds; None keeps that of the shared rounds.
     """
     group = check_group(group_or_lone_rank(group))
-    found = group_resource(group, "p2p rounds", lambda: P2PRounds(group, timeout_s))
+    rounds = group_resource(group, "p2p rounds", lambda: P2PRounds(group, timeout_s))
     if timeout_s is not None:
-        found.timeout_s = timeout_s
-    return found
+        rounds.timeout_s = timeout_s
+    return rounds
 
 
 class MultiCardOverlapContext:
@@ -345,8 +345,8 @@ class MultiCardOverlapContext:
         self.device, self.timeout_s = torch.device(device), timeout_s
         if ep_size is None:
             if group is None:
-                found = "found neither ep_size nor group, allowed: one of them"
-                raise ConfigError(f"MultiCardOverlapContext: {found}")
+                missing = "found neither ep_size nor group, allowed: one of them"
+                raise ConfigError(f"MultiCardOverlapContext: {missing}")
             ep_size = group.size()
         if ep_size < 1:
             raise ConfigError.of("ep_size", ep_size, "1 or more")

@@ -158,8 +158,8 @@ class PeerWatch:
 
     def _read(self) -> dict[int, Beat] | None:
         """The last beats of all ranks that have beaten; None if the store does not answer."""
-        found: dict[int, Beat] = self._channel.read(_BEAT, range(self._world_size))
-        return found if self._rank in found else None
+        beats: dict[int, Beat] = self._channel.read(_BEAT, range(self._world_size))
+        return beats if self._rank in beats else None
 
     def _lost(
         self, before: dict[int, Beat] | None, after: dict[int, Beat] | None

@@ -100,9 +100,9 @@ def _rendezvous_reason(group: dist.ProcessGroup) -> str | None:
     except RuntimeError as error:
         told = str(error).strip().splitlines()[0]
         reason = f"rank {dist.get_rank(group)} cannot share symmetric memory ({told})"
-    found = _first_reason(group, reason)
+    first_reason = _first_reason(group, reason)
     held.clear()  # only now: all ranks have mapped it
-    return found
+    return first_reason
 
 
 class SymmetricWorkspace(Workspace):

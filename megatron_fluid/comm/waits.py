@@ -81,37 +81,37 @@ def explain(error: PeerTimeoutError, channel: Agreement, grace_s: float = _GRACE
         return ""
     deadline = time.monotonic() + grace_s
     while True:
-        found = channel.failures()
-        if channel.rank not in found:
+        reports = channel.failures()
+        if channel.rank not in reports:
             return "the store of the job does not answer: the process that holds it is lost, too"
-        silent, root = _follow(channel, error.peer, found)
+        silent, root = _follow(channel, error.peer, reports)
         if not silent or time.monotonic() >= deadline:
             break
         time.sleep(0.05)
     if error.peer is not None:
         return f"root cause: {root}" if root and root != own else ""
-    told = [f"rank {channel.ranks[r]}: {t}" for r, (_, t) in found.items() if r != channel.rank]
+    others = [f"rank {channel.ranks[r]}: {t}" for r, (_, t) in reports.items() if r != channel.rank]
     if silent:
         who = ranks_text(channel.ranks[rank] for rank in silent)
-        told.insert(0, f"{who} reported no wait: lost, frozen, or in other work")
-    return "; ".join(told)
+        others.insert(0, f"{who} reported no wait: lost, frozen, or in other work")
+    return "; ".join(others)
 
 
 def _follow(
-    channel: Agreement, peer: int | None, found: dict[int, tuple[int | None, str]]
+    channel: Agreement, peer: int | None, reports: dict[int, tuple[int | None, str]]
 ) -> tuple[list[int], str]:
     """Return the ranks that have not reported a failure yet, of those that matter, and the text of
     the failure at the end of the chain from `peer`, "" as long as that is not known."""
     if peer is None:
         return [
-            rank for rank in range(channel.size) if rank not in found and rank != channel.rank
+            rank for rank in range(channel.size) if rank not in reports and rank != channel.rank
         ], ""
     seen, text = {channel.rank}, ""
     while peer is not None and peer not in seen:
-        if peer not in found:
+        if peer not in reports:
             return [peer], text
         seen.add(peer)
-        waited_for, text = found[peer]
+        waited_for, text = reports[peer]
         peer = channel.ranks.index(waited_for) if waited_for in channel.ranks else None
     return [], text
 

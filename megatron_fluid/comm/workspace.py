@@ -153,9 +153,9 @@ class Workspace:
         Collective where it must be allocated or grow.
         """
         self.check_open()
-        found = self._buffers.get((name, dtype))
-        if found is None or found.local.numel() < numel:
-            del found  # the old memory goes before the new is taken
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.local.numel() < numel:
+            del buffer  # the old memory goes before the new is taken
             self._grow(name, numel, dtype)
         return self._buffers[name, dtype].local
 
@@ -195,12 +195,12 @@ class Workspace:
         self.check_open()
         if dtype is not None and (name, dtype) in self._buffers:
             return self._buffers[name, dtype]
-        found = [b for (n, d), b in self._buffers.items() if n == name and dtype in (None, d)]
-        if len(found) != 1:
+        matches = [b for (n, d), b in self._buffers.items() if n == name and dtype in (None, d)]
+        if len(matches) != 1:
             known = ", ".join(f"{n} ({d})" for n, d in self._buffers)
             wanted, allowed = f"{name} with dtype {dtype}", f"exactly one of {known or 'none yet'}"
             raise ConfigError.of("symmetric buffer", wanted, allowed)
-        return found[0]
+        return matches[0]
 
     def allocated_bytes(self) -> int:
         """Return the bytes of symmetric memory that this rank holds."""
@@ -292,10 +292,10 @@ class Workspace:
         channel.publish(key, not gave_up)
         if gave_up:
             return False
-        found = channel.read(
+        answers = channel.read(
             key, range(channel.size), self.timeout_s, lambda known: not all(known.values())
         )
-        done = len(found) == channel.size and all(found.values())
+        done = len(answers) == channel.size and all(answers.values())
         if not done:  # ranks that come later keep the memory, too
             channel.publish(key, False)
         return done

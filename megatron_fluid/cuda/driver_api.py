@@ -87,8 +87,8 @@ class _Streams(dict[int, Any]):
     """CUstream objects by their raw handles, each made once."""
 
     def __missing__(self, stream: int) -> Any:
-        found = self[stream] = driver().CUstream(stream)
-        return found
+        made = self[stream] = driver().CUstream(stream)
+        return made
 
 
 streams = _Streams()

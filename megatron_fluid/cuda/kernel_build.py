@@ -42,7 +42,7 @@ def _say(text: str) -> None:
 
 def start(units: Iterable[Unit]) -> list[Future[bytes]]:
     """Begin to compile what is in no cache, in the background. Return futures of machine code."""
-    found = []
+    futures = []
     with _lock:
         for unit in units:
             future = _started.get(unit)
@@ -50,8 +50,8 @@ def start(units: Iterable[Unit]) -> list[Future[bytes]]:
                 future = _started[unit] = Future()
                 # A daemon: a process that ends does not wait for the compiler.
                 threading.Thread(target=_run, args=(unit, future), daemon=True).start()
-            found.append(future)
-    return found
+            futures.append(future)
+    return futures
 
 
 def machine_code(unit: Unit) -> bytes:

@@ -15,10 +15,10 @@ _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 def current_stream() -> torch.cuda.Stream:
     """Return torch.cuda.current_stream(), which reads the environment and makes an object on every
     call; here each object is made once."""
-    found = torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())
-    stream = _streams.get(found)
+    key = torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())
+    stream = _streams.get(key)
     if stream is None:
-        stream = _streams[found] = torch.cuda.current_stream()
+        stream = _streams[key] = torch.cuda.current_stream()
     return stream
 
 

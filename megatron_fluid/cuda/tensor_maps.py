@@ -66,9 +66,9 @@ class TensorMaps:
         Raises:
             FluidError: TMA cannot address the tensor.
         """
-        found = _encoded(view)
+        encoded = _encoded(view)
         first = _BYTES * index
-        self._bytes[first : first + len(found)] = found
+        self._bytes[first : first + len(encoded)] = encoded
 
 
 def in_boxes(tensor: Tensor, rows: int, columns: int = 64) -> View:

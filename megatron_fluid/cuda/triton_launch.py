@@ -190,9 +190,9 @@ class Launch:
 
     def _refuse_unaligned(self, tensors: Sequence[Tensor | None]) -> None:
         for name, tensor, mask in zip(self._names, tensors, self._masks, strict=False):
-            found = 0 if tensor is None else tensor.data_ptr() & mask
-            if found:
-                above, allowed = f"{found} above a multiple of 16", "a multiple of 16"
+            offset = 0 if tensor is None else tensor.data_ptr() & mask
+            if offset:
+                above, allowed = f"{offset} above a multiple of 16", "a multiple of 16"
                 raise ConfigError.of(f"address of {name}", above, allowed)
 
 

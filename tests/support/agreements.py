@@ -17,7 +17,7 @@ __all__ = ["FrozenStore", "agreements", "on_all"]
 def agreements(
     ranks: int, store: dist.Store | None = None, group: str = "group", timeout_s: float = 60.0
 ) -> list[Agreement]:
-    """A new life of a group: the agreement of each rank."""
+    """A new session of a group: the agreement of each rank."""
     store = dist.HashStore() if store is None else store
     return [Agreement(store, group, rank, range(ranks), lambda: timeout_s) for rank in range(ranks)]
 

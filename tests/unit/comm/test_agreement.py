@@ -1,4 +1,4 @@
-"""Words between ranks: what an earlier life of a group has left is never read."""
+"""Values between ranks: what an earlier session of a group has stored is never read."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def test_every_rank_gets_every_value_by_rank() -> None:
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_second_life_waits_for_the_late_rank_and_reads_no_old_word(late: int) -> None:
+def test_a_second_session_waits_for_the_late_rank_and_reads_no_old_value(late: int) -> None:
     store = dist.HashStore()
-    on_all(agreements(2, store), lambda w: w.gather("figures", f"first life, {w.rank}"))
+    on_all(agreements(2, store), lambda w: w.gather("figures", f"first session, {w.rank}"))
     channels, released = agreements(2, store), threading.Event()
 
     def second(w: Agreement) -> list[str]:
         if w.rank == late:
             released.wait(0.3)
-        return w.gather("figures", f"second life, {w.rank}")
+        return w.gather("figures", f"second session, {w.rank}")
 
-    assert on_all(channels, second) == [["second life, 0", "second life, 1"]] * 2
+    assert on_all(channels, second) == [["second session, 0", "second session, 1"]] * 2
 
 
 def test_a_first_rank_that_stops_in_the_handshake_is_the_one_that_is_named() -> None:
@@ -59,14 +59,14 @@ def test_a_first_rank_that_stops_in_the_handshake_is_the_one_that_is_named() -> 
         assert error.peer == 0 and "rank 0 did not come" in str(error)
 
 
-def test_published_words_are_of_this_life_and_the_newest_counts() -> None:
+def test_published_values_are_of_this_session_and_the_newest_counts() -> None:
     store = dist.HashStore()
-    for life in range(3):
+    for number in range(3):
         channels = agreements(2, store)
         assert channels[0].read("remark", [1]) == {}
-        reader = threading.Thread(target=channels[1].publish, args=("remark", f"life {life}"))
+        reader = threading.Thread(target=channels[1].publish, args=("remark", f"session {number}"))
         reader.start()
-        assert channels[0].read("remark", [1], 30.0) == {1: f"life {life}"}
+        assert channels[0].read("remark", [1], 30.0) == {1: f"session {number}"}
         reader.join()
         channels[1].publish("remark", "newer")
         assert channels[0].read("remark", [0, 1]) == {1: "newer"}
@@ -124,10 +124,10 @@ def _closed_and_used_again(rank: int, world: int) -> list[object]:
     group = dist.group.WORLD
     assert group is not None
     found: list[object] = []
-    for life in range(3):
-        if rank == life % 2:
+    for number in range(3):
+        if rank == number % 2:
             time.sleep(0.2)
-        found.append(agreement(group).gather("life", (life, rank)))
+        found.append(agreement(group).gather("session", (number, rank)))
         found.append(detect_hosts(group)[0])
         close_group(group)
     twins = [dist.new_group([0, 1]) for _ in range(2)]  # groups of the same ranks
@@ -135,10 +135,10 @@ def _closed_and_used_again(rank: int, world: int) -> list[object]:
     return found
 
 
-def test_a_closed_group_and_twins_keep_their_words_apart() -> None:
+def test_a_closed_group_and_twins_keep_their_values_apart() -> None:
     expected: list[object] = []
-    for life in range(3):
-        expected += [[(life, 0), (life, 1)], [0, 0]]
+    for number in range(3):
+        expected += [[(number, 0), (number, 1)], [0, 0]]
     expected += [[(number, 0), (number, 1)] for number in range(2)]
     assert run_ranks(_closed_and_used_again, 2) == [expected] * 2
 
@@ -148,29 +148,29 @@ def _made_again(rank: int, world: int, port: int) -> list[object]:
     dist.destroy_process_group()
     found: list[object] = []
     agreement_module._own_connection = lambda: store
-    for life in range(2):
+    for number in range(2):
         # The store lives on, as torchrun's does; gloo's own keys do not survive that.
-        own = dist.PrefixStore(f"gloo {life}", store)
+        own = dist.PrefixStore(f"gloo {number}", store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=world)
-        if rank == 1 - life:
+        if rank == 1 - number:
             time.sleep(0.3)
         group = dist.group.WORLD
         assert group is not None
-        found.append(agreement(group).gather("life", (life, rank)))
-        agreement(group).barrier("end of a life")
+        found.append(agreement(group).gather("session", (number, rank)))
+        agreement(group).barrier("end of a session")
         time.sleep(0.5)
         dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("end", store), rank=rank, world_size=2)
     return found
 
 
-def test_process_groups_made_again_on_one_store_keep_their_words_apart() -> None:
+def test_process_groups_made_again_on_one_store_keep_their_values_apart() -> None:
     import socket
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    expected = [[(life, 0), (life, 1)] for life in range(2)]
+    expected = [[(number, 0), (number, 1)] for number in range(2)]
     assert run_ranks(_made_again, 2, port) == [expected] * 2
 
 
