@@ -147,7 +147,6 @@ class P2PRounds:
         stream: the communication stream on a GPU, else None.
         asks_ahead: whether a receive may be started alone, long before its peer sends: over gloo,
             not over NCCL, where it would hold up what is launched after it.
-        sent_bytes: what this rank has sent to each rank in exchanges, without headers. [W]
 
     Raises:
         ConfigError: no group, or a timeout that is not positive.
@@ -163,7 +162,6 @@ class P2PRounds:
         self.domains, self.hosts = detect_hosts(group, self.timeout_s)
         self.partners = partners(self.rank, self.world_size, self.domains)
         self.waits = GroupWaits(group, self._between_hosts)
-        self.sent_bytes = [0] * self.world_size
         self._connected: set[int] = set()
         self.device = self.waits.device
         self.asks_ahead = self.device.type != "cuda"
@@ -245,12 +243,10 @@ class P2PRounds:
         if not moves:
             return PendingRound()
         name = WaitName(operation, index, moves[0][0] if len(moves) == 1 else None)
-        for peer, outgoing, incoming in moves:
-            for tensor in (*outgoing, *incoming):
-                if not tensor.is_contiguous():
-                    where = f"{operation}, round {index}"
-                    raise ConfigError(f"{where}: tensors must be contiguous, found {tensor.shape}")
-            self.sent_bytes[peer] += sum(t.numel() * t.element_size() for t in outgoing)
+        for tensor in (t for _, outgoing, incoming in moves for t in (*outgoing, *incoming)):
+            if not tensor.is_contiguous():
+                where = f"{operation}, round {index}"
+                raise ConfigError(f"{where}: tensors must be contiguous, found {tensor.shape}")
         _, outgoing, incoming = moves[0]
         if (*outgoing, *incoming)[0].is_cuda:
             return self._start_cuda(name, moves)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 from megatron_fluid import MoEConfig, MoELayer
-from megatron_fluid.comm.p2p_rounds import P2PRounds
+from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, Transfer
 from megatron_fluid.moe.hierarchical.plan import plan_hierarchical
 from megatron_fluid.moe.sharding import local_part
 from tests.support.expert_calls import hierarchical_moe
@@ -56,12 +56,24 @@ def test_settings_of_a_training_equal_the_reference(hosts: tuple[int, ...]) -> N
 TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 37, 32, 24, 16, 8
 
 
+class CountedRounds(P2PRounds):
+    """Counts the bytes that are sent to each rank."""
+
+    sent_bytes: list[int]
+
+    def exchange(self, operation: str, index: int, transfers: Sequence[Transfer]) -> PendingRound:
+        for peer, sent, _ in transfers:
+            self.sent_bytes[peer] += sum(tensor.nbytes for tensor in sent)
+        return super().exchange(operation, index, transfers)
+
+
 def bytes_body(
     rank: int, world: int, hosts: Sequence[int], chunks: int
 ) -> tuple[list[int], int, list[int]]:
     """What each rank got, the rows that the plan lets cross, and what a training step sent."""
     on_hosts(hosts, rank)
-    rounds = P2PRounds(dist.group.WORLD)
+    rounds = CountedRounds(dist.group.WORLD)
+    rounds.sent_bytes = [0] * world
     g = torch.Generator().manual_seed(7)
     ids = torch.rand(world, TOKENS, EXPERTS, generator=g).argsort(2)[..., :TOP_K]
     own = rounds.domains[rank]
