@@ -5,6 +5,7 @@ Legend: attention.exchange.protocol.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from megatron_fluid.attention.exchange.protocol import (
     matmul,
     wide_dtype,
 )
-from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
+from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, shared_rounds
 
 __all__ = ["HeadsByPeer", "RoundsExchange"]
@@ -31,8 +32,8 @@ __all__ = ["HeadsByPeer", "RoundsExchange"]
 _LEAST_MESSAGE_BYTES = {"cuda": 4 * 2**20, "cpu": 2**17}
 
 Arrivals = dict[tuple[int, int], PendingRound]  # by (chunk, peer)
-Fill = Callable[[int, slice, Tensor], None]
-"""(rank, local rows, out): write that rank's heads of these rows into ``out``."""
+Fill = Callable[[HeadPart, slice, Tensor], None]
+"""(part, local rows, out): write the part's heads of these rows into ``out``."""
 
 
 @dataclass
@@ -47,10 +48,7 @@ class HeadsByPeer:
 
     def take(self, group: int, prepare: Prepare | None = None) -> tuple[Tensor | None, Tensor]:
         (buffer, arrivals), self.groups[group] = self.groups[group], (torch.empty(0), {})
-        if prepare is None:
-            for arrival in arrivals.values():
-                arrival.wait()
-            return None, buffer
+        prepare = Prepare() if prepare is None else prepare
         target = buffer if prepare.norm is None else torch.empty_like(buffer)
         part = self.exchange.heads.part(self.exchange.rank, group)
 
@@ -123,51 +121,46 @@ class RoundsExchange(HeadExchange):
     ) -> HeadsByPeer:
         if self.heads.single:
             return super().project(operation, x, projection)  # type: ignore[return-value]
-        ranks = (self.rank, *(peer for _, peer in self.peers))
+        part = functools.cache(projection.part)
 
-        def send(group: int) -> tuple[Tensor, Arrivals]:
-            parts = {rank: projection.part(self.heads.part(rank, group)) for rank in ranks}
+        def fill(heads: HeadPart, rows: slice, out: Tensor) -> None:
+            matmul(x[rows], part(heads), out)
 
-            def fill(rank: int, rows: slice, out: Tensor) -> None:
-                matmul(x[rows], parts[rank], out)
-
-            return self._send(f"{operation} {group}", group, x, fill, projection.of_output, chunks)
-
-        return HeadsByPeer(self, [send(group) for group in range(self.heads.groups)])
+        return self._send(operation, x, projection.of_output, fill, chunks)
 
     def send_heads(self, operation: str, whole: Tensor, of_output: bool) -> HeadsByPeer:
         if self.heads.single:
             return HeadsByPeer(self, [(whole, {})])
 
-        def send(group: int) -> tuple[Tensor, Arrivals]:
-            def fill(rank: int, rows: slice, out: Tensor) -> None:
-                columns = self.heads.part(rank, group).columns(of_output)
-                out.copy_(torch.cat([whole[rows][..., cut] for cut in columns], -1))
+        def fill(heads: HeadPart, rows: slice, out: Tensor) -> None:
+            cuts = heads.columns(of_output)
+            out.copy_(torch.cat([whole[rows][..., cut] for cut in cuts], -1))
 
-            return self._send(f"{operation} {group}", group, whole, fill, of_output, 1)
-
-        return HeadsByPeer(self, [send(group) for group in range(self.heads.groups)])
+        return self._send(operation, whole, of_output, fill, 1)
 
     def _send(
-        self, operation: str, group: int, x: Tensor, fill: Fill, of_output: bool, chunks: int
-    ) -> tuple[Tensor, Arrivals]:
-        """Fill each peer's part of x's rows and send it while the next is filled; own part last,
-        in place."""
-        # A head group is equally wide on all ranks.
-        shape = x.shape[1], self.heads.part(self.rank, group).columns_width(of_output)
-        buffer = x.new_empty((self.sequence.length, *shape))
-        arrivals: Arrivals = {}
-        for chunk in range(chunks):
-            rows = self.sequence.chunk(self.rank, chunk, chunks)
-            for index, peer in self.peers:
-                assert self.rounds is not None
-                part = x.new_empty((rows.stop - rows.start, *shape))
-                fill(peer, rows, part)
-                send, receive = self._pieces(part, buffer, peer, chunk, chunks)
-                arrivals[chunk, peer] = self.rounds.start(operation, index, send, receive)
-        for local, positions in self.sequence.pieces(self.rank):
-            fill(self.rank, local, buffer[positions])
-        return buffer, arrivals
+        self, operation: str, x: Tensor, of_output: bool, fill: Fill, chunks: int
+    ) -> HeadsByPeer:
+        """Fill each peer's part of x's rows and send it while the next is filled, head group by
+        head group; own part last, in place."""
+        sent = []
+        for group in range(self.heads.groups):
+            own = self.heads.part(self.rank, group)
+            shape = x.shape[1], own.columns_width(of_output)  # equally wide on all ranks
+            buffer, arrivals = x.new_empty((self.sequence.length, *shape)), Arrivals()
+            for chunk in range(chunks):
+                rows = self.sequence.chunk(self.rank, chunk, chunks)
+                for index, peer in self.peers:
+                    assert self.rounds is not None
+                    part = x.new_empty((rows.stop - rows.start, *shape))
+                    fill(self.heads.part(peer, group), rows, part)
+                    pieces = self._pieces(part, buffer, peer, chunk, chunks)
+                    arrival = self.rounds.start(f"{operation} {group}", index, *pieces)
+                    arrivals[chunk, peer] = arrival
+            for local, positions in self.sequence.pieces(self.rank):
+                fill(own, local, buffer[positions])
+            sent.append((buffer, arrivals))
+        return HeadsByPeer(self, sent)
 
     def send_rows(
         self, operation: str, group: int, buffer: Tensor, of_output: bool, chunks: int = 1

@@ -291,7 +291,6 @@ class SymmetricExchange(HeadExchange):
                 **sizes,
                 ROWS=_ROWS,
                 NORM=norm is not None,
-                RAW=norm is not None,
                 INTERLEAVED=interleaved,
                 WIDE=_wide(target.dtype),
             )

@@ -29,17 +29,12 @@ from megatron_fluid.cuda.triton_launch import Launcher
 
 __all__ = [
     "arrive_heads",
-    "arrive_heads_kernel",
     "arrive_rows",
-    "arrive_rows_kernel",
     "load_head",
     "pack_heads",
-    "pack_heads_kernel",
     "pieces",
     "push_heads",
-    "push_heads_kernel",
     "push_rows",
-    "push_rows_kernel",
     "store_head",
     "turned",
 ]
@@ -179,7 +174,7 @@ def turned(a, b, cos, sin):
 def arrive_heads_kernel(
     received,  # [S B, SLOTS, D], rows by source rank
     target,  # where ``table`` says
-    raw,  # the same before norm and rotation (RAW)
+    raw,  # the same before norm and rotation (NORM)
     table,  # int32 [SLOTS, 4]: kind, before, slot, slots of the target
     spans,
     q_weight,  # [D] (NORM)
@@ -189,7 +184,7 @@ def arrive_heads_kernel(
     total,  # S * B
     EPS: tl.constexpr, W: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     HALF: tl.constexpr, HALF_P: tl.constexpr, REST_P: tl.constexpr, ROWS: tl.constexpr,
-    NORM: tl.constexpr, RAW: tl.constexpr, INTERLEAVED: tl.constexpr, WIDE: tl.constexpr,
+    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows of all ranks in the order of positions; queries and keys RMS-normalised (NORM) and
     rotated (HALF > 0). Grid (blocks of a rank's rows * W * cdiv(SLOTS, HEADS),): a program takes
@@ -220,7 +215,7 @@ def arrive_heads_kernel(
             slots = tl.load(table + j * 4 + 3)
             head = load_head(received + (arrived * SLOTS + j)[:, None] * D, parts, D, HALF)
             to = (before * total + line * slots + slot)[:, None] * D
-            if RAW:
+            if NORM:
                 store_head(raw + to, head, parts, D, HALF)
             # Queries and keys: RMS norm over the whole head, then rotation; values as they are.
             if kind < 2:
