@@ -36,7 +36,6 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.core.utils import get_pg_rank
 
 from megatron_fluid import patches
-from megatron_fluid.errors import ConfigError
 
 __all__ = [
     "FluidMoELayer",
@@ -112,45 +111,31 @@ fluid_layer_spec = ModuleSpec(module=FluidTransformerLayer)
 
 
 def get_fluid_custom_layers(
-    config: TransformerConfig | None = None,
-    vp_stage: int | None = None,
-    use_transformer_engine: bool | None = None,
+    config: TransformerConfig | None = None, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules | ModuleSpec:
     """A layer spec for `GPTModel(config, transformer_layer_spec=...)` with the overlapped MoE layer
-    and attention.
+    and attention; of Transformer Engine's modules where `config.transformer_impl` says so and it is
+    installed.
 
     Args:
         config: the model's configuration. Without it, each layer reads its own when it is built.
         vp_stage: virtual pipeline stage, as for Megatron's get_gpt_decoder_block_spec.
-        use_transformer_engine: None takes what `config.transformer_impl` says, where Transformer
-            Engine is installed.
 
     Returns:
         With a configuration the block's submodules (the layers of this pipeline stage), without one
         a ModuleSpec.
-
-    Raises:
-        ConfigError: Transformer Engine is asked for and not installed.
     """
     if config is None:
-        if use_transformer_engine is not None or vp_stage is not None:
-            raise ConfigError(
-                "get_fluid_custom_layers: use_transformer_engine and vp_stage need a config"
-            )
         return fluid_layer_spec
     # megatron.training hands a callable spec its model configuration.
     model = getattr(config, "transformer", config)
-    options = _spec_options(model, use_transformer_engine)
-    block = get_gpt_decoder_block_spec(model, vp_stage=vp_stage, **options)
+    block = get_gpt_decoder_block_spec(model, vp_stage=vp_stage, **_spec_options(model))
     return with_fluid_attention(with_fluid_moe(block))
 
 
-def _spec_options(config: TransformerConfig, engine: bool | None = None) -> dict[str, Any]:
+def _spec_options(config: TransformerConfig) -> dict[str, Any]:
     """What Megatron's functions of specs take from a configuration."""
-    if engine and not HAVE_TE:
-        allowed = "False or None: Transformer Engine is not installed"
-        raise ConfigError.of("use_transformer_engine", True, allowed)
-    wanted = config.transformer_impl == "transformer_engine" if engine is None else engine
+    wanted = config.transformer_impl == "transformer_engine"
     if wanted and not HAVE_TE:
         _warn_of_local_modules()
     return {

@@ -27,10 +27,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_fluid.backward.main_grad import add_product_to_main_grad, mark_added_to_main_grad
 from megatron_fluid.config import current_config
 from megatron_fluid.patches.engine.module_hooks import is_foreign
 from megatron_fluid.patches.features import FeatureReport
-from megatron_fluid.patches.weight_gradients import into_main_grad
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from megatron_fluid.tensor_parallel.choice import backend_for
 from megatron_fluid.tensor_parallel.gemm import Gemm
@@ -43,6 +43,8 @@ __all__ = [
     "REPORT",
     "column_forward_impl",
     "faster_than_nccl",
+    "into_main_grad",
+    "is_fused",
     "norm_of_rows",
     "normalised",
     "note",
@@ -50,6 +52,7 @@ __all__ = [
     "row_forward",
     "te_layer_norm_column_forward",
     "te_linear_forward",
+    "weight_gradient_of",
 ]
 
 REPORT = FeatureReport("tensor-parallel overlap", by_class=True)
@@ -270,6 +273,63 @@ def normalised(
     if kind == "rms":
         return F.rms_norm(rows, x.shape[-1:], weight, eps).to(x.dtype)
     return F.layer_norm(rows, x.shape[-1:], weight, bias, eps).to(x.dtype)  # type: ignore[arg-type]
+
+
+def into_main_grad(
+    weight: Tensor, fused: bool, rows: slice | None = None
+) -> Callable[[Tensor, Tensor], Tensor | None] | None:
+    """The delivery of dW = dc^T a into main_grad, from inputs a [M, K] and dc [M, N].
+
+    It gives what autograd is to have in dW's place, so that Megatron's hooks fire; None where no
+    hook waits for the mark that main_grad has the gradient.
+
+    Args:
+        weight: the parameter, [N, K].
+        fused: whether gradient accumulation fusion is on; without it there is no such delivery.
+        rows: dW is that of these rows alone: dc is [M, rows], and autograd is always given
+            something, which it completes to the weight's gradient.
+    """
+    if not fused or not hasattr(weight, "main_grad"):
+        return None
+
+    def deliver(a: Tensor, dc: Tensor) -> Tensor | None:
+        main_grad, overwrite = weight.main_grad, getattr(weight, "overwrite_main_grad", False)
+        if rows is not None:
+            if overwrite:
+                main_grad.zero_()  # the other rows' gradient is other ranks'
+            main_grad, overwrite = main_grad[rows], False
+        add_product_to_main_grad(main_grad, dc, a, overwrite=overwrite)
+        # Without the mark nobody would know that what autograd is given is not the gradient.
+        marked = hasattr(weight, "grad_added_to_main_grad")
+        stand_in = mark_added_to_main_grad([weight])[0] if marked else None
+        return stand_in if rows is None else torch.zeros_like(weight[rows])
+
+    return deliver
+
+
+def weight_gradient_of(
+    linear: Any, compute: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """dW of a linear from dy and x, as `compute` gives it or, with gradient accumulation fusion,
+    delivered into main_grad."""
+    fused = is_fused(linear)
+
+    def gradient(dy: Tensor, x: Tensor) -> Tensor:
+        deliver = into_main_grad(linear.weight, fused)
+        if deliver is None:
+            return compute(dy, x)
+        stand_in = deliver(x.flatten(0, 1), dy.flatten(0, 1))
+        # None where nobody looks for a mark (not Megatron's DistributedDataParallel): the queue of
+        # weight gradients delivers tensors.
+        return torch.zeros_like(linear.weight) if stand_in is None else stand_in
+
+    return gradient
+
+
+def is_fused(linear: Any) -> bool:
+    """Whether gradient accumulation fusion is on for one of Megatron's linears."""
+    fused = getattr(linear, "gradient_accumulation_fusion", None)
+    return bool(linear.fuse_wgrad_accumulation if fused is None else fused)
 
 
 def quantises() -> bool:

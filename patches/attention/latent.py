@@ -41,9 +41,8 @@ from megatron_fluid.patches.attention.limits import (
     projected_up,
 )
 from megatron_fluid.patches.attention.packed_sequences import Reorder
-from megatron_fluid.patches.linears import norm_of_rows
+from megatron_fluid.patches.linears import into_main_grad, is_fused, norm_of_rows
 from megatron_fluid.patches.overlap_decision import Reason
-from megatron_fluid.patches.weight_gradients import rows_gradient_of
 from megatron_fluid.tensor_parallel import all_gather_matmul
 
 __all__ = ["DECISIONS", "OverlappedLatentAttention", "forward", "init"]
@@ -104,7 +103,7 @@ class OverlappedLatentAttention(OverlappedModule):
             weight[own],
             self.group,
             transpose_b=True,
-            weight_grad=rows_gradient_of(linear, own),
+            weight_grad=into_main_grad(weight, is_fused(linear), own),
         )
         whole: Tensor = Reorder.apply(up.view(-1, rows.shape[1], mine), *order)
         return whole

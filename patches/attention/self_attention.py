@@ -60,9 +60,8 @@ from megatron_fluid.patches.attention.limits import OVERLAP_LIMITS, bypassed, mo
 from megatron_fluid.patches.attention.packed_sequences import foreign_pack_reason, pack_table
 from megatron_fluid.patches.attention.rotary_tables import rotary_table
 from megatron_fluid.patches.attention.tensor_parallel import TensorParallelism
-from megatron_fluid.patches.linears import norm_of_rows
+from megatron_fluid.patches.linears import norm_of_rows, weight_gradient_of
 from megatron_fluid.patches.overlap_decision import Reason
-from megatron_fluid.patches.weight_gradients import weight_gradient_of
 from megatron_fluid.topology import real_group
 
 __all__ = ["DECISIONS", "OverlappedAttention", "forward", "init", "leave", "overlapped"]

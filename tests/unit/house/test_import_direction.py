@@ -40,7 +40,7 @@ WING_FLOORS = (
     + ("children", "features", "step_log"),
     ("cpu", "failed_waits", "optimizer_step", "profile_steps", "versions"),
     ("__init__", "iteration_graph"),
-    ("arguments", "gradient_readiness", "overlap_decision", "weight_gradients"),
+    ("arguments", "gradient_readiness", "overlap_decision"),
     ("linears", "moe"),
     ("attention",),
     ("layer_specs", "startup_report"),
