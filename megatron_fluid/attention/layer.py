@@ -33,7 +33,7 @@ from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.comm.layers import Form, check_input, compare_settings, copy_sharing
 from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.config import current_config, shows_fields_of
-from megatron_fluid.cuda.streams import capturing
+from megatron_fluid.cuda.devices import capturing
 from megatron_fluid.errors import ConfigError
 
 __all__ = ["SelfAttention", "sum_gradients"]

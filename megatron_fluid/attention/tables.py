@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.attention.layouts import HeadLayout, HeadPart, SequenceLayout
-from megatron_fluid.cuda.streams import capturing
+from megatron_fluid.cuda.devices import capturing
 from megatron_fluid.errors import FluidError
 
 __all__ = [

@@ -101,11 +101,11 @@ def _nccl() -> tuple[bool, str]:
 
 def _nvrtc() -> tuple[bool, str]:
     """NVRTC compiles the experts' GEMMs for Hopper GPUs; other GPUs use torch's GEMMs."""
-    from megatron_fluid.cuda import devices, nvrtc
+    from megatron_fluid.cuda import devices, kernel_build
     from megatron_fluid.errors import FluidError
 
     try:
-        major, minor = nvrtc.version()
+        major, minor = kernel_build.version()
     except FluidError as error:
         count = torch.cuda.device_count()
         if count and not any(devices.is_hopper(index) for index in range(count)):

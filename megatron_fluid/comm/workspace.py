@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_fluid.comm import failed_waits
 from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.comm.failed_waits import ErrorWords
-from megatron_fluid.cuda.streams import synchronize
+from megatron_fluid.cuda.devices import synchronize
 from megatron_fluid.errors import ConfigError, FluidError
 
 __all__ = ["Buffer", "FlagRegion", "Workspace"]

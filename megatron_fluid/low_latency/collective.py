@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.comm.waits import group_waits
-from megatron_fluid.cuda.streams import synchronize
+from megatron_fluid.cuda.devices import synchronize
 from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency.layout import Layout, round_up
 from megatron_fluid.low_latency.transport import (

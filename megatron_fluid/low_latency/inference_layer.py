@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.config import current_config, shows_fields_of
-from megatron_fluid.cuda.streams import synchronize
+from megatron_fluid.cuda.devices import synchronize
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fixed_tiles.launch import row_by_row
 from megatron_fluid.kernels.grouped_gemm.launch import fixed_tiles, grouped_matmul

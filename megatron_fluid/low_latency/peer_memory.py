@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.comm.workspace import FlagRegion, Workspace
-from megatron_fluid.cuda.streams import synchronize
+from megatron_fluid.cuda.devices import synchronize
 from megatron_fluid.cuda.triton_launch import Launch, power_of_two
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.low_latency.combine import combine_kernel

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda.streams import current_capture
+from megatron_fluid.cuda.devices import current_capture
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_casts.launch import (
     cast_rows,

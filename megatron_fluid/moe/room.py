@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_fluid.cuda.streams import capturing
+from megatron_fluid.cuda.devices import capturing
 from megatron_fluid.errors import FluidError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.comm.workspace import Buffer, Workspace
-from megatron_fluid.cuda.streams import synchronize
+from megatron_fluid.cuda.devices import synchronize
 
 __all__ = ["LoneWorkspace", "SimulatedWorkspace"]
 

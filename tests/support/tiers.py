@@ -102,8 +102,8 @@ class WorkCounter:
         if interpreter is not None and not self._wrapped:
             self._wrapped = True
             self._count(interpreter.GridExecutor, "__call__", "interpreter")
-            if (nvrtc := sys.modules.get("megatron_fluid.cuda.nvrtc")) is not None:
-                self._count(nvrtc.Unit, "compile", "compile")
+            if (build := sys.modules.get("megatron_fluid.cuda.kernel_build")) is not None:
+                self._count(build.Unit, "compile", "compile")
         return dict(self.done)
 
     def _count(self, owner: Any, name: str, tier: str) -> None:

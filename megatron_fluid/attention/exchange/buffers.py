@@ -20,7 +20,7 @@ from megatron_fluid.comm.groups import group_resource, wait_timeout_s
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.cuda.copy_engine import CudaDriver
-from megatron_fluid.cuda.streams import current_stream
+from megatron_fluid.cuda.devices import current_stream
 from megatron_fluid.cuda.triton_launch import Launch
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.flags import barrier_kernel

@@ -55,7 +55,7 @@ from megatron_fluid.attention.tables import (
     keep,
 )
 from megatron_fluid.comm.symmetric import symmetric_unsupported_reason
-from megatron_fluid.cuda.streams import capturing
+from megatron_fluid.cuda.devices import capturing
 from megatron_fluid.cuda.triton_launch import power_of_two
 from megatron_fluid.kernels.head_exchange.launch import (
     arrive_heads,

@@ -21,7 +21,6 @@ import torch
 
 from megatron_fluid.cuda import driver_api, kernel_build
 from megatron_fluid.cuda.devices import multiprocessors
-from megatron_fluid.cuda.nvrtc import Unit
 from megatron_fluid.cuda.tensor_maps import BOXES, TensorMaps, View
 from megatron_fluid.kernels.sm90.wgmma import wgmma_header
 
@@ -52,7 +51,7 @@ class Source:
     threads: int = 384
     numbers: int = 0
 
-    def unit(self, name: str, dtype: torch.dtype) -> Unit:
+    def unit(self, name: str, dtype: torch.dtype) -> kernel_build.Unit:
         """Return what is compiled for kernel `name` and operands of `dtype`: 16-bit floats, or
         e4m3."""
         wgmma = wgmma_header(dtype == torch.float8_e4m3fn).encode()
@@ -60,7 +59,7 @@ class Source:
         options = [f"--gpu-architecture={_ARCHITECTURE}", "-std=c++17", "-default-device"]
         options += [f"-DENTRY={name}", f"-DENTRY_MODE={self.kernels[name]}"]
         options += ["-DHALF_FLOATS"] if dtype == torch.float16 else []
-        return Unit(name, self.path.read_bytes(), headers, tuple(options))
+        return kernel_build.Unit(name, self.path.read_bytes(), headers, tuple(options))
 
     def compile_ahead(self, names: Iterable[str], dtype: torch.dtype) -> None:
         """Begin to compile kernels in the background. Returns at once; the first use waits for the

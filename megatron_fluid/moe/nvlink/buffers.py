@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.comm.workspace import FlagRegion, Workspace
-from megatron_fluid.cuda.streams import current_stream
+from megatron_fluid.cuda.devices import current_stream
 from megatron_fluid.cuda.triton_launch import Launch, aligned, power_of_two
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.flags import barrier_kernel

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from megatron_fluid.cli import checks, doctor, main
 from megatron_fluid.cli.arguments import install_command
 from megatron_fluid.cli.checks import CHECKS, Look
-from megatron_fluid.cuda import devices, nvrtc
+from megatron_fluid.cuda import devices, kernel_build
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -85,7 +85,7 @@ def test_doctor_asks_for_nvrtc_where_a_gpu_needs_it(
     def nowhere() -> None:
         raise ImportError("No module named 'cuda'")
 
-    monkeypatch.setattr(nvrtc, "_nvrtc", nowhere)
+    monkeypatch.setattr(kernel_build, "_nvrtc", nowhere)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(devices, "is_hopper", lambda index: capabilities[index] == (9, 0))
     finding = {f.name: f for f in doctor.examine()}["nvrtc"]

@@ -86,7 +86,7 @@ torch.cuda.current_device = lambda: 0
 torch._C._cuda_getDevice = lambda: 0
 torch._C._cuda_getCurrentRawStream = lambda device: 0x33
 torch.cuda.is_current_stream_capturing = lambda: False
-from megatron_fluid.cuda import kernel_build, streams, triton_launch
+from megatron_fluid.cuda import devices, kernel_build, triton_launch
 from megatron_fluid.cuda.copy_engine import CudaDriver
 from megatron_fluid.errors import FluidError
 from megatron_fluid.kernels.fused_gemm.launch import FUSED
@@ -121,8 +121,8 @@ try:
 except FluidError as error:
     print(error, flush=True)
 torch.cuda.is_initialized = torch.cuda.is_current_stream_capturing = lambda: True
-streams.current_stream = lambda: SimpleNamespace(cuda_stream=0x33)
-print("capture", streams.current_capture())
+devices.current_stream = lambda: SimpleNamespace(cuda_stream=0x33)
+print("capture", devices.current_capture())
 """
 
 _TOLD = """\

@@ -12,7 +12,7 @@ import pytest
 import triton
 
 from megatron_fluid.cuda import kernel_build
-from megatron_fluid.cuda.nvrtc import Unit
+from megatron_fluid.cuda.kernel_build import Unit
 
 
 class FakeUnit:
@@ -114,7 +114,7 @@ def test_a_failed_compilation_is_raised_and_tried_again() -> None:
 
 
 def test_the_key_holds_all_that_the_code_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_fluid.cuda.nvrtc.version", lambda: (13, 0))
+    monkeypatch.setattr("megatron_fluid.cuda.kernel_build.version", lambda: (13, 0))
     units = [
         Unit("name", b"text", (("a.h", b"1"),), ("-x",)),
         Unit("name", b"texts", (("a.h", b"1"),), ("-x",)),
@@ -123,6 +123,6 @@ def test_the_key_holds_all_that_the_code_depends_on(monkeypatch: pytest.MonkeyPa
         Unit("name", b"text", (("a.h", b"1"),), ("-y",)),
     ]
     keys = {unit.key for unit in units}
-    monkeypatch.setattr("megatron_fluid.cuda.nvrtc.version", lambda: (13, 1))
+    monkeypatch.setattr("megatron_fluid.cuda.kernel_build.version", lambda: (13, 1))
     keys.add(Unit(*[getattr(units[0], n) for n in ("name", "text", "headers", "options")]).key)
     assert len(keys) == 6

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid.cuda import nvrtc
+from megatron_fluid.cuda import kernel_build
 from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import FP8_GROUPED
@@ -418,6 +418,6 @@ def test_each_kernel_compiles_for_hopper(source: Source, kernel: str) -> None:
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs NVRTC, of torch's CUDA builds")
 def test_a_source_that_does_not_compile_shows_the_compilers_words() -> None:
     with pytest.raises(FluidError, match="nothing"):
-        nvrtc.Unit(
+        kernel_build.Unit(
             "wrong.cu", b"int wrong = nothing;\n", (), ("--gpu-architecture=sm_90a",)
         ).compile()
