@@ -214,13 +214,14 @@ class GroupWaits:
     def inside_library(self, name: WaitName, timeout_s: float) -> Iterator[None]:
         """Watch the host while it is inside a library that may wait for a peer: with the first
         message to a peer NCCL connects, and symmetric memory is mapped by all ranks."""
-        left, lane = threading.Event(), ("library", threading.get_ident())
+        # A list, since to make an event takes longer than all else here.
+        left, lane = list[bool](), ("library", threading.get_ident())
         reason = "the library did not return"
-        self.watch(name, lambda: True, left.is_set, timeout_s, lane, reason)
+        self.watch(name, lambda: True, lambda: bool(left), timeout_s, lane, reason)
         try:
             yield
         finally:
-            left.set()
+            left.append(True)
 
     def watch(
         self, name: WaitName, started: Callable[[], bool], finished: Callable[[], bool],

@@ -54,11 +54,3 @@ def test_the_own_error_is_told_in_bounded_time(frozen: dist.Store) -> None:
     told = explain(error, channel, grace_s=0.2)
     assert time.monotonic() - start < 20
     assert "the store of the job does not answer" in told
-
-
-def test_asking_whether_others_have_failed_does_not_block(frozen: dist.Store) -> None:
-    channel = Agreement(frozen, "group", 0, range(2), lambda: 5.0)
-    start = time.monotonic()
-    for _ in range(20):  # as the monitor does, at every look
-        assert channel.failed() == ""
-    assert time.monotonic() - start < 10

@@ -7,9 +7,10 @@ tests/unit/cuda/test_kernel_build.py.
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,9 @@ def last_words(training: Training) -> list[str]:
     return words
 
 
-def on_rank_1(*arguments: str) -> Callable[[int], None]:
-    return _Arguments(arguments)
-
-
-class _Arguments:
-    """Further arguments for rank 1 alone."""
-
-    def __init__(self, arguments: tuple[str, ...]) -> None:
-        self._arguments = arguments
-
-    def __call__(self, rank: int) -> None:
-        if rank == 1:
-            sys.argv += self._arguments
+def _add_on_rank_1(arguments: Sequence[str], rank: int) -> None:
+    if rank == 1:
+        sys.argv += arguments
 
 
 @pytest.mark.parametrize(
@@ -65,7 +56,9 @@ def test_ranks_with_different_settings_are_told_apart(
     different: tuple[str, ...], said: str, timeout_s: str, tmp_path: Path
 ) -> None:
     bound = ("--fluid-timeout", timeout_s)
-    started = train(tmp_path, "log", *bound, ranks=RANKS, prepare=on_rank_1(*different))
+    started = train(
+        tmp_path, "log", *bound, ranks=RANKS, prepare=functools.partial(_add_on_rank_1, different)
+    )
     words = last_words(started)
     assert all(said in text for text in words), words
 
