@@ -31,17 +31,13 @@ class Backend(Protocol):
 
     def start_gather(self, a_shard: Tensor) -> Callable[[], Tensor]:
         """Begin to gather the shards. Call the result before the backend's next gather: it makes
-        the current stream wait and returns the gathered A, which may be lent as in
-        `gather_matmul`."""
+        the current stream wait and returns the gathered A, lent as in `gather_matmul`."""
 
     def gather_matmul(
-        self, a_shard: Tensor, gemm: Gemm, keep: bool = True, lend: bool = False
+        self, a_shard: Tensor, gemm: Gemm, keep: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """C of all shards' rows, and with ``keep`` the gathered A.
-
-        With ``lend`` the gathered A may be the backend's own memory. It is then valid for work
-        enqueued before the backend's next gather.
-        """
+        """C of all shards' rows, and with ``keep`` the gathered A. It may be lent: the backend's
+        own memory, valid for work enqueued before its next gather."""
 
     def matmul_scatter(
         self, a: Tensor, gemm: Gemm, overlapped: Callable[[], None] | None = None

@@ -51,7 +51,7 @@ class CollectiveBackend:
         return finish
 
     def gather_matmul(
-        self, a_shard: Tensor, gemm: Gemm, keep: bool = True, lend: bool = False
+        self, a_shard: Tensor, gemm: Gemm, keep: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         full = self.start_gather(a_shard)()
         return gemm(full), full if keep else None

@@ -122,7 +122,7 @@ class CopyEngineBackend(OverlappedBackend):
         return finish
 
     def gather_matmul(
-        self, a_shard: Tensor, gemm: Gemm, keep: bool = True, lend: bool = False
+        self, a_shard: Tensor, gemm: Gemm, keep: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         self.check(a_shard, gemm, self.ranks * a_shard.shape[0])
         shard = a_shard.contiguous()

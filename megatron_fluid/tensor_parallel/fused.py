@@ -8,8 +8,8 @@ counts and copy chunk by chunk into the owner's slot. This rank's block comes la
 flag follows each rank's last chunk; then a kernel adds the W slots in fp32 in rank order. There is
 no barrier and no GEMM per shard.
 
-A gather without a GEMM is pushes and one waiting program. It can lend its receive buffer: to work
-on the calls' stream that is enqueued before the next gather.
+A gather without a GEMM is pushes and one waiting program. Gathers lend their receive buffer: to
+work on the calls' stream that is enqueued before the next gather.
 
 Shapes: as in `Backend`. bf16 and fp16; other operands are refused.
 """
@@ -187,22 +187,17 @@ class FusedBackend(OverlappedBackend):
         return finish
 
     def gather_matmul(
-        self, a_shard: Tensor, gemm: Gemm, keep: bool = True, lend: bool = False
+        self, a_shard: Tensor, gemm: Gemm, keep: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         self.check(a_shard, gemm, self.ranks * a_shard.shape[0])
         shard = a_shard.contiguous()
         try:
-            return self._gather_matmul(shard, self._push(shard, gemm), gemm, keep, lend)
+            return self._gather_matmul(shard, self._push(shard, gemm), gemm, keep)
         finally:
             self._join()  # the pushes still read the shard
 
     def _gather_matmul(
-        self,
-        shard: Tensor,
-        pushed: tuple[Tensor, Signals],
-        gemm: Gemm,
-        keep: bool,
-        lend: bool = False,
+        self, shard: Tensor, pushed: tuple[Tensor, Signals], gemm: Gemm, keep: bool
     ) -> tuple[Tensor, Tensor | None]:
         gathered, signals = pushed
         m = shard.shape[0]
@@ -210,9 +205,8 @@ class FusedBackend(OverlappedBackend):
         self._gemm(shard.dtype).gather(shard, gathered, gemm.b_kn, gemm.bias, c, signals)
         if not keep:
             return c, None
-        # The kernel has seen every flag, so all peers' shards are there. The buffer itself belongs
-        # to later calls.
-        return c, self._with_local_shard(gathered if lend else gathered.clone(), shard)
+        # The kernel has seen every flag, so all peers' shards are there.
+        return c, self._with_local_shard(gathered, shard)
 
     def _with_local_shard(self, gathered: Tensor, shard: Tensor) -> Tensor:
         m = shard.shape[0]

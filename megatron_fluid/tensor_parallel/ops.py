@@ -100,7 +100,7 @@ def all_gather_matmul(
     if _differentiable(a_shard, b, bias):
         call = _Call(gemm, backend, group, chosen, weight_grad)
         return _AllGatherMatmul.apply(a_shard, b, bias, call)
-    return chosen.gather_matmul(a_shard, gemm, keep=False)[0]
+    return chosen.gather_matmul(a_shard, gemm)[0]
 
 
 @tells_peers
@@ -257,7 +257,7 @@ class _AllGatherMatmul(torch.autograd.Function):
     def forward(ctx: Any, a_shard: Tensor, b: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         ctx.save_for_backward(a_shard, b)
         ctx.call = call
-        return call.forward.gather_matmul(a_shard, call.gemm, keep=False)[0]
+        return call.forward.gather_matmul(a_shard, call.gemm)[0]
 
     @staticmethod
     @once_differentiable
@@ -302,7 +302,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
         to_a = Gemm(b, transpose_b=not call.gemm.transpose_b)
         backend = call.choose("gather", to_a, a.shape[0], dc_shard)
         if need_a:
-            da, dc = backend.gather_matmul(dc_shard, to_a, keep=need_b, lend=True)
+            da, dc = backend.gather_matmul(dc_shard, to_a, keep=need_b)
         elif need_b:
             da, dc = None, backend.start_gather(dc_shard)()
         else:

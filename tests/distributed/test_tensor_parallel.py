@@ -56,69 +56,50 @@ def check_case(
     group = dist.group.WORLD
     assert group is not None
     rank, ranks = group.rank(), group.size()
+    each, own = range(ranks), slice(rank * m, (rank + 1) * m)
 
-    def local(x: torch.Tensor) -> torch.Tensor:
-        return x.to(dtype).to(device).requires_grad_()
+    def every(seed: int, *shape: int) -> list[torch.Tensor]:
+        """What each rank has, as it is after rounding."""
+        return [_random(seed + r, *shape).to(dtype).double() for r in each]
 
-    def stored(b: torch.Tensor) -> torch.Tensor:
-        return b.t().contiguous() if transpose_b else b
-
-    def as_kn(b: torch.Tensor) -> torch.Tensor:
-        return b.t() if transpose_b else b
+    def check(
+        operation: Callable[..., torch.Tensor],
+        operands: list[torch.Tensor],
+        dc: torch.Tensor,
+        wanted: list[torch.Tensor],
+    ) -> None:
+        """C and the gradients of A, B [K, N] and the bias."""
+        stored = [
+            x.t().contiguous() if transpose_b and i == 1 else x for i, x in enumerate(operands)
+        ]
+        a, b, beta = (x.to(device, dtype, copy=True).requires_grad_() for x in stored)
+        named = {"transpose_b": transpose_b, "bias": beta if bias else None, "backend": backend}
+        c = operation(a, b, group, **named)
+        c.backward(dc.to(device, dtype))
+        names = ("C", "dA", "dB", "dbias")[: 3 + bias]
+        for name, found, right in zip(
+            names, (c.detach(), a.grad, b.grad, beta.grad), wanted, strict=False
+        ):
+            assert found is not None
+            found = found.cpu().t() if transpose_b and name == "dB" else found.cpu()
+            what = f"{name} of {operation.__name__}"
+            _close(torch.atleast_2d(found), torch.atleast_2d(right), dtype, what)
 
     # AllGather-GEMM: A [W m, K] in row blocks, B [K, N] of each rank its own.
-    a_all = [_random(10 + r, m, k).to(dtype).double() for r in range(ranks)]
-    b = _random(100 + rank, k, n).to(dtype).double()
-    beta = _random(200 + rank, n).to(dtype).double()
-    dc_all = [_random(300 + r, ranks * m, n).to(dtype).double() for r in range(ranks)]
-    b_all = [_random(100 + r, k, n).to(dtype).double() for r in range(ranks)]
-    a_local, b_local = local(a_all[rank]), local(stored(b))
-    bias_local = local(beta) if bias else None
-    c = all_gather_matmul(
-        a_local, b_local, group, transpose_b=transpose_b, bias=bias_local, backend=backend
-    )
-    a_full = torch.cat(a_all)
-    _close(c.detach().cpu(), a_full @ b + (beta if bias else 0), dtype, "C of all_gather_matmul")
-    c.backward(dc_all[rank].to(dtype).to(device))
-    own = slice(rank * m, (rank + 1) * m)
-    da = sum(dc_all[r] @ b_all[r].t() for r in range(ranks))
-    assert a_local.grad is not None and b_local.grad is not None
-    _close(a_local.grad.cpu(), da[own], dtype, "dA of all_gather_matmul")
-    _close(as_kn(b_local.grad.cpu()), a_full.t() @ dc_all[rank], dtype, "dB of all_gather_matmul")
-    if bias_local is not None:
-        assert bias_local.grad is not None
-        _close(
-            bias_local.grad.cpu()[None],
-            dc_all[rank].sum(0)[None],
-            dtype,
-            "dbias of all_gather_matmul",
-        )
+    a, b, beta = every(10, m, k), every(100, k, n), every(200, n)[rank]
+    dc, whole = every(300, ranks * m, n), torch.cat(a)
+    da = torch.stack([dc[r] @ b[r].t() for r in each]).sum(0)[own]
+    c = whole @ b[rank] + (beta if bias else 0)
+    wanted = [c, da, whole.t() @ dc[rank], dc[rank].sum(0)]
+    check(all_gather_matmul, [a[rank], b[rank], beta], dc[rank], wanted)
 
     # GEMM-ReduceScatter: A [W m, K] and B [K, N] of each rank its own part of the contracted
     # dimension.
-    a_parts = [_random(400 + r, ranks * m, k).to(dtype).double() for r in range(ranks)]
-    dc_rows = [_random(500 + r, m, n).to(dtype).double() for r in range(ranks)]
-    shared = _random(600, n).to(dtype).double()
-    a_local, b_local = local(a_parts[rank]), local(stored(b_all[rank]))
-    bias_local = local(shared) if bias else None
-    c = matmul_reduce_scatter(
-        a_local, b_local, group, transpose_b=transpose_b, bias=bias_local, backend=backend
-    )
-    whole = sum(a_parts[r] @ b_all[r] for r in range(ranks)) + (shared if bias else 0)
-    _close(c.detach().cpu(), whole[own], dtype, "C of matmul_reduce_scatter")
-    c.backward(dc_rows[rank].to(dtype).to(device))
-    dc = torch.cat(dc_rows)
-    assert a_local.grad is not None and b_local.grad is not None
-    _close(a_local.grad.cpu(), dc @ b_all[rank].t(), dtype, "dA of matmul_reduce_scatter")
-    _close(as_kn(b_local.grad.cpu()), a_parts[rank].t() @ dc, dtype, "dB of matmul_reduce_scatter")
-    if bias_local is not None:
-        assert bias_local.grad is not None
-        _close(
-            bias_local.grad.cpu()[None],
-            dc_rows[rank].sum(0)[None],
-            dtype,
-            "dbias of matmul_reduce_scatter",
-        )
+    parts, dc = every(400, ranks * m, k), every(500, m, n)
+    beta, whole = every(600, n)[0], torch.cat(dc)
+    c = torch.stack([parts[r] @ b[r] for r in each]).sum(0)[own] + (beta if bias else 0)
+    wanted = [c, whole @ b[rank].t(), parts[rank].t() @ whole, dc[rank].sum(0)]
+    check(matmul_reduce_scatter, [parts[rank], b[rank], beta], dc[rank], wanted)
 
 
 def _cases(rank: int, ranks: int) -> None:
@@ -138,7 +119,7 @@ def _only_the_needed_gradients(rank: int, ranks: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     a, b = torch.randn(4, 6), torch.randn(6, 5, requires_grad=True)
-    all_gather_matmul(a, b, group).sum().backward()  # type: ignore[union-attr]
+    all_gather_matmul(a, b, group).sum().backward()
     assert a.grad is None and b.grad is not None
     rows = [torch.empty(4, 6) for _ in range(ranks)]
     dist.all_gather(rows, a)
@@ -197,27 +178,26 @@ def test_a_backward_is_chosen_for_its_own_shape_where_the_form_was_not_named() -
 
 
 def _errors(rank: int, ranks: int) -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group, half = dist.group.WORLD, torch.float8_e4m3fn
     a, b = torch.randn(4, 6), torch.randn(6, 5)
-    with pytest.raises(
-        ConfigError, match=r"M \(rows of a\): found 5, allowed: multiples of the 2 ranks"
+    gather, scatter = all_gather_matmul, matmul_reduce_scatter
+    for operation, operands, more, said in (
+        (
+            scatter,
+            (a.new_ones(5, 6), b),
+            {},
+            r"M \(rows of a\): found 5, allowed: multiples of the 2",
+        ),
+        (gather, (a.new_ones(4, 7), b), {}, r"the second 6 \(K of b\)"),
+        (gather, (a, b), {"bias": a[:, 0]}, r"bias: found shape \(4,\), allowed: \(5,\)"),
+        (scatter, (a, b), {"bias": b[0].double()}, "found torch.float64, allowed: torch.float32"),
+        (gather, (a, b.double()), {}, "the same floating dtype"),
+        (gather, (a.to(half), b.to(half)), {}, "found torch.float8_e4m3fn and torch.float8_e4m3fn"),
+        (gather, (a, b), {"backend": "magic"}, "found 'magic', allowed: auto"),
+        (gather, (a, b), {"backend": "copy_engine"}, "its operands are on a CPU"),
     ):
-        matmul_reduce_scatter(torch.randn(5, 6), b, group)
-    with pytest.raises(ConfigError, match=r"the second 6 \(K of b\)"):
-        all_gather_matmul(torch.randn(4, 7), b, group)
-    with pytest.raises(ConfigError, match=r"bias: found shape \(4,\), allowed: \(5,\)"):
-        all_gather_matmul(a, b, group, bias=torch.randn(4))
-    with pytest.raises(ConfigError, match="bias: found torch.float64, allowed: torch.float32"):
-        matmul_reduce_scatter(a, b, group, bias=torch.randn(5).double())
-    with pytest.raises(ConfigError, match="the same floating dtype"):
-        all_gather_matmul(a, b.double(), group)
-    with pytest.raises(ConfigError, match="found torch.float8_e4m3fn and torch.float8_e4m3fn"):
-        all_gather_matmul(a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), group)
-    with pytest.raises(ConfigError, match="found 'magic', allowed: auto"):
-        all_gather_matmul(a, b, group, backend="magic")
-    with pytest.raises(ConfigError, match="its operands are on a CPU"):
-        all_gather_matmul(a, b, group, backend="copy_engine")
+        with pytest.raises(ConfigError, match=said):
+            operation(*operands, group, **more)  # type: ignore[arg-type]
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

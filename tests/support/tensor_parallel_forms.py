@@ -89,12 +89,12 @@ def fused_forms(ranks: int, monkeypatch: pytest.MonkeyPatch) -> list[FusedBacken
 
 
 def gather_all(
-    backends: list[Any], shards: list[Tensor], gemms: list[Any], keep: bool, lend: bool = False
+    backends: list[Any], shards: list[Tensor], gemms: list[Any], keep: bool
 ) -> list[Any]:
     if isinstance(backends[0], FusedBackend):
         pushed = [b._push(s, g) for b, s, g in zip(backends, shards, gemms, strict=True)]
         return [
-            b._gather_matmul(s, p, g, keep, lend)
+            b._gather_matmul(s, p, g, keep)
             for b, s, p, g in zip(backends, shards, pushed, gemms, strict=True)
         ]
     staged = [b._announce(s) for b, s in zip(backends, shards, strict=True)]

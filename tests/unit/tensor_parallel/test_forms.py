@@ -107,31 +107,24 @@ def test_the_fused_form_lends_what_it_gathers_without_a_gemm(
             "peers may be in their next gather already"
         )
         for backend, shard, push, gemm in zip(backends, others, pushed, gemms, strict=True):
-            c, whole = backend._gather_matmul(shard, push, gemm, keep=True, lend=True)
+            c, whole = backend._gather_matmul(shard, push, gemm, keep=True)
             assert whole is not None and torch.equal(whole, torch.cat(others))
             assert whole.data_ptr() == push[0].data_ptr()
             _close(c, whole.double() @ b.double())
 
 
-def test_what_is_kept_stays_and_what_is_lent_is_the_lent_buffer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_gathered_stays_until_the_next_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, m, k = 2, 16, 64
     backends = fused_forms(ranks, monkeypatch)
-    gemms = [Gemm(torch.randn(k, 32).to(torch.bfloat16))] * ranks
-    kept = []
+    gemms, lent = [Gemm(torch.randn(k, 32).to(torch.bfloat16))] * ranks, []
     for turn in range(3):
         shards = [torch.randn(m, k).to(torch.bfloat16) for _ in range(ranks)]
         with torch.inference_mode(turn == 0):  # a validation before training
-            found = [whole for _, whole in gather_all(backends, shards, gemms, True, lend=turn > 0)]
-        kept.append((torch.cat(shards), found))
-        for whole in found:
-            assert torch.equal(whole.view(-1, k), kept[-1][0])
-    wanted, first = kept[0]
-    assert all(torch.equal(whole.view(-1, k), wanted) for whole in first), "two gathers later"
-    lent = [whole.data_ptr() for whole in kept[1][1] + kept[2][1]]
+            found = [whole for _, whole in gather_all(backends, shards, gemms, True)]
+        assert all(torch.equal(whole.view(-1, k), torch.cat(shards)) for whole in found)
+        lent += [whole.data_ptr() for whole in found]
     assert lent == [
-        b._gathers._addresses[turn][rank] for turn in (1, 0) for rank, b in enumerate(backends)
+        b._gathers._addresses[turn][rank] for turn in (0, 1, 0) for rank, b in enumerate(backends)
     ]
 
 
