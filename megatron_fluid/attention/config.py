@@ -84,6 +84,8 @@ class AttentionConfig(FieldsConfig):
             raise ConfigError.of("dropout", self.dropout, "0 <= dropout < 1")
         if self.exchange not in EXCHANGE_NAMES:
             raise ConfigError.of("exchange", self.exchange, ", ".join(EXCHANGE_NAMES))
+        if self.head_groups not in (None, 1) and not self.overlap:
+            raise ConfigError.of("head_groups", self.head_groups, "1 with overlap=False")
         if self.exchange == "symmetric" and not self.overlap:
             raise ConfigError.of("exchange", self.exchange, "auto or rounds with overlap=False")
         chunks = 1 if self.dx_chunks is None else self.dx_chunks

@@ -10,7 +10,6 @@ sum_gradients(attention.parameters(), group)
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -64,6 +63,9 @@ class SelfAttention(nn.Module):
         name: for errors and traces.
         fields: further fields of AttentionConfig, by name.
 
+    Attributes:
+        head_groups: as in AttentionConfig. A change takes effect at the next call.
+
     Raises:
         ConfigError: a setting that cannot be met, by name.
     """
@@ -85,8 +87,9 @@ class SelfAttention(nn.Module):
         assert dim is not None and config.num_kv_heads is not None
         self.group, self.name = group, name
         world = 1 if group is None else group.size()
-        self.heads = HeadLayout(heads, config.num_kv_heads, dim, world)
         self.head_groups = config.head_groups
+        groups = 1 if self.head_groups is None else self.head_groups
+        self.heads = HeadLayout(heads, config.num_kv_heads, dim, world, groups)
         dx_chunks = config.dx_chunks
         self.dx_chunks = current_config().dx_chunks if dx_chunks is None else dx_chunks
         self.scheduler = get_backward_scheduler() if scheduler is None else scheduler
@@ -135,18 +138,6 @@ class SelfAttention(nn.Module):
         """The symmetric memory of the exchange; None where another one is used."""
         return self.connection if self.exchange == "symmetric" else None
 
-    @property
-    def head_groups(self) -> int | None:
-        """As in AttentionConfig. A change takes effect at the next call."""
-        return self._head_groups
-
-    @head_groups.setter
-    def head_groups(self, groups: int | None) -> None:
-        if not self.config.overlap and groups not in (None, 1):
-            raise ConfigError.of("head_groups", groups, "1 with overlap=False")
-        self.heads = dataclasses.replace(self.heads, groups=1 if groups is None else groups)
-        self._head_groups = groups
-
     def _case(self, like: Tensor) -> CoreCase:
         config, device = self.config, like.device.type
         dropout = config.dropout if self.training else 0.0
@@ -167,7 +158,7 @@ class SelfAttention(nn.Module):
     def call(self, x: Tensor, sequence_length: int | None = None) -> AttentionCall:
         """The layout, transport and kernel of a forward of ``x``; see ``forward``."""
         # All that it follows from; the last one serves until something changes.
-        of_layer = self.connection, self.heads, self._head_groups, self.dx_chunks, self.training
+        of_layer = self.connection, self.head_groups, self.dx_chunks, self.training
         key = self.exchange, x.shape, x.dtype, x.device, sequence_length, of_layer
         last = self._last_call
         if last is None or last[0] != key or capturing():  # a capture keeps the tables it reads
@@ -188,7 +179,7 @@ class SelfAttention(nn.Module):
             allowed = f"{rows} on rank {rank} for sequence_length {length} over {world} ranks"
             raise ConfigError.of(f"{self.name} local rows", x.shape[0], allowed)
         case, rotary = self._case(x), config.rotary
-        sizes = x.shape[1], x.element_size(), self._head_groups
+        sizes = x.shape[1], x.element_size(), self.head_groups
         return AttentionCall(
             open_exchange(self.exchange, self.connection, heads, sequence, *sizes),
             choose_kernel(config.kernel, case),
@@ -259,21 +250,18 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup |
     """
     if group is None or group.size() == 1:
         return
-    kinds: dict[torch.dtype, list[nn.Parameter]] = {}
+    kinds: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
-            kinds.setdefault(parameter.dtype, []).append(parameter)
-    for members in kinds.values():
-        for parameter in members:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat(
-            [parameter.grad.reshape(-1) for parameter in members if parameter.grad is not None]
-        )
+            kinds.setdefault(parameter.dtype, []).append(parameter.grad)
+    for gradients in kinds.values():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         group_waits(group).collective(
             "sum of replicated gradients",
             lambda: dist.all_reduce(flat, group=group, async_op=True),  # noqa: B023
         )
-        for parameter, piece in zip(members, flat.split([p.numel() for p in members]), strict=True):
-            assert parameter.grad is not None
-            parameter.grad.copy_(piece.view_as(parameter.grad))
+        pieces = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, piece in zip(gradients, pieces, strict=True):
+            gradient.copy_(piece.view_as(gradient))

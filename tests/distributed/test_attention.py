@@ -10,7 +10,7 @@ in order, sums shares, and compares with the reference, which runs here in float
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,11 @@ class Case:
     transport: str = "auto"
 
 
+SAME_NAMES = (
+    "head_dim", "qk_norm", "rotary", "causal", "window", "exchange", "overlap", "kernel", "dtype",
+)  # fmt: skip
+
+
 def _layers(
     case: Case, group: dist.ProcessGroup | None, device: torch.device
 ) -> list[SelfAttention]:
@@ -65,23 +70,15 @@ def _layers(
         layer = SelfAttention(
             case.hidden,
             case.heads,
-            num_kv_heads=case.kv_heads,
-            head_dim=case.head_dim,
+            **{name: getattr(case, name) for name in SAME_NAMES},
             group=group,
+            num_kv_heads=case.kv_heads,
             qkv_bias=case.bias,
             output_bias=case.bias,
-            qk_norm=case.qk_norm,
-            rotary=case.rotary,
-            causal=case.causal,
-            window=case.window,
             sequence_layout=case.layout,
-            exchange=case.exchange,
             head_groups=case.groups,
             dx_chunks=case.chunks,
-            overlap=case.overlap,
-            kernel=case.kernel,
             device=device,
-            dtype=case.dtype,
             name=f"attention {index}",
         )
         with torch.no_grad():
@@ -203,18 +200,31 @@ def _close(found: Tensor, expected: Tensor, dtype: torch.dtype, layers: int, wha
     )
 
 
-def _bodies(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
-    return [_body(rank, world, case) for case in cases]
+def _bodies(
+    rank: int, world: int, body: Callable[..., dict[str, Any]], cases: list[Any]
+) -> list[dict[str, Any]]:
+    return [body(rank, world, case) for case in cases]
 
 
 def check(
     world: int, *cases: Case, backend: str = "gloo", env: dict[str, str] | None = None
 ) -> None:
     """Run the cases on ``world`` ranks, in one launch, and compare all with the reference."""
-    ranks = run_ranks(_bodies, world, list(cases), timeout_s=200, backend=backend, env=env)
+    check_cases(_body, _compare, world, cases, backend=backend, env=env)
+
+
+def check_cases(
+    body: Callable[..., dict[str, Any]],
+    compare: Callable[[Any, int, list[dict[str, Any]]], None],
+    world: int,
+    cases: Sequence[Any],
+    **launch: Any,
+) -> None:
+    """compare(case, world, what body(rank, world, case) returned on each rank) for every case."""
+    ranks = run_ranks(_bodies, world, body, list(cases), timeout_s=200, **launch)
     for index, case in enumerate(cases):
         try:
-            _compare(case, world, [results[index] for results in ranks])
+            compare(case, world, [results[index] for results in ranks])
         except AssertionError as error:
             raise AssertionError(f"{case} on {world} ranks: {error}") from None
 

@@ -21,6 +21,8 @@ from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.router import route
 from megatron_fluid.moe.sharding import local_part
+from tests.distributed.test_attention import _close as close
+from tests.distributed.test_attention import check_cases
 from tests.support.attention_reference import reference_attention
 from tests.support.launch import run_ranks
 from tests.support.moe_reference import moe_reference
@@ -123,10 +125,6 @@ def _body(rank: int, world: int, case: Case) -> dict[str, Any]:
     }
 
 
-def _bodies(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
-    return [_body(rank, world, case) for case in cases]
-
-
 def _is_expert(name: str) -> bool:
     return ".weight1" in name or ".weight2" in name
 
@@ -166,13 +164,10 @@ def _reference(case: Case, values: dict[str, Tensor], index: int, x: Tensor) -> 
 
 
 def _close(found: Tensor, expected: Tensor, what: str) -> None:
-    scale = expected.abs().max().item()
-    assert scale > 1e-4, f"{what}: the reference is all but zero, so that nothing would be seen"
-    error = (found - expected).abs().max().item()
-    assert error <= 1e-10 * scale, f"{what}: error {error:.3e} at scale {scale:.3e}"
+    close(found, expected, torch.float64, 10, what)
 
 
-def _compare(case: Case, results: list[dict[str, Any]]) -> None:
+def _compare(case: Case, world: int, results: list[dict[str, Any]]) -> None:
     values: dict[str, Tensor] = {}
     for name, value in results[0]["values"].items():
         if _is_expert(name):
@@ -206,12 +201,7 @@ def _compare(case: Case, results: list[dict[str, Any]]) -> None:
 
 
 def check(world: int, *cases: Case) -> None:
-    ranks = run_ranks(_bodies, world, list(cases), timeout_s=200)
-    for index, case in enumerate(cases):
-        try:
-            _compare(case, [results[index] for results in ranks])
-        except AssertionError as error:
-            raise AssertionError(f"{case} on {world} ranks: {error}") from None
+    check_cases(_body, _compare, world, cases)
 
 
 OVERLAP = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])

@@ -55,9 +55,6 @@ class HeadBuffers:
         self._written: dict[str, int] = {}  # buffers being written, and the use that writes them
         self._unread: dict[str, int] = {}  # buffers a peer may still read, and the use it reads
         self.extra_barriers = 0
-        self._growths = -1
-        # Addresses of receive buffers, valid until the workspace moves one.
-        self._addresses: dict[tuple[str, torch.dtype], list[int]] = {}
 
     def transfer(self, name: str, numel: int, dtype: torch.dtype) -> Transfer:
         """Claim a receive buffer [numel], which all ranks may write from here on, for one exchange.
@@ -105,15 +102,8 @@ class HeadBuffers:
 
     def addresses(self, name: str, dtype: torch.dtype) -> list[int]:
         """The addresses of every rank's buffer, on the host, for the copy engine."""
-        if self._growths != self.workspace.growths:
-            self._addresses.clear()
-            self._growths = self.workspace.growths
-        found = self._addresses.get((name, dtype))
-        if found is None:
-            peers = self.workspace.peer_buffers(f"attention {name}", dtype)
-            found = [peer.data_ptr() for peer in peers]
-            self._addresses[name, dtype] = found
-        return found
+        peers = self.workspace.peer_buffers(f"attention {name}", dtype)
+        return [peer.data_ptr() for peer in peers]
 
     def barrier(
         self, name: str, stream: torch.cuda.Stream | None = None, received: Tensor | None = None
