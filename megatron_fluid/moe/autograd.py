@@ -41,7 +41,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.call import ExpertCall, Offload, Offloaded
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups, expert_projections, in_dtype
-from megatron_fluid.moe.experts import Hidden, PlainExperts, Route, Rows
+from megatron_fluid.moe.experts import Hidden, PlainExperts, Route, Rows, merge_rows
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 
 __all__ = ["StartedCall", "prepare", "run_experts", "start_experts"]
@@ -295,10 +295,11 @@ def _weight_grads(
 ) -> list[Tensor] | None:
     """Compute one projection's weight gradients and return what autograd gets for each parameter:
     dW, or a placeholder if dW was added to main_grad. None if main_grad's owner is told itself."""
+    operands = merge_rows(pairs(), groups)
     reported = call.ready.direct or call.ready.captured
     if not (reported or call.fused_main_grad):
-        return call.experts.weight_grads(fc, pairs, groups)
-    call.experts.add_to_main_grads(fc, pairs, groups)
+        return call.experts.weight_grads(fc, *operands)
+    call.experts.add_to_main_grads(fc, *operands)
     return None if reported else mark_added_to_main_grad(fc.params)
 
 

@@ -83,9 +83,17 @@ class MoEConfig(FieldsConfig):
             if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
                 none = ", or None" if name == "dx_chunks" else ""
                 raise ConfigError.of(name, value, f"an integer of at least {smallest}{none}")
-        allowed = [name for name in CHOICES["moe_backend"] if name not in ("experts", "megatron")]
-        if self.backend is not None and self.backend not in allowed:
-            raise ConfigError.of("backend", self.backend, f"{', '.join(allowed)}, or None")
+        backends = [n for n in CHOICES["moe_backend"] if n not in ("experts", "megatron")]
+        known: dict[str, Collection[object]] = {
+            "backend": backends,
+            "fp8_recipe": ["blockwise"],
+            "fp8_weight_grads": CHOICES["moe_fp8_weight_grads"],
+            "batch_invariant": [True, False],
+        }
+        for name, values in known.items():
+            if getattr(self, name) not in (None, *values):
+                allowed = f"{', '.join(map(str, values))}, or None"
+                raise ConfigError.of(name, getattr(self, name), allowed)
         factor = self.capacity_factor
         if factor is not None and not 0.0 < factor < math.inf:
             raise ConfigError.of("capacity_factor", factor, "a number above 0, or None")
@@ -95,13 +103,6 @@ class MoEConfig(FieldsConfig):
             isinstance(self.recompute, str) or not set(self.recompute) <= {"rows", "hidden"}
         ):
             raise ConfigError.of("recompute", self.recompute, "some of rows, hidden, or None")
-        if self.fp8_recipe not in (None, "blockwise"):
-            raise ConfigError.of("fp8_recipe", self.fp8_recipe, "blockwise, or None")
-        if self.fp8_weight_grads not in (None, *CHOICES["moe_fp8_weight_grads"]):
-            known = ", ".join(CHOICES["moe_fp8_weight_grads"])
-            raise ConfigError.of("fp8_weight_grads", self.fp8_weight_grads, f"{known}, or None")
-        if self.batch_invariant not in (None, True, False):
-            raise ConfigError.of("batch_invariant", self.batch_invariant, "True, False, or None")
         for name in ("aux_loss_coefficient", "init_std"):
             if not getattr(self, name) >= 0.0:
                 raise ConfigError.of(name, getattr(self, name), "0 or more")

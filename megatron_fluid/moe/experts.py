@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -320,20 +320,15 @@ class PlainExperts:
         exchange.combine_product(segment, dh, self.fc1.backward_matrices, dprobs)
         return dh, (dy, activated)
 
-    def weight_grads(
-        self, fc: ExpertWeights, pairs: Callable[[], Sequence[tuple[Rows, Rows]]],
-        groups: Sequence[RowGroups],
-    ) -> list[Tensor]:  # fmt: skip
-        """dW of one projection, one tensor for each of fc.params. pairs: gives of each segment the
-        gradient of the projection's output and its input."""
-        return weight_grads(fc, *merge_rows(pairs(), groups))
+    def weight_grads(self, fc: ExpertWeights, dy: Rows, x: Rows, groups: RowGroups) -> list[Tensor]:
+        """As the function of this name."""
+        assert isinstance(dy, Tensor) and isinstance(x, Tensor)
+        return weight_grads(fc, dy, x, groups)
 
-    def add_to_main_grads(
-        self, fc: ExpertWeights, pairs: Callable[[], Sequence[tuple[Rows, Rows]]],
-        groups: Sequence[RowGroups],
-    ) -> None:  # fmt: skip
-        """As weight_grads, but dW is added to the parameters' main_grads."""
-        add_to_main_grads(fc, *merge_rows(pairs(), groups))
+    def add_to_main_grads(self, fc: ExpertWeights, dy: Rows, x: Rows, groups: RowGroups) -> None:
+        """As the function of this name."""
+        assert isinstance(dy, Tensor) and isinstance(x, Tensor)
+        add_to_main_grads(fc, dy, x, groups)
 
     def bias_grads(
         self, dh: Sequence[Rows], pairs2: Sequence[tuple[Rows, Rows]], routes: Sequence[Route]

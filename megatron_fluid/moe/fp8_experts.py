@@ -19,8 +19,6 @@ weight gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor
 
@@ -205,32 +203,24 @@ class Fp8Experts(PlainExperts):
         exchange.combine_product(segment, cast, weight_cast(self.fc1).backward_matrices(), grads)
         return cast if dh is None else dh, (rows if self.in_fp8 else dy, a)
 
-    def weight_grads(
-        self, fc: ExpertWeights, pairs: Callable[[], Sequence[tuple[Rows, Rows]]],
-        groups: Sequence[RowGroups],
-    ) -> list[Tensor]:  # fmt: skip
-        ((dy, x),), (rows,) = pairs(), groups
+    def weight_grads(self, fc: ExpertWeights, dy: Rows, x: Rows, groups: RowGroups) -> list[Tensor]:
         if self.in_fp8:
-            return fc.as_gradients(_gradient(fc, dy, x, rows))
-        return weight_grads(fc, _in_bf16(dy, rows), _in_bf16(x, rows), rows)
+            return fc.as_gradients(_gradient(fc, dy, x, groups))
+        return weight_grads(fc, _in_bf16(dy, groups), _in_bf16(x, groups), groups)
 
-    def add_to_main_grads(
-        self, fc: ExpertWeights, pairs: Callable[[], Sequence[tuple[Rows, Rows]]],
-        groups: Sequence[RowGroups],
-    ) -> None:  # fmt: skip
-        ((dy, x),), (rows,) = pairs(), groups
+    def add_to_main_grads(self, fc: ExpertWeights, dy: Rows, x: Rows, groups: RowGroups) -> None:
         if not self.in_fp8:
-            add_to_main_grads(fc, _in_bf16(dy, rows), _in_bf16(x, rows), rows)
+            add_to_main_grads(fc, _in_bf16(dy, groups), _in_bf16(x, groups), groups)
             return
         grads, known = fc.kernel_grads(takes_main_grads)
         overwrite = fc.overwrites_main_grads()
         if known.fit:
-            left, right = _turned(fc, dy, x, rows)
-            operands = left, right, rows.offsets, known.addresses, grads, rows.ends
+            left, right = _turned(fc, dy, x, groups)
+            operands = left, right, groups.offsets, known.addresses, grads, groups.ends
             add_fp8_weight_grads(*operands, overwrite=overwrite)
             return
         # main_grads in another precision than fp32 or strided: dW is rounded to bf16 before.
-        for grad, gradient in zip(grads, _gradient(fc, dy, x, rows), strict=True):
+        for grad, gradient in zip(grads, _gradient(fc, dy, x, groups), strict=True):
             if overwrite:
                 grad.copy_(gradient)
             else:

@@ -22,11 +22,13 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.errors import FluidError
+from megatron_fluid.moe.autograd import run_experts
+from megatron_fluid.moe.call import ExpertCall
 from megatron_fluid.moe.nvlink import transport
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import CANDIDATES, Schedule
-from megatron_fluid.moe.nvlink.shared import SizedBuffers
-from megatron_fluid.moe.nvlink.transport import NvlinkTransport
+from megatron_fluid.moe.nvlink.transport import NvlinkBackend, NvlinkTransport
+from megatron_fluid.moe.transport import LayerShape
 from tests.support.expert_calls import nvlink_moe
 from tests.support.fp8_reference import cast_rows, restore_rows
 from tests.support.machine import RANKS
@@ -85,7 +87,10 @@ def test_buffers_grow_with_token_counts_that_differ_by_rank_and_call(
     """All forwards before all backwards, as in a pipeline; some rank may have no token."""
     _, hidden, ffn, experts, top_k = SHAPES[0]
     world, rank = space.world_size, space.rank
-    sized = SizedBuffers(dist.group.WORLD, ffn, top_k, experts)
+    shape = LayerShape(
+        group=dist.group.WORLD, num_experts=experts, top_k=top_k, ffn=ffn, name="moe"
+    )
+    backend = NvlinkBackend(shape, None)  # type: ignore[arg-type]
     done, sizes = [], set()
     for number, most in enumerate((8, 64, 3, 500, 90, 700, 0)):
         counts = [(most, most // 3, 0)[(r + number) % min(3, world)] for r in range(world)]
@@ -95,10 +100,12 @@ def test_buffers_grow_with_token_counts_that_differ_by_rank_and_call(
         ]
         mine = calls[rank]
         leaves = [t.clone().requires_grad_() for t in (mine.x, mine.probs, mine.w1, mine.w2)]
-        buffers = sized.of(counts[rank], hidden, torch.bfloat16)
         x, probs, w1, w2 = leaves
-        y = nvlink_moe(buffers, x, mine.ids, probs, w1, w2, grow=sized.grow)
-        sizes.add(sized.of(0, hidden, torch.bfloat16).max_tokens)
+        make = backend.plan(x, mine.ids, probs, experts=None, again=False)
+        call = ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=experts // world)
+        y = run_experts(call, make())
+        assert backend.buffers is not None
+        sizes.add(backend.buffers.max_tokens)
         done.append((y, leaves, mine.grad, oracle(calls, rank)))
     assert sizes == {8, 64, 500, 700}
     for number, (y, leaves, grad, expected) in enumerate(done):

@@ -124,17 +124,12 @@ class HopperKernels:
             for name in wanted:
                 self._functions[name]
 
-    def launch(
-        self, name: str, maps: Maps, numbers: Sequence[int], programs: int | None = None
-    ) -> None:
-        """Start kernel `name` on the current stream with the parameters of its source's ENTRY: maps
-        and numbers, of which the last, the counter, is added here.
-
-        programs: blocks, at least 2; None means as many as the device has SMs.
-        """
+    def launch(self, name: str, maps: Maps, numbers: Sequence[int]) -> None:
+        """Start kernel `name` on all SMs, on the current stream, with the parameters of its
+        source's ENTRY: maps and numbers, of which the last, the counter, is added here."""
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
-                self.launch(name, maps, numbers, programs)
+                self.launch(name, maps, numbers)
             return
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         own, both, results = maps
@@ -146,7 +141,7 @@ class HopperKernels:
                 if result is not None:
                     fill(index, result)
             self._pack(self._numbers, 0, *numbers, self._counter(stream))
-            self._start(name, programs, stream, self._parameters)
+            self._start(name, multiprocessors(self._device), stream, self._parameters)
 
     def start(self, name: str, programs: int, addresses: Sequence[int]) -> None:
         """Start kernel `name` on the current stream with the parameters at `addresses` and, behind
@@ -170,12 +165,10 @@ class HopperKernels:
             found = self._counters[stream] = len(self._counters) % _STREAMS
         return found
 
-    def _start(
-        self, name: str, programs: int | None, stream: int, parameters: ctypes.Array[Any]
-    ) -> None:
-        sms = multiprocessors(self._device) if programs is None else programs
+    def _start(self, name: str, programs: int, stream: int, parameters: ctypes.Array[Any]) -> None:
+        """programs: blocks, at least 2 are started."""
         arguments = (
-            self._functions[name], max(1, sms // 2) * 2, 1, 1, self._threads, 1, 1,
+            self._functions[name], max(1, programs // 2) * 2, 1, 1, self._threads, 1, 1,
             _DYNAMIC_SHARED, driver_api.streams[stream], ctypes.addressof(parameters), 0,
         )  # fmt: skip
         status = self._cu_launch(*arguments)[0]

@@ -21,7 +21,7 @@ from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule, choose_schedule
 from megatron_fluid.plan.machine import machine_named
 
-__all__ = ["SizedBuffers", "shared_buffers"]
+__all__ = ["agreed_buffers", "shared_buffers"]
 
 
 @torch.inference_mode(False)
@@ -90,44 +90,13 @@ def _choose(
     return schedule
 
 
-class SizedBuffers:
-    """The NVLink buffers of one layer, sized by its first forward: by the rank that then has most
-    tokens. Where a later one brings more to any rank, all ranks make larger ones together.
-
-    Args:
-        ffn, top_k, experts: F, K and E of the layer.
-        factor: how many times the tokens of the first forward a later one may bring before that.
-        by_choice: as for shared_buffers.
-
-    Attributes:
-        buffers: None before the first forward.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup, ffn: int, top_k: int, experts: int, factor: int = 1,
-        by_choice: bool = False,
-    ) -> None:  # fmt: skip
-        self._group, self._factor, self._by_choice = group, factor, by_choice
-        self._shape = (ffn, top_k, experts)
-        self.buffers: NvlinkBuffers | None = None
-
-    def of(self, tokens: int, hidden: int, dtype: torch.dtype) -> NvlinkBuffers:
-        """The buffers of a call with `tokens` of this rank. Collective the first time."""
-        if self.buffers is None:
-            self._make(tokens, self._factor, hidden, dtype)
-        assert self.buffers is not None
-        return self.buffers
-
-    def grow(self, tokens: int) -> NvlinkBuffers:
-        """Buffers for the rank that has most tokens, `tokens` being those of this one. Collective:
-        every rank has learnt from the plan of a call that some rank's tokens do not fit."""
-        assert self.buffers is not None
-        self._make(tokens, 1, self.buffers.hidden, self.buffers.dtype)
-        return self.buffers
-
-    def _make(self, tokens: int, factor: int, hidden: int, dtype: torch.dtype) -> None:
-        sizes = agreement(self._group).gather("tokens of an MoE layer", tokens)
-        most = max(*sizes, 1) * factor
-        self.buffers = shared_buffers(
-            self._group, most, hidden, *self._shape, dtype=dtype, by_choice=self._by_choice
-        )
+def agreed_buffers(
+    group: dist.ProcessGroup, tokens: int, hidden: int, ffn: int, top_k: int, num_experts: int, *,
+    dtype: torch.dtype, by_choice: bool, factor: int = 1,
+) -> NvlinkBuffers:  # fmt: skip
+    """shared_buffers for `factor` times the tokens of the rank that has most, `tokens` being those
+    of this one. Collective."""
+    sizes = agreement(group).gather("tokens of an MoE layer", tokens)
+    most = max(*sizes, 1) * factor
+    shape = most, hidden, ffn, top_k, num_experts
+    return shared_buffers(group, *shape, dtype=dtype, by_choice=by_choice)

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.cuda.triton_launch import aligned
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.activation.kernel import ACTIVATIONS
@@ -47,13 +46,12 @@ from megatron_fluid.moe.nvlink.buffers import (
     scatter,
 )
 from megatron_fluid.moe.nvlink.sent_rows import begin_combine, owners, send_rows
-from megatron_fluid.moe.nvlink.shared import SizedBuffers
+from megatron_fluid.moe.nvlink.shared import agreed_buffers
 from megatron_fluid.moe.room import LayerRoom, refuse_capture
 from megatron_fluid.moe.transport import (
     Backend,
     Exchange,
     ExpertPair,
-    LayerShape,
     MakeTransport,
     Segment,
     TokenTransport,
@@ -77,7 +75,7 @@ class NvlinkTransport(TokenTransport):
             made of.
         capacity: None for exact mode, or the rows of bounded mode.
         grow: makes larger buffers, on all ranks at once, where one has more tokens than these hold
-            (SizedBuffers.grow). In exact mode; None refuses such a call on every rank.
+            (NvlinkBackend.grow). In exact mode; None refuses such a call on every rank.
         room: of the layer, which is told the rows of exact mode.
     """
 
@@ -325,26 +323,26 @@ def plan_nvlink(
 
 
 class NvlinkBackend(Backend):
-    """See Backend. A copy shares the buffers, which layers use one after the other."""
+    """See Backend. The first call sizes the buffers, by the rank that then has most tokens. Where a
+    later one brings more to any rank, all ranks make larger ones together. A copy shares the
+    buffers, which layers use one after the other.
+
+    Attributes:
+        buffers: None before the first call.
+    """
 
     name = "nvlink"
-
-    def __init__(self, shape: LayerShape, rounds: P2PRounds) -> None:
-        super().__init__(shape, rounds)
-        sizes = shape.ffn, shape.top_k, shape.num_experts
-        by_choice = shape.batch_invariant
-        self.sized = SizedBuffers(shape.group, *sizes, shape.room, by_choice=by_choice)
+    buffers: NvlinkBuffers | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NvlinkBackend:
-        copied = copy.copy(self)
-        copied.sized = copy.copy(self.sized)
-        return copied
+        return copy.copy(self)
 
     def plan(
         self, x: Tensor, ids: Tensor, probs: Tensor, *, experts: ExpertPair | None, again: bool
     ) -> MakeTransport:
-        if (buffers := self.sized.buffers) is None:
-            buffers = self.sized.of(x.shape[0], x.shape[1], computed_dtype(x))
+        if (buffers := self.buffers) is None:
+            tokens, hidden = x.shape
+            buffers = self._size(tokens, hidden, computed_dtype(x), self.shape.room)
         capacity = None
         if (factor := self.shape.capacity_factor) is not None:
             buffers.check_overflow()
@@ -353,13 +351,27 @@ class NvlinkBackend(Backend):
             capacity = self.shape.captured.capacity(buffers)
         if capacity is None:
             refuse_capture()
-        handle, grow, room = None, self.sized.grow, self.shape.captured
+        handle, room = None, self.shape.captured
         if again:
-            handle = plan_nvlink(buffers, ids, probs, capacity, grow, room)
-            assert self.sized.buffers is not None
-            buffers = self.sized.buffers
-        return functools.partial(NvlinkTransport, buffers, ids, handle, capacity, grow, room)
+            handle = plan_nvlink(buffers, ids, probs, capacity, self.grow, room)
+            assert self.buffers is not None
+            buffers = self.buffers
+        return functools.partial(NvlinkTransport, buffers, ids, handle, capacity, self.grow, room)
+
+    def grow(self, tokens: int) -> NvlinkBuffers:
+        """Buffers for the rank that has most tokens, `tokens` being those of this one. Collective:
+        every rank has learnt from the plan of a call that some rank's tokens do not fit."""
+        assert self.buffers is not None
+        return self._size(tokens, self.buffers.hidden, self.buffers.dtype)
+
+    def _size(self, tokens: int, hidden: int, dtype: torch.dtype, factor: int = 1) -> NvlinkBuffers:
+        c = self.shape
+        self.buffers = agreed_buffers(
+            *(c.group, tokens, hidden, c.ffn, c.top_k, c.num_experts),
+            dtype=dtype, by_choice=c.batch_invariant, factor=factor,
+        )  # fmt: skip
+        return self.buffers
 
     def check_overflow(self) -> None:
-        if self.sized.buffers is not None:
-            self.sized.buffers.check_overflow()
+        if self.buffers is not None:
+            self.buffers.check_overflow()

@@ -46,7 +46,7 @@ def _calls() -> None:
         _, kept = casts.swiglu_cast(h, probs, keep)
         given = h if kept is None else kept
         casts.swiglu_backward_cast(given, da, probs)
-        casts.swiglu_backward_in_fp8(given, da, probs)
+        casts.swiglu_backward_cast(given, da, probs, in_fp8=True)
     for experts in (32, 1000):
         turn_rows(cast, torch.zeros(experts, dtype=torch.int32))
 

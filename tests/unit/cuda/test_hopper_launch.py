@@ -19,6 +19,7 @@ from megatron_fluid.kernels.grouped_gemm.launch import GROUPED
 from megatron_fluid.kernels.sm90 import launch as sm90
 from megatron_fluid.kernels.sm90.launch import HopperKernels
 from tests.support.cuda_driver import FakeDriver, driver_in_place, word
+from tests.support.machine import sms_in_use
 
 KERNELS = (*GROUPED.kernels, *FUSED.kernels)
 
@@ -131,14 +132,16 @@ def _map(tensor: torch.Tensor, sizes: list[int], pitches: list[int], box: list[i
 def _launch(module: HopperKernels, name: str = "grouped_forward", programs: int = 132) -> None:
     x = _rows()
     maps = (in_boxes(x, 32), token_boxes(x), (in_boxes(x, 64),))
-    module.launch(name, maps, (6, 7, 8, 9, 1, 2, 3, 4, 1), programs)
+    with sms_in_use(programs):
+        module.launch(name, maps, (6, 7, 8, 9, 1, 2, 3, 4, 1))
 
 
 def test_a_launch_carries_maps_pointers_a_counter_and_sizes(driver: Driver) -> None:
     module = HopperKernels(GROUPED, torch.bfloat16)
     x, stack = _rows(), torch.zeros(5, 48, 64, dtype=torch.bfloat16)
     maps = (in_boxes(stack[:, :, :32], 128), token_boxes(x), (in_boxes(x[:32], 64),))
-    module.launch("grouped_sums", maps, (6, 7, 8, 9, 1, 2, 3, 4, 1), 131)
+    with sms_in_use(131):
+        module.launch("grouped_sums", maps, (6, 7, 8, 9, 1, 2, 3, 4, 1))
     [launch] = driver.launches
     assert launch["name"] == 1 + KERNELS.index("grouped_sums")
     assert launch["grid"] == (130, 1, 1), "whole clusters of two"

@@ -22,7 +22,8 @@ from megatron_fluid.moe.choose import choose_transport, nvlink_layer_reason
 from megatron_fluid.moe.nvlink import schedule as nvlink_schedule
 from megatron_fluid.moe.nvlink import shared as nvlink_buffers
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP
-from megatron_fluid.moe.nvlink.shared import SizedBuffers
+from megatron_fluid.moe.nvlink.transport import NvlinkBackend
+from megatron_fluid.moe.transport import LayerShape
 from megatron_fluid.plan.machine import REFERENCE
 from tests.support.launch import run_ranks
 
@@ -215,20 +216,29 @@ def test_the_first_forward_sizes_the_buffers_by_the_rank_with_most_tokens() -> N
         made.append((*shape, dtype))
         return SimpleNamespace(max_tokens=shape[0], hidden=shape[1], dtype=dtype)
 
-    sized = SizedBuffers(mock.Mock(size=lambda: 2), ffn=32, top_k=2, experts=8)
+    def backend(**settings: Any) -> NvlinkBackend:
+        group = mock.Mock(size=lambda: 2)
+        shape = LayerShape(group=group, num_experts=8, top_k=2, ffn=32, name="moe", **settings)
+        return NvlinkBackend(shape, mock.Mock())
+
+    def buffers(made_by: NvlinkBackend, tokens: int) -> Any:
+        x, ids = torch.zeros(tokens, 64).bfloat16(), torch.zeros(tokens, 2)
+        made_by.plan(x, ids, ids, experts=None, again=False)
+        return made_by.buffers
+
+    first, roomy = backend(), backend(room=3)
     with (
         mock.patch.object(nvlink_buffers, "agreement", return_value=SimpleNamespace(gather=gather)),
         mock.patch.object(nvlink_buffers, "shared_buffers", make),
     ):
-        first = sized.of(4, 64, torch.bfloat16)
-        assert sized.of(9, 64, torch.bfloat16) is first
+        sized = buffers(first, 4)
+        assert buffers(first, 9) is sized
         assert made == [(9, 64, 32, 2, 8, torch.bfloat16)]
         others = 12  # another rank has more tokens than fit, this one fewer
-        grown = sized.grow(5)
+        grown = first.grow(5)
         assert made[1:] == [(12, 64, 32, 2, 8, torch.bfloat16)]
-        assert sized.of(5, 64, torch.bfloat16) is grown
-        roomy = SizedBuffers(mock.Mock(size=lambda: 2), ffn=32, top_k=2, experts=8, factor=3)
-        roomy.of(9, 64, torch.bfloat16)
+        assert buffers(first, 5) is grown is copy.deepcopy(first).buffers
+        buffers(roomy, 9)
         assert made[2:] == [(36, 64, 32, 2, 8, torch.bfloat16)]
 
 

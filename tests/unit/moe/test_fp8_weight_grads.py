@@ -73,8 +73,8 @@ class Operands:
         self.fc = ExpertWeights(self.weight, E, layout)
         self.experts = experts_of(self.fc)
         wide = rows_of(counts, 256, 0), rows_of(counts, 128, 1)
-        pair = tuple(Fp8Rows(*reference.cast_rows(rows)) for rows in wide)
-        self.rows: Any = (lambda: [pair]), [RowGroups.of_counts(counts)]
+        dy, x = (Fp8Rows(*reference.cast_rows(rows)) for rows in wide)
+        self.rows = dy, x, RowGroups.of_counts(counts)
         right = exact(*wide, counts)
         self.right = right.transpose(1, 2) if layout == "in_out" else right
 

@@ -39,7 +39,7 @@ def nvlink_layer(**options: Any) -> MoELayer:
     layer = MoELayer({**CONFIG, **options}, dist.group.WORLD)
     layer._backend = backend = BACKENDS["nvlink"](layer.shape(), layer.rounds)
     space = SimulatedWorkspace(1).rank(0)
-    backend.sized.buffers = NvlinkBuffers(space, TOKENS, 16, 2, 4, torch.float32)  # type: ignore[attr-defined]
+    backend.buffers = NvlinkBuffers(space, TOKENS, 16, 2, 4, torch.float32)  # type: ignore[attr-defined]
     return layer
 
 

@@ -198,7 +198,7 @@ def over_nvlink(layer: Any, tokens: int, graphed: bool = False) -> Iterator[Any]
         config = FluidConfig(moe_backend="nvlink")
         path = seam.OverlappedLayer(layer, config, "nvlink")
         path.start([path.weights.order[0] != 0])
-    path.transports.sized = SimpleNamespace(of=lambda *args: buffers, buffers=buffers, grow=None)
+    path.transports.buffers = buffers
     yield path
 
 
@@ -295,7 +295,7 @@ def _bounded(rank: int, world_size: int) -> dict[str, Any]:
 
         with over_nvlink(layer, TOKENS, graphed=True) as path:
             step, room = functools.partial(forward, path=path), path.transports.shape.captured
-            buffers = path.transports.sized.buffers
+            buffers = path.transports.buffers
             eager, rows, room.most = _step(step, layer), room.most, room.most
             with (
                 mock.patch.multiple(ROOMS, bounded=True, margin=0.0),
