@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["Held", "capture_of", "held_by_graphs", "routing_map_of"]
+__all__ = ["Held", "capture", "held_by_graphs", "routing_map_of"]
 
 _ATTRIBUTE = "fluid_routing_map"  # of the token dispatcher
 _ROUTER = {"moe_router", "moe_preprocess"}
-Capture = Callable[["MoELayer", Callable[..., Any], Tensor, Tensor | None], Any]
 
 
 class Held(enum.Enum):
@@ -62,33 +61,20 @@ def held_by_graphs(config: TransformerConfig) -> Held:
     return Held.ROUTER if router else Held.NOTHING
 
 
-def capture_of(config: TransformerConfig) -> Capture | None:
-    """What a layer does while its graph is captured: None where no graph reaches into it."""
-    if held_by_graphs(config) is not Held.ROUTER:
-        return None
-    modules = {module.name for module in config.cuda_graph_modules}
-    if "moe_preprocess" in modules:
-        return _capture_without_preprocess
-    return _megatrons
-
-
 def routing_map_of(layer: MoELayer, found: Tensor | None) -> Tensor:
     """The routing map of this call, bool [T, E]: `found`, what `layer.route` gave, or where that is
     None the one that came out of the graph."""
     return getattr(layer.token_dispatcher, _ATTRIBUTE) if found is None else found
 
 
-def _megatrons(
+def capture(
     layer: MoELayer, original: Callable[..., Any], hidden_states: Tensor, mask: Tensor | None
 ) -> Any:
-    """Megatron's forward ends after the router."""
-    return original(layer, hidden_states, padding_mask=mask)
-
-
-def _capture_without_preprocess(
-    layer: MoELayer, original: Callable[..., Any], hidden_states: Tensor, mask: Tensor | None
-) -> Any:
-    """Shared experts and router; the outputs are those of a graph that ends after preprocess."""
+    """The forward of a layer while a graph is captured that holds its router. With moe_router
+    alone it is Megatron's, `original`, which ends after the router. With moe_preprocess, too, it
+    ends there, and gives the outputs of a graph that ends after the preprocessing."""
+    if all(module.name != "moe_preprocess" for module in layer.config.cuda_graph_modules):
+        return original(layer, hidden_states, padding_mask=mask)
     from megatron.core.transformer.moe.moe_utils import MoECudaGraphPartialCaptureSignal
 
     mask = None if mask is None else mask.transpose(0, 1).bool()

@@ -28,18 +28,14 @@ from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.failed_waits import tells_peers
-from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.kernels.grouped_gemm.launch import compile_ahead
 from megatron_fluid.moe.autograd import start_experts
-from megatron_fluid.moe.backends import BACKENDS, LayerShape, MakeTransport
-from megatron_fluid.moe.room import LayerRoom
-from megatron_fluid.patches.arguments import microbatch_room
-from megatron_fluid.patches.moe.choices import chosen_of
+from megatron_fluid.moe.backends import MakeTransport
 from megatron_fluid.patches.moe.decision import MoEDecisions, PartReasons
+from megatron_fluid.patches.moe.exchange import chosen_of, make_backend
 from megatron_fluid.patches.moe.fp8 import compile_fp8_kernels_ahead
-from megatron_fluid.patches.moe.graphed_router import capture_of, routing_map_of
-from megatron_fluid.patches.moe.limits import bounds_rows
+from megatron_fluid.patches.moe.graphed_router import Held, capture, held_by_graphs, routing_map_of
 from megatron_fluid.patches.moe.offload import offload_of
 from megatron_fluid.patches.moe.own_experts import (
     Looked,
@@ -47,14 +43,11 @@ from megatron_fluid.patches.moe.own_experts import (
     Projections,
     routes_as_megatron,
 )
-from megatron_fluid.patches.moe.separate_experts import SeparateExperts
+from megatron_fluid.patches.moe.separate_experts import PhaseByPhase, SeparateExperts
 from megatron_fluid.patches.step_log import TOKEN_COUNTS
-from megatron_fluid.topology import real_group
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    from megatron_fluid.patches.moe.token_dispatcher import ExchangedLayer
 
 __all__ = [
     "DECISIONS",
@@ -96,9 +89,13 @@ def _serve_phases(layer: MoELayer) -> None:
     """Replace the token dispatcher for the 1F1B expert overlap, which calls a layer's phases one by
     one. It never calls `MoELayer.forward`, where the dispatcher is otherwise replaced."""
     if layer.config.overlap_moe_expert_parallel_comm:
-        from megatron_fluid.patches.moe.token_dispatcher import install
+        _install_dispatcher(layer)
 
-        install(layer, path_of)
+
+def _install_dispatcher(layer: MoELayer) -> None:
+    from megatron_fluid.patches.moe.token_dispatcher import install  # imports Megatron
+
+    install(layer, path_of)
 
 
 def forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,8 +144,8 @@ def moe_forward(
     ):  # with its token dispatcher or this package's
         passed = {"intermediate_tensors": intermediate_tensors, "padding_mask": padding_mask}
         return original(layer, hidden_states, **passed)
-    if path.captures is not None and path.capturing():
-        return path.captures(layer, original, hidden_states, padding_mask)
+    if path.captures is not None and path.captures():
+        return capture(layer, original, hidden_states, padding_mask)
     return path.forward(layer, hidden_states, padding_mask, looked)
 
 
@@ -157,8 +154,9 @@ class OverlappedLayer(OwnExperts):
     no state of a call, and no reference to the layer.
 
     Attributes:
-        backend: name of the backend that moves the tokens.
-        transports: that backend (moe/backends.py), which plans the transport of each call.
+        transports: the backend (moe/backends.py), which plans the transport of each call.
+        captures: says whether a CUDA graph that ends after the router is captured; None without
+            such graphs.
         columns: expert numbers in the order in which the ranks store them; None if ascending. [E]
     """
 
@@ -167,26 +165,13 @@ class OverlappedLayer(OwnExperts):
         from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
         super().__init__(layer, config)
-        self.backend, kind, c = backend, BACKENDS[backend], layer.config
+        c = layer.config
         self.checkpoint = tensor_parallel.checkpoint
         self.columns: Tensor | None = None
         self._indices: Tensor | None = None  # position of each expert in `columns`. [E]
-        self.captures, self.capturing = capture_of(c), is_graph_capturing
-        self.rounds = shared_rounds(layer.ep_group, config.timeout_s)
-        captured = backend == "nvlink" and bounds_rows(c)
-        shape = LayerShape(
-            group=real_group(layer.ep_group),
-            num_experts=int(c.num_moe_experts),
-            top_k=int(c.moe_router_topk),
-            ffn=int(c.moe_ffn_hidden_size),
-            name=self.name,
-            dx_chunks=config.dx_chunks,
-            captured=LayerRoom() if captured else None,
-            batch_invariant=self.batch_invariant,
-            room=microbatch_room(),
-        )
-        self.transports = kind(shape, self.rounds)
-        self.fp8 = self.fp8 and kind.exact_over is None
+        self.captures = is_graph_capturing if held_by_graphs(c) is Held.ROUTER else None
+        self.transports = make_backend(layer, config, backend, fused=True)
+        self.fp8 = self.fp8 and self.transports.exact_over is None
         self.recompute = () if backend == "rounds" else moe_recompute(config)
         self.offload = offload_of(c, config) if backend == "local" else None
 
@@ -202,7 +187,7 @@ class OverlappedLayer(OwnExperts):
             local = range(len(self.weights.order))
             orders = (reversed(local) if descending else local for descending in descends)
             numbers = [r * len(local) + e for r, order in enumerate(orders) for e in order]
-            self.columns = torch.tensor(numbers, device=self.rounds.device)
+            self.columns = torch.tensor(numbers, device=self.transports.rounds.device)
             self._indices = self.columns.argsort()
 
     def forward(
@@ -292,26 +277,23 @@ def _make_path(
     layer: MoELayer, config: FluidConfig, backend: str | None, parts: PartReasons,
     descends: Sequence[bool],
 ) -> Any:  # fmt: skip
-    """Make what serves a layer, as MakePath says; None if no part is this package's."""
+    """Make what serves a layer, as MakePath says."""
     if backend is not None and parts.by_phase is None:
         path = OverlappedLayer(layer, config, backend)
         path.start(descends)
         return path
+    exchange = None
     if backend is not None:
-        from megatron_fluid.patches.moe import token_dispatcher  # imports Megatron
-
-        # Before SeparateExperts, which records the dispatcher's class.
-        token_dispatcher.install(layer, path_of)
+        _install_dispatcher(layer)  # before SeparateExperts, which records the dispatcher's class
+        exchange = make_backend(layer, config, backend, fused=False)
     experts = SeparateExperts(layer, config) if parts.experts is None else None
-    if backend is None:
-        return experts
-    return token_dispatcher.ExchangedLayer(layer, config, backend, experts)
+    return PhaseByPhase(exchange, experts)
 
 
 DECISIONS = MoEDecisions(_make_path, _serve_phases)
 
 
-def path_of(layer: MoELayer) -> OverlappedLayer | ExchangedLayer | SeparateExperts | None:
+def path_of(layer: MoELayer) -> OverlappedLayer | PhaseByPhase | None:
     """Return the path of a layer, or None if it keeps Megatron's own. The ranks of its group agree
     on it in the layer's first call."""
     decision = DECISIONS.get(layer)

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megatron_fluid.patches.moe.layer import path_of
-from megatron_fluid.patches.moe.separate_experts import SeparateExperts, delayed_gradients
+from megatron_fluid.patches.moe.separate_experts import (
+    PhaseByPhase,
+    SeparateExperts,
+    delayed_gradients,
+)
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -62,8 +66,7 @@ def backward_dw(original: Callable[..., Any]) -> Callable[..., Any]:
 def _separate_experts(layer: MoELayer) -> SeparateExperts | None:
     """This package's experts of a layer that runs phase by phase, or None."""
     path = path_of(layer)
-    experts = getattr(path, "experts", path)  # of an ExchangedLayer
-    return experts if isinstance(experts, SeparateExperts) else None
+    return path.experts if isinstance(path, PhaseByPhase) else None
 
 
 def _share(a: Tensor, b: Tensor) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from megatron_fluid.backward.weight_grads import (
 )
 from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.moe.autograd import run_experts
+from megatron_fluid.moe.backends import Backend
 from megatron_fluid.moe.expert_rows import InPlace
 from megatron_fluid.patches.moe.offload import offload_of
 from megatron_fluid.patches.moe.own_experts import Looked, OwnExperts
@@ -36,7 +38,7 @@ from megatron_fluid.patches.moe.own_experts import Looked, OwnExperts
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-__all__ = ["SeparateExperts", "delayed_gradients"]
+__all__ = ["PhaseByPhase", "SeparateExperts", "delayed_gradients"]
 
 
 class _DelayedGradients(WeightGradScheduler):
@@ -94,3 +96,16 @@ class SeparateExperts(OwnExperts):
         call = self.call(rows, probs, self.projections(layer, looked), self._scheduler)
         output = run_experts(call, InPlace(counts))
         return F.pad(output, (0, 0, 0, spare)) if spare else output
+
+
+@dataclass(frozen=True)
+class PhaseByPhase:
+    """What serves a layer that runs Megatron's forward, phase by phase.
+
+    Attributes:
+        exchange: moves the tokens, for FluidTokenDispatcher; None where Megatron does.
+        experts: compute between dispatch and combine; None for Megatron's modules.
+    """
+
+    exchange: Backend | None
+    experts: SeparateExperts | None

@@ -32,21 +32,15 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 from megatron_fluid.comm.failed_waits import tells_peers
-from megatron_fluid.comm.p2p_rounds import shared_rounds
-from megatron_fluid.config import FluidConfig
 from megatron_fluid.errors import FluidError
-from megatron_fluid.moe.backends import BACKENDS, LayerShape
+from megatron_fluid.moe.backends import Backend
 from megatron_fluid.moe.open_exchange import OpenExchange
-from megatron_fluid.moe.transport import TokenTransport
 from megatron_fluid.patches import versions
-from megatron_fluid.patches.arguments import microbatch_room
-from megatron_fluid.patches.moe.choices import chosen_of
-from megatron_fluid.patches.moe.limits import batch_invariant
-from megatron_fluid.patches.moe.separate_experts import SeparateExperts
+from megatron_fluid.patches.moe.exchange import chosen_of
+from megatron_fluid.patches.moe.separate_experts import PhaseByPhase
 from megatron_fluid.patches.step_log import TOKEN_COUNTS
-from megatron_fluid.topology import real_group
 
-__all__ = ["ExchangedLayer", "FluidTokenDispatcher", "install"]
+__all__ = ["FluidTokenDispatcher", "install"]
 
 
 @dataclass
@@ -70,37 +64,6 @@ class _Call:
     places: Tensor | None = None
 
 
-class ExchangedLayer:
-    """The exchange of one layer from call to call. It holds no state of any call, and not the
-    layer. Made in the layer's first forward.
-
-    Attributes:
-        backend: name of what moves the tokens.
-        experts: what computes between dispatch and combine; None for Megatron's modules.
-    """
-
-    def __init__(
-        self, layer: MoELayer, config: FluidConfig, backend: str, experts: SeparateExperts | None
-    ) -> None:
-        self.backend, self.experts = backend, experts
-        shape = LayerShape(
-            group=real_group(layer.ep_group),
-            num_experts=int(layer.config.num_moe_experts),
-            top_k=int(layer.config.moe_router_topk),
-            ffn=int(layer.config.moe_ffn_hidden_size),
-            name=versions.layer_name(layer),
-            batch_invariant=batch_invariant(layer.config, config),
-            room=microbatch_room(),
-        )
-        self.transports = BACKENDS[backend](shape, shared_rounds(layer.ep_group, config.timeout_s))
-
-    def prepare(self, tokens: Tensor, ids: Tensor, probs: Tensor) -> TokenTransport:
-        """The transport of a call: tokens [T, H], experts ids [T, K], probs [T, K]. Collective."""
-        if TOKEN_COUNTS.recording:
-            TOKEN_COUNTS.add(self, ids, self.transports.shape.num_experts)
-        return self.transports.plan(tokens, ids, probs, experts=None, again=False)()
-
-
 def install(layer: MoELayer, path_of: Callable[[MoELayer], Any]) -> None:
     """Put a FluidTokenDispatcher in the place of the layer's token dispatcher, if it is not there
     already. path_of: as for FluidTokenDispatcher."""
@@ -115,7 +78,7 @@ class FluidTokenDispatcher(MoETokenDispatcher):
 
     Args:
         layer: whose dispatcher this is to be; its present one is kept for those calls.
-        path_of: what serves a layer, an ExchangedLayer where this dispatcher does. A function of a
+        path_of: what serves a layer, a PhaseByPhase where this dispatcher does. A function of a
             module, which a copy of the layer shares. Collective in the layer's first call.
 
     Attributes:
@@ -157,7 +120,9 @@ class FluidTokenDispatcher(MoETokenDispatcher):
             self.shared_experts.pre_forward_comm(tokens)
         flat = tokens.reshape(-1, tokens.shape[-1])
         ids, chosen = chosen_of(self._served(), probs, routing_map)
-        transport = exchange.prepare(flat, ids, chosen)
+        if TOKEN_COUNTS.recording:
+            TOKEN_COUNTS.add(exchange, ids, exchange.shape.num_experts)
+        transport = exchange.plan(flat, ids, chosen, experts=None, again=False)()
         dtypes = tokens.dtype, probs.dtype
         self._call = _Call(OpenExchange(transport), tokens.shape, dtypes)
         return flat.clone() if self._frees_inputs else flat, chosen
@@ -230,11 +195,11 @@ class FluidTokenDispatcher(MoETokenDispatcher):
         output = hidden_states.view(call.shape).to(call.result)
         return output if self.shared_experts is None else output + self.shared_experts.get_output()
 
-    def _exchange(self) -> ExchangedLayer | None:
-        """What serves the layer, or None where its path is Megatron's. Collective in the layer's
+    def _exchange(self) -> Backend | None:
+        """What moves the layer's tokens, or None where Megatron does. Collective in the layer's
         first call."""
         path = self._path_of(self._served())
-        return path if isinstance(path, ExchangedLayer) else None
+        return path.exchange if isinstance(path, PhaseByPhase) else None
 
     def _served(self) -> MoELayer:
         """The layer.

@@ -157,7 +157,7 @@ def test_choices_come_best_first_with_gradients_and_without(report: dict[str, An
 def test_batch_invariant_choices_have_the_order_of_their_numbers_in_any_storage() -> None:
     """By storage the order would depend on the ranks, each of which may keep its experts in
     descending order."""
-    from megatron_fluid.patches.moe import choices
+    from megatron_fluid.patches.moe import exchange
     from megatron_fluid.patches.moe import layer as seam
 
     chosen = torch.tensor([[True, False, True, False], [False, True, False, False]])
@@ -170,7 +170,7 @@ def test_batch_invariant_choices_have_the_order_of_their_numbers_in_any_storage(
     for columns in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 0, 3, 2]):
         path.columns = torch.tensor(columns)
         path._indices = path.columns.argsort()
-        with mock.patch.object(choices, "routes_as_megatron", return_value=True):
+        with mock.patch.object(exchange, "routes_as_megatron", return_value=True):
             ids, found = path.choices(layer, probs, None)
         numbers = torch.where(ids < 0, ids, path.columns[ids])
         assert numbers.tolist() == [[0, 2], [1, -1]]
@@ -183,6 +183,7 @@ def over_nvlink(layer: Any, tokens: int, graphed: bool = False) -> Iterator[Any]
     whose iterations are captured."""
     from megatron_fluid.config import FluidConfig
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+    from megatron_fluid.patches.moe import exchange
     from megatron_fluid.patches.moe import layer as seam
     from tests.support.simulated_workspace import SimulatedWorkspace
 
@@ -192,8 +193,8 @@ def over_nvlink(layer: Any, tokens: int, graphed: bool = False) -> Iterator[Any]
     buffers = NvlinkBuffers(space, tokens, *shape, torch.float32)
     rounds = SimpleNamespace(device=torch.device("cpu"))
     with (
-        mock.patch.object(seam, "shared_rounds", return_value=rounds),
-        mock.patch.object(seam, "bounds_rows", return_value=graphed),
+        mock.patch.object(exchange, "shared_rounds", return_value=rounds),
+        mock.patch.object(exchange, "bounds_rows", return_value=graphed),
     ):
         config = FluidConfig(moe_backend="nvlink")
         path = seam.OverlappedLayer(layer, config, "nvlink")

@@ -1,5 +1,5 @@
-"""The maps of Megatron's router as the transports take them: the chosen experts of each token, and
-their probabilities.
+"""The exchange of a Megatron layer: its backend, and the maps of Megatron's router as backends take
+them, as the chosen experts of each token and their probabilities.
 
 Shapes: T tokens, K top-k, E experts.
 """
@@ -11,12 +11,45 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_fluid.comm.p2p_rounds import shared_rounds
+from megatron_fluid.config import FluidConfig
+from megatron_fluid.moe.backends import BACKENDS, Backend, LayerShape
+from megatron_fluid.moe.room import LayerRoom
+from megatron_fluid.patches import versions
+from megatron_fluid.patches.arguments import microbatch_room
+from megatron_fluid.patches.moe.limits import batch_invariant, bounds_rows
 from megatron_fluid.patches.moe.own_experts import routes_as_megatron
+from megatron_fluid.topology import real_group
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-__all__ = ["chosen_of"]
+__all__ = ["chosen_of", "make_backend"]
+
+
+def make_backend(layer: MoELayer, config: FluidConfig, name: str, *, fused: bool) -> Backend:
+    """Make what moves the tokens of a layer, from call to call.
+
+    Args:
+        config: the settings that the layer keeps.
+        name: one of BACKENDS.
+        fused: whether the layer is fused; only then dX is chunked, and calls may be captured in a
+            CUDA graph over symmetric memory.
+    """
+    c = layer.config
+    captured = fused and name == "nvlink" and bounds_rows(c)
+    shape = LayerShape(
+        group=real_group(layer.ep_group),
+        num_experts=int(c.num_moe_experts),
+        top_k=int(c.moe_router_topk),
+        ffn=int(c.moe_ffn_hidden_size),
+        name=versions.layer_name(layer),
+        dx_chunks=config.dx_chunks if fused else 1,
+        captured=LayerRoom() if captured else None,
+        batch_invariant=batch_invariant(c, config),
+        room=microbatch_room(),
+    )
+    return BACKENDS[name](shape, shared_rounds(layer.ep_group, config.timeout_s))
 
 
 def chosen_of(
