@@ -349,7 +349,9 @@ class NvlinkBackend(Backend):
             capacity = buffers.bounded_rows(factor)
         elif self.shape.captured is not None:
             capacity = self.shape.captured.capacity(buffers)
-        if capacity is None:
+        # Asked here, and not by `capturing`, to save each call a function.
+        initialized = capacity is None and torch.cuda.is_initialized()
+        if initialized and torch.cuda.is_current_stream_capturing():
             refuse_capture()
         handle, room = None, self.shape.captured
         if again:

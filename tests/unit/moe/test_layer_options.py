@@ -86,7 +86,8 @@ def _captured(rank: int, world: int) -> None:
             for kind in (MoELayer, MoEBaseline)
         ),
     ]
-    with mock.patch("megatron_fluid.moe.room.capturing", return_value=True):
+    captures = dict.fromkeys(("is_initialized", "is_current_stream_capturing"), lambda: True)
+    with mock.patch.multiple(torch.cuda, **captures):
         for layer in layers:
             with pytest.raises(FluidError, match=r"CUDA graph .* inside graph_room\(\)"):
                 layer(x)
