@@ -1,5 +1,5 @@
 """What differs between the Megatron-Core versions that are supported: settings and symbols that
-older ones lack or name otherwise.
+older ones lack or name otherwise, and settings of newer ones that this package does not know.
 
 Settings that a version lacks are added to TransformerConfig with the value that means "not asked
 for", by rows of the patch table, so that no reader of a configuration has to ask for the version.
@@ -7,15 +7,25 @@ for", by rows of the patch table, so that no reader of a configuration has to as
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from megatron_fluid.patches.engine.patch import Patch
+from megatron_fluid.patches.known_settings import KNOWN_FAMILIES, KNOWN_SETTINGS
 
-__all__ = ["SETTING_PATCHES", "in_prediction", "inference_mode", "is_grouped_tensor", "layer_name"]
+__all__ = [
+    "SETTING_PATCHES",
+    "in_prediction",
+    "inference_mode",
+    "is_grouped_tensor",
+    "layer_name",
+    "unknown_setting",
+]
 
 _CONFIG = "megatron.core.transformer.transformer_config"
 _ADDED: dict[str, Any] = {  # setting: its value where a Megatron-Core from 0.16 on lacks it
@@ -82,3 +92,28 @@ def is_grouped_tensor(parameter: Any) -> bool:
     from megatron.core import fp8_utils
 
     return getattr(fp8_utils, "is_grouped_tensor", lambda parameter: False)(parameter)
+
+
+@functools.cache
+def _unknown_fields(kind: type) -> list[dataclasses.Field[Any]]:
+    """Fields of Megatron's own configuration classes; those of a framework's subclass are its
+    own affair."""
+    own = [c for c in kind.__mro__ if c.__module__.startswith("megatron.core.")]
+    names = {name for c in own for name in inspect.get_annotations(c)} - KNOWN_SETTINGS
+    names = {name for name in names if not name.startswith(KNOWN_FAMILIES)}
+    return [f for f in dataclasses.fields(kind) if f.name in names]
+
+
+def unknown_setting(config: Any, others: str = "-") -> str | None:
+    """The first setting of a configuration that this package does not know and whose value is not
+    its default, as `setting=value: reason`; or None. others: how settings begin that concern other
+    layers."""
+    kind: type = type(config)
+    for field in _unknown_fields(kind) if dataclasses.is_dataclass(kind) else ():
+        value, default = getattr(config, field.name), field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        concerns = not field.name.startswith(others)
+        if concerns and value is not default and value != default:
+            return f"{field.name}={value!r}: a setting that megatron_fluid does not know"
+    return None

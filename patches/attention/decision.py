@@ -148,6 +148,7 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
         if config.cp_backend in ("collective", "megatron"):
             return f"cp_backend={config.cp_backend} was asked for"
         reason = first_reason(self.limits, layer.config, config)
+        reason = reason or versions.unknown_setting(layer.config, others="moe_")
         # The core attention may be another one by the first forward, on one rank alone.
         core = layer.core_attention
         if reason is None and exchanges_of(core) is None:

@@ -47,6 +47,7 @@ from megatron_fluid.patches.overlap_decision import (
     Reason,
     first_of_ranks,
 )
+from megatron_fluid.patches.versions import unknown_setting
 from megatron_fluid.topology import real_group
 
 if TYPE_CHECKING:
@@ -109,8 +110,9 @@ def part_reasons(
     def limit(*tables: tuple[Limit[Any], ...]) -> str | None:
         return first_reason(itertools.chain(*tables), config, fluid, backend)
 
-    exchange = exchange or limit(LAYER_LIMITS, EXCHANGE_LIMITS)
-    experts = limit(LAYER_LIMITS, EXPERT_LIMITS) or fp8_reason(config, fluid)
+    unknown = unknown_setting(config)
+    exchange = exchange or limit(LAYER_LIMITS, EXCHANGE_LIMITS) or unknown
+    experts = limit(LAYER_LIMITS, EXPERT_LIMITS) or fp8_reason(config, fluid) or unknown
     fusion = limit(FUSION_LIMITS)
     if layer is not None:
         from megatron_fluid.patches.moe.expert_modules import expert_modules_reason

@@ -35,7 +35,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # engine imports when it applies them.
 WING = "megatron_fluid.patches"
 WING_FLOORS = (
-    ("engine", "limits", "dataset_helpers")
+    ("engine", "limits", "dataset_helpers", "known_settings")
     + ("fused_weight_gradients",)
     + ("children", "features", "step_log"),
     ("cpu", "failed_waits", "optimizer_step", "profile_steps", "versions"),

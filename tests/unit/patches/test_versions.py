@@ -4,6 +4,7 @@ settings and the matrix of results."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import json
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_fluid.errors import PatchError
-from megatron_fluid.patches import SUPPORTED_MEGATRON
+from megatron_fluid.patches import SUPPORTED_MEGATRON, versions
 from megatron_fluid.patches.engine import signatures
 from tools import versions as matrix
 
@@ -36,6 +37,32 @@ EXPECTED = "(self, x, mask=None, *, name=None)"
 )
 def test_optional_parameters_may_be_missing_and_nothing_else(found: str, fits: bool) -> None:
     assert signatures.fits(signatures.parse(EXPECTED), signatures.parse(found)) is fits
+
+
+def test_an_unknown_setting_counts_where_it_is_not_its_default() -> None:
+    @dataclasses.dataclass
+    class Config:
+        num_layers: int = 1
+        moe_new: bool = False
+        parts: list[str] = dataclasses.field(default_factory=list)
+
+    Config.__module__ = "megatron.core.transformer.transformer_config"
+
+    @dataclasses.dataclass
+    class Provider(Config):  # a framework's own fields are no settings of Megatron
+        vocab_size: int = 0
+
+    assert versions.unknown_setting(Provider(num_layers=2, vocab_size=9)) is None
+    reason = versions.unknown_setting(Provider(moe_new=True))
+    assert reason == "moe_new=True: a setting that megatron_fluid does not know"
+    assert versions.unknown_setting(Provider(moe_new=True), others="moe_") is None
+    assert versions.unknown_setting(Provider(moe_new=True, parts=["a"]), "moe_") is not None
+
+
+def test_every_setting_of_the_installed_megatron_is_known() -> None:
+    config = pytest.importorskip("megatron.core.transformer.transformer_config")
+    for kind in (config.TransformerConfig, config.MLATransformerConfig):
+        assert versions._unknown_fields(kind) == []
 
 
 def test_the_matrix_is_good_and_covers_the_supported_versions() -> None:
