@@ -36,20 +36,11 @@ def _checked_before(original: Callable[..., Any], synchronize: bool) -> Callable
     return fluid_checked
 
 
-def finalize_model_grads(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `finalize_model_grads`: before gradients are reduced, a plain load.
-
-    Nothing is synchronised here, which would leave the GPU idle while the reductions are enqueued.
-    A wait that is still undecided is found before the optimizer steps.
-    """
-    return _checked_before(original, synchronize=False)
-
-
-def graphed_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `OptimizerCudaGraphWrapper.__call__`, whose replays run no hook of the optimizer."""
-    return _checked_before(original, synchronize=True)
-
-
-def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `save_checkpoint`: nothing is written once a wait has failed."""
-    return _checked_before(original, synchronize=True)
+# Before gradients are reduced, a plain load: a synchronisation would leave the GPU
+# idle while the reductions are enqueued. A wait that is still undecided is found before the
+# optimizer steps.
+finalize_model_grads = functools.partial(_checked_before, synchronize=False)
+# `OptimizerCudaGraphWrapper.__call__`, whose replays run no hook of the optimizer.
+graphed_step = functools.partial(_checked_before, synchronize=True)
+# Nothing is written once a wait has failed.
+save_checkpoint = functools.partial(_checked_before, synchronize=True)
