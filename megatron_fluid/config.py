@@ -136,46 +136,53 @@ def shows_fields_of[F: Callable[..., Any]](
 
 @dataclass(frozen=True)
 class FluidConfig:
-    """Settings of the overlapped layers. Every field is validated when the object is made.
+    """Settings of the overlapped layers. Every field is validated when the object is made. Under
+    Megatron each is a flag, whose help is the text below (patches/arguments.py).
 
     Attributes:
-        moe_backend: who moves the tokens of an MoE layer. "auto" takes the fastest that the machine
-            can do, "nvlink" symmetric memory inside one NVLink domain, "rounds" round-robin P2P
-            over NCCL or gloo, "local" grouped GEMMs alone (one expert-parallel rank), "experts"
-            Megatron, with our experts behind its dispatcher, "megatron" Megatron with its own.
+        moe_backend: who moves the tokens of MoE layers: nvlink (symmetric memory inside one NVLink
+            domain), hierarchical (experts over several hosts: a token crosses once for each host),
+            rounds (round-robin P2P over NCCL or gloo), local (one expert-parallel rank: no
+            exchange), experts (Megatron, with megatron_fluid's experts behind its dispatcher),
+            megatron (Megatron's own path), auto (the fastest that fits).
         dx_chunks: with rounds: pieces in which dX is computed and sent back in backward, at
             least 1.
         defer_weight_grads: queue weight gradients across layers and overlap them with later
-            exchanges; False: with the exchange of their own layer.
-        timeout_s: bound in seconds on every wait for a peer. None takes the timeout of the process
-            group that waits: no rank then gives up before the group's own collectives would.
-        deterministic: tensor parallelism without symmetric memory sums in rank order, not as NCCL
-            likes, at some cost. Every other sum has a fixed order anyway.
+            exchanges.
+        timeout_s: bound in seconds on every wait for a peer. None: the timeout of the process group
+            that waits, so that no rank gives up before the group's own collectives would.
+        deterministic: linears that tp_overlap overlaps never let NCCL sum, at some cost. Every
+            other sum of megatron_fluid has a fixed order anyway.
+        tp_overlap: hide the collectives of Megatron's own linear layers under tensor and sequence
+            parallelism behind their GEMMs: auto (where that is faster), on (everywhere), off.
+        cp_backend: who exchanges heads and sequence in attention under --cp-comm-type a2a: nvlink
+            (symmetric memory inside one NVLink domain), rounds (round-robin P2P over NCCL or gloo;
+            both overlapped with the projections), collective (one all-to-all each way between
+            them), megatron (Megatron's own path), auto (nvlink where it is available; else on GPUs
+            megatron with Transformer Engine and collective without, and on CPUs rounds).
+        moe_recompute: what the backward of MoE layers computes again in place of keeping it: rows
+            (the dispatched tokens, by another dispatch), hidden (the output of fc1, by another
+            GEMM), both, none.
+        profile_steps: trace these steps on rank 0, counted from 1 as in Megatron's log, both
+            included, and write a page and a picture of them.
+        profile_dir: folder for that page. None: profile in the folder of --save, else of
+            --tensorboard-dir.
+        end_on_timeout: end the process with status 75 where its main thread waits for longer than
+            the timeout, also in Megatron's own collectives, and a rank is missing or all ranks
+            wait. Otherwise the missing rank is only named.
+        moe_fp8: who computes experts under --fp8-format e4m3 --fp8-recipe blockwise: ours
+            (megatron_fluid), megatron (Transformer Engine, behind megatron_fluid's exchange).
+        machine: figures of the machine by which auto chooses overlaps of MoE layers: auto
+            (reference figures of this GPU), reference, h100, h200, cpu, or a file that
+            `megatron-fluid plan --write` has written.
+        moe_fp8_weight_grads: the precision of weight gradients of megatron_fluid's fp8 experts: fp8
+            (a scale for 128 rows of each feature), bf16.
+        graph: one CUDA graph for forward and backward of all microbatches, under any routing: turns
+            on --cuda-graph-impl full_iteration and what that needs. An iteration that sends a rank
+            more expert rows than the graph has room for runs again without it.
         batch_invariant: the forward of an MoE layer gives a token the same bits whatever other
-            tokens are in the batch, and whatever the number of expert-parallel ranks and the
-            transport. "hierarchical" cannot. Under Megatron, its batch_invariant_mode turns this
-            on for MoE layers.
-        tp_overlap: Megatron's own linear layers under tensor and sequence parallelism, with their
-            collectives hidden behind their GEMMs: "auto" where that is faster, "on" everywhere,
-            "off" nowhere.
-        cp_backend: who exchanges heads and sequence in attention under context parallelism by a2a:
-            "nvlink" symmetric memory inside one NVLink domain, "rounds" round-robin P2P over NCCL
-            or gloo, both overlapped with the projections; "collective" one all-to-all each way,
-            "megatron" Megatron's own path, "auto" nvlink where that can be had; else on GPUs
-            Megatron's own path with Transformer Engine and collective without, and on CPUs rounds.
-        profile_steps: under Megatron: "FIRST:LAST", steps that rank 0 traces and draws, counted as
-            in Megatron's log, from 1, both included. None: no step.
-        profile_dir: folder for what is drawn of them. None: a folder of the run.
-        end_on_timeout: under Megatron's training loop: end the process with status 75 where its
-            main thread waits for longer than that bound, also in a collective that is not ours, and
-            a rank is missing or all ranks wait. False: the missing rank is only named.
-        graph: under Megatron: run forward and backward of all microbatches as one CUDA graph. Turns
-            on what that needs (--cuda-graph-impl full_iteration and more).
-        moe_fp8: under Megatron: whose fp8 experts (e4m3, recipe blockwise) stand behind our
-            exchange: "ours" this package's (moe/fp8_experts.py), where it has them, "megatron"
-            Transformer Engine's.
-        moe_fp8_weight_grads: in which precision our fp8 experts compute weight gradients: "fp8" as
-            the rest, with a scale for 128 rows of each feature, or "bf16".
+            tokens are in the batch, whatever the number of expert-parallel ranks and the transport;
+            hierarchical cannot. Megatron's --batch-invariant-mode turns it on for MoE layers, too.
 
     Raises:
         ConfigError: a value out of range; the message names the setting, what was found and what is

@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import inspect
 import os
 import re
 import sys
@@ -47,74 +48,14 @@ def _flag(field: str) -> str:
     return "--fluid-" + field.removesuffix("_s").replace("_", "-")
 
 
-# Help, by field.
-_HELP = {
-    "moe_backend": (
-        "Who moves the tokens of MoE layers: nvlink (symmetric memory inside one NVLink domain), "
-        "hierarchical (experts over several hosts: a token crosses once for each host), rounds "
-        "(round-robin P2P over NCCL or gloo), local (one expert-parallel rank: no exchange), "
-        "megatron (Megatron's own path), auto (the fastest that fits)."
-    ),
-    "moe_recompute": (
-        "What the backward of MoE layers computes again in place of keeping it: rows (the "
-        "dispatched tokens, by another dispatch), hidden (the output of fc1, by another GEMM), "
-        "both, none."
-    ),
-    "graph": (
-        "One CUDA graph for forward and backward of all microbatches, under any routing: turns on "
-        "--cuda-graph-impl full_iteration and what that needs. An iteration that sends a rank more "
-        "expert rows than the graph has room for runs again without it."
-    ),
-    "moe_fp8": (
-        "Who computes experts under --fp8-format e4m3 --fp8-recipe blockwise: ours "
-        "(megatron_fluid), megatron (Transformer Engine, behind megatron_fluid's exchange)."
-    ),
-    "moe_fp8_weight_grads": (
-        "The precision of weight gradients of megatron_fluid's fp8 experts: fp8 (a scale for 128 "
-        "rows of each feature), bf16."
-    ),
-    "dx_chunks": "With rounds: pieces in which dX is computed and sent back in backward.",
-    "defer_weight_grads": (
-        "Queue weight gradients across layers and overlap them with later exchanges."
-    ),
-    "timeout_s": "Bound on every wait for a peer; None: the process group's timeout.",
-    "end_on_timeout": (
-        "End the process with status 75 where its main thread waits for longer than that bound, "
-        "also in Megatron's own collectives, and a rank is missing or all ranks wait. Otherwise "
-        "the missing rank is only named."
-    ),
-    "deterministic": (
-        "Linears under --fluid-tp-overlap on never let NCCL sum, at some cost; every other sum "
-        "of megatron_fluid has a fixed order anyway."
-    ),
-    "batch_invariant": (
-        "The forward of an MoE layer gives a token the same bits whatever other tokens are in the "
-        "batch, whatever the number of expert-parallel ranks and the transport. Megatron's "
-        "--batch-invariant-mode turns it on, too."
-    ),
-    "tp_overlap": (
-        "Hide the collectives of Megatron's own linear layers under tensor and sequence "
-        "parallelism behind their GEMMs: auto (where that is faster), on (everywhere), off."
-    ),
-    "cp_backend": (
-        "Who exchanges heads and sequence in attention under --cp-comm-type a2a: nvlink "
-        "(symmetric memory inside one NVLink domain), rounds (round-robin P2P over NCCL or gloo; "
-        "both overlapped with the projections), collective (one all-to-all each way between "
-        "them), megatron (Megatron's own path), auto (the fastest that fits)."
-    ),
-    "machine": (
-        "Figures of the machine by which auto chooses overlaps of MoE layers: auto (reference "
-        "figures of this GPU), reference, h100, h200, cpu, or a file that `megatron-fluid plan "
-        "--write` has written."
-    ),
-    "profile_steps": (
-        "Trace these steps on rank 0, counted from 1, both included, and write a page and a "
-        "picture of them."
-    ),
-    "profile_dir": (
-        "Folder for that page; None: profile in the folder of --save, else of --tensorboard-dir."
-    ),
-}
+def _help() -> dict[str, str]:
+    """What each field of FluidConfig is, from its docstring."""
+    attributes = (inspect.getdoc(FluidConfig) or "").partition("Attributes:\n")[2]
+    _, *parts = re.split(r"^    (\w+): ", attributes.partition("\n\n")[0], flags=re.MULTILINE)
+    texts = (" ".join(text.split()) for text in parts[1::2])
+    return {name: text[0].upper() + text[1:] for name, text in zip(parts[::2], texts, strict=True)}
+
+
 # How argparse reads fields that are no switches and have no named choices.
 _SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
 _READS: dict[str, dict[str, Any]] = {
@@ -128,10 +69,11 @@ _READS: dict[str, dict[str, Any]] = {
 
 def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group `megatron_fluid` to a parser."""
-    default = _defaults()
+    default, texts = _defaults(), _help()
     group = parser.add_argument_group("megatron_fluid", "Communication hidden behind computation.")
-    for name, text in _HELP.items():
+    for name in default:
         reads = {"choices": CHOICES[name]} if name in CHOICES else _READS.get(name, _SWITCH)
+        text = texts.get(name, "")
         text += f" Default: %(default)s. Also {ENVIRONMENT_PREFIX}{name.upper()}=VALUE."
         group.add_argument(_flag(name), default=default[name], help=text, **reads)
     add_switches(group)

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_fluid import FluidConfig, config, current_config, set_config
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.patches.engine import switches
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +129,7 @@ def test_every_variable_that_the_sources_read_is_known() -> None:
     ]
     read = re.compile(r'"MEGATRON_FLUID_([A-Z_]+)"')
     found = {name for path in files for name in read.findall(path.read_text())}
+    found |= {name.upper() for name in switches._SWITCHES}
     fields = {field.name.upper() for field in dataclasses.fields(FluidConfig)}
     # The first is set and read by the start of ranks in tests; the second is no variable.
     assert found - fields - {"TEST_SERVER_PATH", "TIMEOUT"} == set(config._OTHER_VARIABLES)
