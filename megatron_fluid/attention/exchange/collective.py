@@ -40,11 +40,11 @@ class CollectiveExchange(HeadExchange):
 
     def _all_to_all(self, send: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """All-to-all along the first dimension, of so many rows to and from each rank."""
-        out = send.new_empty((sum(received), *send.shape[1:]))
+        send, out = send.contiguous(), send.new_empty((sum(received), *send.shape[1:]))
         group_waits(self.group).collective(
             "attention all-to-all",
             lambda: dist.all_to_all_single(
-                out, send.contiguous(), received, sent, group=self.group, async_op=True
+                out, send, received, sent, group=self.group, async_op=True
             ),
         )
         return out

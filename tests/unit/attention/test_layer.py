@@ -25,15 +25,15 @@ from tests.support.simulated_driver import head_buffers
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 
-def _layer(**settings_: object) -> SelfAttention:
+def _layer(**settings: Any) -> SelfAttention:
     torch.manual_seed(0)
-    return SelfAttention(16, 4, num_kv_heads=2, rotary=Rotary(4), dtype=torch.float64, **settings_)  # type: ignore[arg-type]
+    defaults = {"num_kv_heads": 2, "rotary": Rotary(4), "dtype": torch.float64}
+    return SelfAttention(16, 4, **defaults | settings)
 
 
-def _input() -> Tensor:
-    return torch.randn(
-        6, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    ).requires_grad_()
+def _input(length: int = 6) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(length, 2, 16, dtype=torch.float64, generator=generator).requires_grad_()
 
 
 def _gradients(layer: SelfAttention, y: Tensor, x: Tensor) -> list[Tensor]:
@@ -270,3 +270,53 @@ def test_head_groups_can_be_given_after_construction() -> None:
         layer.head_groups = wrong
         with pytest.raises(ConfigError, match="groups"):
             layer(x)
+
+
+@pytest.mark.parametrize("rotary", [None, Rotary(4)])
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_chain_of_nodes_has_the_bits_of_the_one_node(
+    rotary: Rotary | None, qk_norm: bool, bias: bool
+) -> None:
+    layer = _layer(
+        sequence_layout="zigzag", rotary=rotary, qk_norm=qk_norm, qkv_bias=bias, output_bias=bias
+    )
+    x = _input()
+    y = layer(x)
+    found = [y, *_gradients(layer, y, x)]
+    assert len(found) == 4 + 2 * qk_norm + 2 * bias
+    call = layer.call(x)
+    layer.zero_grad()
+    x = _input()
+    y = overlap.overlapped_attention(x, layer.weights(), call)
+    for a, b in zip(found, [y, *_gradients(layer, y, x)], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("rotary", [None, Rotary(4)])
+def test_rows_that_are_not_contiguous_are_attended_like_others(rotary: Rotary | None) -> None:
+    layer = _layer(rotary=rotary)
+    y = layer(x := _input())
+    dx, *expected = _gradients(layer, y, x)
+    layer.zero_grad()
+    leaf = _input().detach().transpose(0, 1).contiguous().requires_grad_()
+    same = layer(leaf.transpose(0, 1))
+    assert torch.equal(same, y)
+    turned, *found = _gradients(layer, same, leaf)
+    assert torch.equal(turned.transpose(0, 1), dx)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_call_is_made_again_only_where_something_changed() -> None:
+    layer, x = _layer(dropout=0.5), _input()
+    call = layer.call(x)
+    assert layer.call(_input()) is call
+    assert layer.call(_input(5)).exchange.sequence.length == 5
+    assert layer.call(x.bfloat16()).case.dtype == torch.bfloat16
+    assert layer.eval().call(x).case.dropout == 0.0
+    assert layer.train().call(x).case.dropout == 0.5
+    layer.dx_chunks = 3
+    assert layer.call(x).dx_chunks == 3
+    layer.head_groups = 2
+    assert layer.call(x).exchange.heads.groups == 2
