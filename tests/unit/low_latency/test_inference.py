@@ -11,20 +11,11 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency import InferenceMoELayer
 from tests.support.launch import run_ranks
 
-_TOLERANCE = (
-    2e-2  # the weights are applied before the second GEMM here and after it there, in bf16 between
-)
-
-
-def _config(**changes: object) -> dict[str, object]:
-    return {
-        "hidden_size": 32,
-        "ffn_hidden_size": 48,
-        "num_experts": 6,
-        "top_k": 2,
-        "init_std": 0.3,
-        **changes,
-    }
+# The weights are applied before the second GEMM here and after it there, in bf16 between.
+_TOLERANCE = 2e-2
+_CONFIG = {
+    "hidden_size": 32, "ffn_hidden_size": 48, "num_experts": 6, "top_k": 2, "init_std": 0.3
+}  # fmt: skip
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -38,7 +29,7 @@ def gelu(h: torch.Tensor) -> torch.Tensor:
 
 def _same_as_training(rank: int, world: int, changes: dict[str, object]) -> None:
     group = dist.group.WORLD
-    training = MoELayer(_config(**changes), group, dtype=torch.bfloat16).eval()
+    training = MoELayer(_CONFIG | changes, group, dtype=torch.bfloat16).eval()
     layer = InferenceMoELayer.of(training, max_num_tokens=9, group=group, timeout_s=20.0)
     text = f"max_num_tokens=9, ranks={world}, rank={rank}, transport=gloo, torch.bfloat16"
     assert text in repr(layer)
@@ -109,21 +100,17 @@ def test_routing_may_come_from_outside_with_masks_and_a_bound() -> None:
 
 
 def _misfits(rank: int, world: int) -> None:
-    weight1, weight2 = (
-        torch.zeros(2, 32, 8, dtype=torch.bfloat16),
-        torch.zeros(2, 8, 16, dtype=torch.bfloat16),
-    )
+    weight1, weight2 = torch.zeros(2, 32, 8).bfloat16(), torch.zeros(2, 8, 16).bfloat16()
     sizes = {"max_num_tokens": 4, "experts_per_token": 1}
-    for arguments, named in (
-        ((weight1, weight2[:1]), "weight1, weight2"),
-        ((weight1, weight2[:, :4]), "weight2"),
-        ((weight1, weight2[:, :, :15]), r"weight1.*F1 = 30 for swiglu"),
-        ((weight1.float(), weight2.float()), "type of the weights"),
+    for first, second, activation, named in (
+        (weight1, weight2[:1], "swiglu", "weight1, weight2"),
+        (weight1, weight2[:, :4], "swiglu", "weight2"),
+        (weight1, weight2[:, :, :15], "swiglu", r"weight1.*F1 = 30 for swiglu"),
+        (weight1.float(), weight2.float(), "swiglu", "type of the weights"),
+        (weight1, weight2, "tanhshrink", r"activation.*swiglu"),
     ):
         with pytest.raises(ConfigError, match=named):
-            InferenceMoELayer(*arguments, None, **sizes)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"activation.*swiglu"):
-        InferenceMoELayer(weight1, weight2, None, activation="tanhshrink", **sizes)  # type: ignore[arg-type]
+            InferenceMoELayer(first, second, None, activation=activation, **sizes)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:

@@ -29,7 +29,6 @@ from tests.support.all_to_all_calls import (
     receive_back,
     send,
     send_back,
-    tensor_of,
 )
 from tests.support.fake_nvshmem import FakeNvshmem, fake_nvshmem
 from tests.support.launch import run_ranks
@@ -163,43 +162,6 @@ def _open(rank: int, world: int, *sizes: int, **named: Any) -> AllToAll:
     c, experts, k, hidden = sizes
     named = {"transport": "gloo+gloo", "domain_size": 2, "timeout_s": 20.0, **named}
     return AllToAll.internode(c, experts, k, rank, world, 1, hidden, hidden * 2, 0, **named)
-
-
-def _over_gloo(rank: int, world: int, split: bool, early: bool) -> None:
-    ata = _open(rank, world, 5, 3 * world, 4, 24)
-    layout = ata.layout
-    assert ata.transport == "gloo+gloo" and "2 domains of 2 ranks" in ata.transport_report()
-    order = _order(TwoLevelLayout(layout, 2))
-    for turn in range(4):
-        x, ids, weights = _tokens(layout, turn)
-        sources = [[table[r] for r in order] for table in (x, ids, weights)]
-        at_dispatch, late = (weights[rank], None) if early else (None, weights[rank])
-        if split:
-            send(ata, x[rank], ids[rank], at_dispatch)
-            received = receive(ata)
-        else:
-            counts, out = torch.zeros(3, dtype=torch.int32), tensor_of(layout, 24)
-            ata.dispatch(counts, out, None, x[rank], None, ids[rank], weights=at_dispatch)
-            received = counts, out, None
-        check_received(received, rank, sources[1], sources[0])
-        g = torch.Generator().manual_seed(100 + turn)
-        shape = received[1].shape
-        y = [torch.randn(shape, generator=g).to(torch.bfloat16) for _ in range(world)]
-        result = torch.full_like(x[rank], 2.0)
-        if split:
-            send_back(ata, y[rank], late)
-            receive_back(ata, result, ids[rank], late)
-        else:
-            ata.combine(result, ids[rank], late, y[rank])
-        reference = combine_reference(sources[1], sources[2], y, 3)[order.index(rank)]
-        check_close(result, reference, _TOLERANCE)
-    ata.destroy()
-
-
-@pytest.mark.parametrize("early", [False, True], ids=["weights-at-combine", "weights-at-dispatch"])
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-def test_four_gloo_ranks_in_two_domains(split: bool, early: bool) -> None:
-    run_ranks(_over_gloo, 4, split, early)
 
 
 def _bound_at_one_half(rank: int, world: int) -> None:
