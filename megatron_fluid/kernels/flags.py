@@ -9,7 +9,7 @@ up at once, and returns False.
 
 A rank whose abort word is set signals nobody any more, and stores nothing into its peers' memory
 where a kernel can see it. Peers that are late then read what was sent to them, and nothing newer,
-until their own waits time out. What this rank has waited for in vain is marked: `mark` fills it
+until their own waits time out. The memory that a failed wait was for is marked: `mark` fills it
 with NaN of any float type, or the kernel that waited does so.
 
 Reference: sequential execution in one process, where every flag is set before anyone waits
@@ -140,7 +140,7 @@ def barrier(
 @triton.jit
 def mark(address, words):
     """Fill `words` int32 words at an int64 `address` with a pattern that is NaN in bf16, fp16, fp32
-    and fp64. By one program, for what its wait has waited for in vain."""
+    and fp64. By one program, for the memory that its failed wait was for."""
     start = tl.full((), 0, tl.int64)
     target = address.to(tl.pointer_type(tl.int32))
     while start < words:

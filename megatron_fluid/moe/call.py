@@ -40,7 +40,7 @@ class Offloaded(Protocol):
 
 
 class Offload(Protocol):
-    """Puts parts of a call's activations away between forward and backward. Without one, autograd
+    """Offloads parts of a call's activations between forward and backward. Without one, autograd
     keeps them.
 
     Attributes:
@@ -77,7 +77,7 @@ class ExpertCall:
             in any case.
         recompute: what the backward makes again in place of keeping it: "rows", the dispatched
             tokens (by another dispatch), "hidden", the output of fc1 (by another GEMM).
-        offload: what puts rows or hidden away between forward and backward, or None. Its parts are
+        offload: what offloads rows or hidden between forward and backward, or None. Its parts are
             not recomputed.
         batch_invariant: a row's result has the same bits whatever the other rows are, and whatever
             their number.

@@ -443,7 +443,7 @@ def grouped_product(x: Tensor | Fp8Rows, matrices: Matrices, groups: RowGroups) 
     Fp8Matrices and give bf16."""
     if isinstance(x, Fp8Rows):
         assert isinstance(matrices, Fp8Matrices)
-        return fp8_grouped_matmul(x, matrices, groups.offsets, groups.ends)
+        return fp8_grouped_matmul(x, matrices, groups.offsets)
     if not x.shape[0]:
         return x.new_empty((0, matrices[0].shape[-1]))
     return grouped_matmul(x, matrices, groups.offsets, groups.ends)

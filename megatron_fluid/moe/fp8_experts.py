@@ -64,9 +64,9 @@ class WeightCast:
     """One projection's weights in fp8, in both layouts, cast again when they have changed: by the
     parameters' version counters, or by `expire`.
 
-    What changes a parameter past its counter (through `.data`, as Megatron's distributed optimizer
-    does) has to call `expire`. Each CUDA-graph capture casts them anew, so that a replay casts what
-    the weights are then; a capture of several microbatches casts them once.
+    Code that changes a parameter past its counter (through `.data`, as Megatron's distributed
+    optimizer does) has to call `expire`. Each CUDA-graph capture casts them again, so that a replay
+    casts the weights as they are then; a capture of several microbatches casts them once.
     """
 
     def __init__(self) -> None:
@@ -144,8 +144,8 @@ class Fp8Experts(PlainExperts):
     Args:
         in_fp8: whether weight gradients are computed in fp8, too; else in bf16.
         name: of the layer, for errors.
-        biased, offloaded: whether the experts have biases, and whether what they keep for the
-            backward is put away: neither is possible.
+        biased, offloaded: whether the experts have biases, and whether their activations are
+            offloaded. Neither is supported.
 
     Raises:
         ConfigError: they cannot be computed so, or the GPU is no Hopper.
@@ -164,7 +164,7 @@ class Fp8Experts(PlainExperts):
         if reason is None and biased:
             reason = "fp8 experts have no biases"
         if reason is None and offloaded:
-            reason = "what fp8 experts keep cannot be put away"
+            reason = "fp8 experts do not support activation offloading"
         if reason is not None:
             raise ConfigError.of(f"{name}: fp8_recipe", "blockwise", f"None, because {reason}")
 
@@ -176,7 +176,7 @@ class Fp8Experts(PlainExperts):
 
     def hidden(self, rows: Rows, groups: RowGroups) -> Tensor:
         weights = weight_cast(self.fc1).forward_matrices(self.fc1)
-        return fp8_grouped_matmul(_cast(rows, groups), weights, groups.offsets, groups.ends)
+        return fp8_grouped_matmul(_cast(rows, groups), weights, groups.offsets)
 
     def forward(
         self, rows: Rows, segment: Segment, exchange: Exchange, keep: bool
@@ -195,7 +195,7 @@ class Fp8Experts(PlainExperts):
         probs, groups = route
         rows = _cast(dy, groups)
         weights = weight_cast(self.fc2).backward_matrices()
-        da = fp8_grouped_matmul(rows, weights, groups.offsets, groups.ends)
+        da = fp8_grouped_matmul(rows, weights, groups.offsets)
         cast, dh, a, dprobs = swiglu_backward_cast(
             h, da, _probs(da, probs), groups.count, self.in_fp8
         )
@@ -216,7 +216,7 @@ class Fp8Experts(PlainExperts):
         overwrite = fc.overwrites_main_grads()
         if known.fit:
             left, right = _turned(fc, dy, x, groups)
-            operands = left, right, groups.offsets, known.addresses, grads, groups.ends
+            operands = left, right, groups.offsets, known.addresses, grads
             add_fp8_weight_grads(*operands, overwrite=overwrite)
             return
         # main_grads in another precision than fp32 or strided: dW is rounded to bf16 before.
@@ -235,7 +235,7 @@ def _in_bf16(rows: Rows, groups: RowGroups) -> Tensor:
 def _gradient(fc: ExpertWeights, dy: Rows, x: Rows, groups: RowGroups) -> Tensor:
     """dW of all experts in bf16, in the layout of the weights, zero for an expert without rows.
     [El, A, B]"""
-    return fp8_weight_grads(*_turned(fc, dy, x, groups), groups.offsets, groups.ends)
+    return fp8_weight_grads(*_turned(fc, dy, x, groups), groups.offsets)
 
 
 def _turned(

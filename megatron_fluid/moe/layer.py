@@ -84,7 +84,7 @@ class MoELayer(nn.Module):
 
     Raises:
         ConfigError: experts not divisible by ranks, a missing group, an unknown or missing setting,
-            a backend that cannot be had or lacks a setting, more tokens than the buffers hold;
+            a backend that is unavailable or lacks a setting, more tokens than the buffers hold;
             ranks that differ in their settings; tokens that do not fit.
     """
 

@@ -19,13 +19,12 @@ from megatron_fluid.kernels.fp8_grouped_gemm.launch import (
     Fp8Rows,
     fp8_grouped_matmul,
     fp8_sent_matmul,
-    scaled_grouped_product,
 )
 from megatron_fluid.kernels.grouped_gemm.launch import Owners
 from megatron_fluid.moe import fp8_experts
 from megatron_fluid.moe.local.transport import LocalTransport
 from tests.support import fp8_reference as reference
-from tests.support.fp8_reference import cast_rows, cast_weights
+from tests.support.fp8_reference import cast_rows, cast_weights, scaled_grouped_product
 from tests.support.fp8_reference import turn_rows as reference_turn_rows
 from tests.support.machine import sms_in_use
 

@@ -14,8 +14,8 @@ from megatron_fluid.kernels.fp8_weight_grads.launch import (
     TurnedRows,
     add_fp8_weight_grads,
     fp8_weight_grads,
-    turned_weight_grads,
 )
+from tests.support.fp8_reference import turned_weight_grads
 from tests.support.machine import sms_in_use
 from tests.support.turned_rows import turn_rows
 

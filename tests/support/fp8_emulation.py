@@ -1,16 +1,16 @@
-"""fp8 experts without a GPU: casts by their reference in plain torch, where Triton's interpreter
-takes minutes, and no check of the device. Products are their reference's anyway."""
+"""fp8 experts without a GPU: products by their reference in plain torch, casts by theirs, where
+Triton's interpreter takes minutes, and no check of the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import CompandedRows, Fp8Matrices, Fp8Rows
 from megatron_fluid.kernels.fp8_weight_grads.launch import TurnedRows
-from megatron_fluid.moe import fp8_experts
+from megatron_fluid.moe import expert_weights, fp8_experts
 from tests.support import fp8_reference as reference
 
 __all__ = ["emulate"]
@@ -66,10 +66,31 @@ def _turn_rows(x: Fp8Rows, offsets: Tensor) -> TurnedRows:
     return TurnedRows(values.contiguous(), scales.contiguous())
 
 
+def _grouped_matmul(x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor) -> Tensor:
+    return reference.scaled_grouped_product(*x, *weights, offsets.tolist()).bfloat16()
+
+
+def _weight_grads(left: TurnedRows, right: TurnedRows, offsets: Tensor) -> Tensor:
+    return reference.turned_weight_grads(left, right, offsets.tolist()).bfloat16()
+
+
+def _add_weight_grads(
+    left: TurnedRows, right: TurnedRows, offsets: Tensor, addresses: Tensor,
+    outputs: Tensor | Sequence[Tensor], overwrite: bool = False,
+) -> None:  # fmt: skip
+    found = reference.turned_weight_grads(left, right, offsets.tolist())
+    for output, grad in zip(outputs, found, strict=True):
+        output.copy_(grad if overwrite else output + grad)
+
+
 def emulate(replace: Callable[[object, str, object], None] = setattr, casts: bool = True) -> None:
     """Have fp8 experts run on a CPU; `replace` puts a value in a module's place. Without `casts`
     the casts stay Triton's."""
     replace(fp8_experts, "fp8_unsupported_reason", lambda *given: None)
+    for owner in (fp8_experts, expert_weights):
+        replace(owner, "fp8_grouped_matmul", _grouped_matmul)
+    replace(fp8_experts, "fp8_weight_grads", _weight_grads)
+    replace(fp8_experts, "add_fp8_weight_grads", _add_weight_grads)
     if casts:
         for function in (
             *(_cast_rows, _restore_rows, _pack_rows, _unpack_rows, _cast_weights),

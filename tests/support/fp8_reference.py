@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,10 @@ __all__ = [
     "restore_companded",
     "restore_rows",
     "restore_weights",
+    "scaled_grouped_product",
     "swiglu_backward",
     "turn_rows",
+    "turned_weight_grads",
 ]
 
 _E4M3 = torch.float8_e4m3fn
@@ -122,3 +125,39 @@ def turn_rows(cast: Tensor, scales: Tensor, ends: Sequence[int]) -> tuple[Tensor
     places = torch.cat(parts)
     values, turned_scales = cast_rows(places.t())
     return values, turned_scales
+
+
+def scaled_grouped_product(
+    x: Tensor, scales: Tensor, w: Tensor, w_scales: Tensor, ends: Sequence[int]
+) -> Tensor:
+    """x[rows of e] @ w[e].T with the scales of both: e4m3 [N, K], scales [K / 128, >= N], e4m3 [El,
+    J, K], scales [El, J / 128, K / 128] -> fp32 [N, J], zero in rows of no expert.
+
+    In plain torch: fp32 sums of 128 along the depth, each scaled and added in fp32. A tensor core
+    orders and truncates within the 128 on its own, so that the kernel differs by rounding.
+    """
+    out = x.new_zeros((x.shape[0], w.shape[1]), dtype=torch.float32)
+    start = 0
+    for expert, end in enumerate(ends):
+        for block in range(x.shape[1] // 128):
+            at = slice(128 * block, 128 * block + 128)
+            part = x[start:end, at].float() @ w[expert, :, at].float().t()
+            columns = w_scales[expert, :, block].repeat_interleave(128)
+            out[start:end] += part * (scales[block, start:end, None] * columns)
+        start = end
+    return out
+
+
+def turned_weight_grads(left: Any, right: Any, ends: Sequence[int]) -> Tensor:
+    """left, right: TurnedRows. Sum over the rows of e of left[:, n] right[:, n], fp32 [El, A,
+    B], zero for an expert without rows. ends: where each expert's rows end."""
+    features = left.values.shape[0], right.values.shape[0]
+    out = left.scales.new_zeros((len(ends), *features))
+    block = 0
+    for expert, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+        for _ in range(-(-(end - start) // 128)):
+            at = slice(128 * block, 128 * block + 128)
+            part = left.values[:, at].float() @ right.values[:, at].float().t()
+            out[expert] += part * (left.scales[block, :, None] * right.scales[block, None, :])
+            block += 1
+    return out

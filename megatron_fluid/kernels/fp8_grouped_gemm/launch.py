@@ -1,7 +1,7 @@
 """Products of every expert's fp8 rows with its fp8 matrix, with the scales of both, in one launch.
 
-On Hopper GPUs fp8_grouped_gemm/kernel.cu; on a CPU its reference in plain torch, for tests: a layer
-asks `fp8_unsupported_reason` first. The casts: kernels/fp8_casts.
+On Hopper GPUs alone (kernel.cu): a layer asks `fp8_unsupported_reason` first. The casts:
+kernels/fp8_casts. Reference: scaled_grouped_product of tests/support/fp8_reference.py.
 
 Shapes: N expert rows, El local experts, K depth, J width, P pitch of scales, at least N. K and J
 are multiples of 128.
@@ -10,7 +10,6 @@ are multiples of 128.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.cuda.tensor_maps import in_boxes, token_boxes
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.grouped_gemm.launch import Owners, host_ends
+from megatron_fluid.kernels.grouped_gemm.launch import Owners
 from megatron_fluid.kernels.operands import refuse
 from megatron_fluid.kernels.sm90.launch import HopperKernels, Source, hopper_kernels
 
@@ -34,7 +33,6 @@ __all__ = [
     "fp8_grouped_matmul",
     "fp8_sent_matmul",
     "fp8_unsupported_reason",
-    "scaled_grouped_product",
 ]
 
 _KERNEL = "fp8_grouped"
@@ -113,22 +111,18 @@ def fp8_unsupported_reason(
     return fp8_device_reason(device)
 
 
-def fp8_grouped_matmul(
-    x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor, ends: Sequence[int] | None = None
-) -> Tensor:
+def fp8_grouped_matmul(x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor) -> Tensor:
     """Return x[rows of e] @ weights[e].T in bf16 [N, J], summed in fp32.
 
     offsets: int32 [El] on the device; the rows of expert e end at offsets[e], and rows from
-    offsets[-1] on are not written. ends: the offsets on the host, for tensors on a CPU.
+    offsets[-1] on are not written.
 
     Raises:
-        ConfigError: widths, dtypes or numbers of experts or scales that do not match, another GPU.
+        ConfigError: widths, dtypes or numbers of experts or scales that do not match, another
+            device.
     """
     _check(x, weights, offsets)
     rows, width = x.values.shape[0], weights.values.shape[1]
-    if not x.values.is_cuda:
-        ends = host_ends(offsets, ends)
-        return scaled_grouped_product(*x, *weights, ends).to(torch.bfloat16)
     out = x.values.new_empty((rows, width), dtype=torch.bfloat16)
     if rows:
         _launch(x, weights, offsets, out, None)
@@ -137,7 +131,7 @@ def fp8_grouped_matmul(
 
 def fp8_sent_matmul(x: Fp8Rows, weights: Fp8Matrices, offsets: Tensor, owners: Owners) -> None:
     """fp8_grouped_matmul with each row stored where `owners` says, as sent_matmul of
-    kernels/grouped_gemm. On Hopper GPUs alone.
+    kernels/grouped_gemm.
 
     Raises:
         ConfigError: as fp8_grouped_matmul, or origins that are not int32 or too few.
@@ -200,24 +194,3 @@ def fp8_kernels(source: Source, device: torch.device) -> HopperKernels:
     if (reason := fp8_device_reason(device)) is not None:
         raise ConfigError.of("device of an fp8 product", str(device), reason)
     return hopper_kernels(source, torch.float8_e4m3fn, device.index)
-
-
-def scaled_grouped_product(
-    x: Tensor, scales: Tensor, w: Tensor, w_scales: Tensor, ends: Sequence[int]
-) -> Tensor:
-    """x[rows of e] @ w[e].T with the scales of both: e4m3 [N, K], scales [K / 128, >= N], e4m3 [El,
-    J, K], scales [El, J / 128, K / 128] -> fp32 [N, J], zero in rows of no expert.
-
-    In plain torch: fp32 sums of 128 along the depth, each scaled and added in fp32. A tensor core
-    orders and truncates within the 128 on its own, so that the kernel differs by rounding.
-    """
-    out = x.new_zeros((x.shape[0], w.shape[1]), dtype=torch.float32)
-    start = 0
-    for expert, end in enumerate(ends):
-        for block in range(x.shape[1] // 128):
-            at = slice(128 * block, 128 * block + 128)
-            part = x[start:end, at].float() @ w[expert, :, at].float().t()
-            columns = w_scales[expert, :, block].repeat_interleave(128)
-            out[start:end] += part * (scales[block, start:end, None] * columns)
-        start = end
-    return out

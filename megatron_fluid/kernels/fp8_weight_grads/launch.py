@@ -1,7 +1,7 @@
 """Weight gradients of every expert from fp8 operands, with the scales of both, in one launch.
 
-On Hopper GPUs fp8_weight_grads/kernel.cu, which can add them to fp32 ones in place; on a CPU the
-reference in plain torch, for tests.
+On Hopper GPUs alone (kernel.cu), where they can be added to fp32 ones in place. Reference:
+turned_weight_grads of tests/support/fp8_reference.py.
 
 The sum of a weight gradient runs along an expert's rows, so a scale is for 128 of these, and both
 operands are turned: their rows are features, and what is contiguous are the tokens.
@@ -14,7 +14,6 @@ multiples of 128.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import NamedTuple
@@ -28,7 +27,6 @@ from megatron_fluid.kernels.fp8_grouped_gemm.launch import (
     fp8_device_reason,
     fp8_kernels,
 )
-from megatron_fluid.kernels.grouped_gemm.launch import host_ends
 from megatron_fluid.kernels.operands import refuse
 from megatron_fluid.kernels.sm90.launch import Source
 
@@ -39,7 +37,6 @@ __all__ = [
     "blocks_of",
     "compile_fp8_ahead",
     "fp8_weight_grads",
-    "turned_weight_grads",
 ]
 
 _WEIGHTS, _SUMS = "fp8_weights", "fp8_weight_sums"
@@ -76,38 +73,19 @@ def blocks_of(rows: int, experts: int) -> int:
     return (rows + 127 * min(rows, experts)) // 128
 
 
-def turned_weight_grads(left: TurnedRows, right: TurnedRows, ends: Sequence[int]) -> Tensor:
-    """The reference in plain torch: sum over the rows of e of left[:, n] right[:, n], fp32 [El, A,
-    B], zero for an expert without rows. ends: where each expert's rows end."""
-    features = left.values.shape[0], right.values.shape[0]
-    out = left.scales.new_zeros((len(ends), *features))
-    block = 0
-    for expert, (start, end) in enumerate(itertools.pairwise([0, *ends])):
-        for _ in range(-(-(end - start) // 128)):
-            at = slice(128 * block, 128 * block + 128)
-            part = left.values[:, at].float() @ right.values[:, at].float().t()
-            out[expert] += part * (left.scales[block, :, None] * right.scales[block, None, :])
-            block += 1
-    return out
-
-
-def fp8_weight_grads(
-    left: TurnedRows, right: TurnedRows, offsets: Tensor, ends: Sequence[int] | None = None
-) -> Tensor:
+def fp8_weight_grads(left: TurnedRows, right: TurnedRows, offsets: Tensor) -> Tensor:
     """Return left[:, rows of e] @ right[:, rows of e].T in bf16 [El, A, B], summed in fp32, zero
     for an expert without rows.
 
     left: of A features, right: of B. offsets: int32 [El] on the device; the rows of expert e end at
-    offsets[e]. ends: the offsets on the host, for tensors on a CPU.
+    offsets[e].
 
     Raises:
         ConfigError: widths, dtypes or numbers of places, scales or experts that do not match,
-            another GPU.
+            another device.
     """
     _check(left, right, offsets)
     shape = (offsets.shape[0], left.values.shape[0], right.values.shape[0])
-    if not left.values.is_cuda:
-        return turned_weight_grads(left, right, host_ends(offsets, ends)).to(torch.bfloat16)
     if not left.values.shape[1]:
         return left.values.new_zeros(shape, dtype=torch.bfloat16)
     out = left.values.new_empty(shape, dtype=torch.bfloat16)
@@ -121,15 +99,14 @@ def add_fp8_weight_grads(
     offsets: Tensor,
     addresses: Tensor,
     outputs: Tensor | Sequence[Tensor],
-    ends: Sequence[int] | None = None,
     overwrite: bool = False,
 ) -> None:
     """outputs[e] += left[:, rows of e] @ right[:, rows of e].T, summed in fp32: El fp32 matrices
     [A, B].
 
-    addresses: int64 [El] on the device, where the outputs begin; a CPU does not read them. The
-    kernel reads, adds and writes: streams must order calls for the same outputs. Outputs of experts
-    without rows are not touched. overwrite: outputs[e] = instead of +=, zero for an expert without
+    addresses: int64 [El] on the device, where the outputs begin. The kernel reads, adds and writes:
+    streams must order calls for the same outputs. Outputs of experts without rows are not touched.
+    overwrite: outputs[e] = instead of +=, zero for an expert without
     rows; what was there is not read. `takes_main_grads` of kernels/grouped_gemm says whether the
     outputs fit. The other arguments are those of fp8_weight_grads.
 
@@ -144,14 +121,7 @@ def add_fp8_weight_grads(
         allowed = f"{experts} of torch.float32 {list(shape)}, as many torch.int64 addresses"
         what = f"fp8 weight gradients with {numbers[0]} outputs"
         refuse(what, allowed, output=first, addresses=addresses)
-    if not left.values.is_cuda:
-        found_grads = turned_weight_grads(left, right, host_ends(offsets, ends))
-        for output, grad in zip(outputs, found_grads, strict=True):
-            if overwrite:
-                output.copy_(grad)
-            else:
-                output += grad
-    elif left.values.shape[1]:
+    if left.values.shape[1]:
         _launch(left, right, offsets, None, addresses, overwrite)
     elif overwrite:
         for output in outputs:

@@ -67,8 +67,8 @@ def shared_buffers(
 def _choose(
     group: dist.ProcessGroup, shape: tuple[int, int, int, int, int], dtype: torch.dtype
 ) -> Schedule:
-    """choose_schedule on the group's first rank, for all: ranks with other schedules would wait for
-    each other in vain."""
+    """Return the schedule that the group's first rank chooses. Ranks with different schedules would
+    wait for each other until their time limits."""
 
     def found() -> tuple[Schedule, str]:
         if dist.get_rank(group):

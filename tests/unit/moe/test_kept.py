@@ -1,4 +1,4 @@
-"""What a call of experts keeps for its backward, put away meanwhile by an Offload."""
+"""Activations that a call of experts keeps for its backward, offloaded in between."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_fp8_experts_say_that_they_put_nothing_away(monkeypatch: pytest.MonkeyPa
     x, w1, w2 = (
         torch.zeros(*shape).bfloat16() for shape in ((4, 128), (2, 256, 128), (2, 128, 128))
     )
-    with pytest.raises(ConfigError, match="fp8_recipe.*cannot be put away"):
+    with pytest.raises(ConfigError, match="fp8_recipe.*do not support activation offloading"):
         expert_rows(
             x, torch.ones(4), [1, 3], w1, w2, "swiglu", fp8=True, offload=_Offload(("rows",))
         )
