@@ -73,6 +73,10 @@ class Beat:
         return self.ended != "done" and bool(self.ended) and not self.ended.startswith("lost: ")
 
 
+def _calls(frames: Iterable[tuple[FrameType, int]]) -> list[_Where]:
+    return [(f.f_code.co_filename, f.f_code.co_name, line or 0) for f, line in frames]
+
+
 def place_of(stack: Iterable[_Where]) -> tuple[str, bool]:
     """Name the operation that a stack, innermost call first, stands in: the function of
     torch.distributed, if there is one, and the line outside torch and Python's library that called
@@ -144,11 +148,7 @@ class PeerWatch:
         if stands:
             return
         self._moved_at, self._told = now, False
-        where = []
-        while frame is not None:
-            where.append((frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno or 0))
-            frame = frame.f_back
-        self._place, self._waits = place_of(where)
+        self._place, self._waits = place_of(_calls(traceback.walk_stack(frame)))
 
     def _beat(self, now: float) -> None:
         self._count += 1
@@ -212,10 +212,9 @@ class PeerWatch:
 
         One of our own waits has named a peer, or its group: what is known here is added to it.
         """
-        frames = traceback.extract_tb(error.__traceback__)
-        where = [(f.filename, f.name, f.lineno or 0) for f in reversed(frames)]
         if isinstance(error, ConfigError):
             return None
+        where = _calls(traceback.walk_tb(error.__traceback__))[::-1]
         in_collective = any("/torch/distributed/" in file for file, *_ in where)
         if isinstance(error, PeerTimeoutError) or type(error).__name__ == "CheckpointException":
             in_collective = True

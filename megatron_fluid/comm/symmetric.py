@@ -123,8 +123,8 @@ class SymmetricWorkspace(Workspace):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         super().__init__(rank, size, device, timeout_s, flag_words=flag_words)
         self.group = group
-        self._channel = self.errors.peers = agreement(group)
-        self._number = self._channel.ticket()
+        channel = self.errors.peers = agreement(group)
+        self._number = channel.ticket()
         self._open_arenas()
         self._after_growth()
 

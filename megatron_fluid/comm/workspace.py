@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.comm import failed_waits
-from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.comm.failed_waits import ErrorWords
 from megatron_fluid.cuda.devices import synchronize
 from megatron_fluid.errors import ConfigError, FluidError
@@ -82,7 +81,6 @@ class Workspace:
         flag_words: at least as many 32-bit words has the arena of flags, the same on all ranks.
     """
 
-    _channel: Agreement | None = None  # of the processes that share the memory
     _number = 0  # of the workspace among those of the group
 
     def __init__(
@@ -285,7 +283,7 @@ class Workspace:
         Asked over the job's store: a collective that a rank stays away from waits for the group's
         timeout, or for ever on a GPU.
         """
-        channel = self._channel
+        channel = self.errors.peers
         if channel is None or channel.alone:
             return not gave_up
         key = f"close workspace {self._number}"

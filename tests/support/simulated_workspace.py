@@ -76,7 +76,7 @@ class LoneWorkspace(Workspace):
         self, rank: int, world_size: int, channel: Agreement | None = None, flag_words: int = 0
     ) -> None:
         super().__init__(rank, world_size, torch.device("cpu"), 1.0, flag_words=flag_words)
-        self._channel = channel
+        self.errors.peers = channel
         self._open_arenas()
 
     def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
