@@ -238,12 +238,10 @@ class _Found(NamedTuple):
     """What one rank knows of its layer beyond whether the exchange can be replaced.
 
     Attributes:
-        no_nvlink: why symmetric memory cannot serve it, or None.
         parts: why parts of it stay Megatron's, by backend.
         descends: whether it keeps its experts in descending order.
     """
 
-    no_nvlink: str | None
     parts: dict[str, PartReasons]
     descends: bool
 
@@ -355,18 +353,16 @@ class MoEDecisions(OverlapDecisions[Any]):
         if (reason := self.reason(config, layer)) is not None:
             return Finding(reason)
         parts = {name: part_reasons(layer.config, config, layer, name) for name in BACKENDS}
-        on_gpus = self.group(layer).size() > 1 and not cpu_mode_active()
-        no_nvlink = nvlink_unsupported_reason(layer.config) if on_gpus else None
         descends = False
         if any(over.experts is None for over in parts.values()):
             descends = ExpertParameters(layer.experts).arrange()
-        return Finding(None, _Found(no_nvlink, parts, descends))
+        return Finding(None, _Found(parts, descends))
 
     def decide(
         self, config: FluidConfig, layer: MoELayer, found: Sequence[Finding]
     ) -> Any | Reason:
         ranks: list[_Found] = [finding.details for finding in found]
-        group = self.group(layer)
+        group, on_gpu = self.group(layer), not cpu_mode_active()
 
         def parts_over(backend: str) -> PartReasons:
             parts = [rank.parts[backend] for rank in ranks]
@@ -381,8 +377,8 @@ class MoEDecisions(OverlapDecisions[Any]):
             ExchangeCase(
                 group=group,
                 domains=lambda: detect_hosts(group, wait_timeout_s(group, config.timeout_s))[0],
-                on_gpu=not cpu_mode_active(),
-                nvlink_reason=first_of_ranks([rank.no_nvlink for rank in ranks]),
+                on_gpu=on_gpu,
+                nvlink_reason=nvlink_unsupported_reason(layer.config) if on_gpu else None,
                 by_phase=lambda backend: parts_over(backend).by_phase,
                 batch_invariant=batch_invariant(layer.config, config),
                 megatron=True,

@@ -58,12 +58,6 @@ def test_arming_imports_nothing_and_patches_after_the_import(fakemega: Any) -> N
     assert states(made) == {"forward": "applied"}
 
 
-def test_a_module_that_is_already_imported_is_patched_at_once(fakemega: Any) -> None:
-    layer = fakemega("layers").Layer(3)
-    engine(FORWARD).arm()
-    assert layer.forward(2) == -6
-
-
 def test_apply_imports_and_applies_and_twice_is_once(fakemega: Any) -> None:
     made = engine(FORWARD, DOUBLE)
     made.apply()
@@ -182,23 +176,6 @@ def test_a_wrong_signature_changes_nothing_and_says_everything(fakemega: Any) ->
     assert fakemega("functions").double is original
     assert fakemega("layers").Layer(1).forward(1) == 1
     assert set(states(made).values()) == {"off"}
-
-
-def test_apply_checks_every_module_before_it_builds_the_first_replacement(fakemega: Any) -> None:
-    built = []
-
-    def note(original: object) -> object:
-        built.append(original)
-        return original
-
-    made = engine(
-        Patch("first", "fakemega.functions:double", note, "test"),
-        Patch("missing", "fakemega.layers:Layer.gone", tag, "test"),
-    )
-    made.arm()
-    with pytest.raises(PatchError, match="missing"):
-        made.apply()
-    assert built == []
 
 
 def test_a_wrong_signature_of_a_patch_that_is_not_needed_does_not_matter(fakemega: Any) -> None:

@@ -296,7 +296,7 @@ def test_where_auto_ends_at_another_backend_a_graphed_layer_is_megatrons_by_name
         layer: Any = Layer(supported, 2, cuda_graph_impl=impl)
         monkeypatch.setitem(moe_layer.DECISIONS._decisions, layer, Decision(FluidConfig()))
         parts_over = {backend: reasons(layer.config, FluidConfig(), backend)}
-        findings = [Finding(None, decision._Found(None, parts_over, False))] * 2
+        findings = [Finding(None, decision._Found(parts_over, False))] * 2
         found = moe_layer.DECISIONS.decide(FluidConfig(), layer, findings)
         if impl == "none" or backend == "nvlink":
             assert found == "path"
