@@ -108,12 +108,12 @@ def _refuse_data_parallel() -> None:
     register_module_module_registration_hook(look)
 
 
-def _share(whole: Tensor, like: Tensor) -> Tensor:
+def _share(whole: Tensor, like: Any) -> Tensor:
     """This rank's part of `whole`, which every rank has, as a parameter `like` is sharded."""
+    if not is_sharded(like):
+        return whole
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    if not isinstance(like, DTensor):
-        return whole
     # src_data_rank=None: every rank cuts its own part, nothing is sent.
     given = like.device_mesh, like.placements
     shared: DTensor = distribute_tensor(whole, *given, src_data_rank=None)
@@ -122,13 +122,12 @@ def _share(whole: Tensor, like: Tensor) -> Tensor:
 
 def expert_numbers(param: Tensor) -> list[int]:
     """The numbers of the experts whose matrices are the rows of `local_part(param)`."""
-    whole = torch.arange(param.shape[0], device=local_part(param).device)
-    return (_share(whole, param) if is_sharded(param) else whole).tolist()
+    return _share(torch.arange(param.shape[0], device=local_part(param).device), param).tolist()
 
 
 def fill(param: Tensor, whole: Tensor) -> None:
     """Write this rank's part of `whole` [as param] into a parameter, however it is sharded."""
-    local_part(param).copy_(_share(whole, param) if is_sharded(param) else whole)
+    local_part(param).copy_(_share(whole, param))
 
 
 def load_experts(param: Tensor, value: Any) -> Any:

@@ -13,7 +13,6 @@ from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.kernels.fp8_casts import launch as casts
 from megatron_fluid.kernels.fp8_casts.packed_rows import pack_rows, unpack_rows
-from megatron_fluid.kernels.fp8_casts.turns import turn_rows
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import (
     Fp8Matrices,
     Fp8Rows,
@@ -25,7 +24,6 @@ from megatron_fluid.moe import fp8_experts
 from megatron_fluid.moe.local.transport import LocalTransport
 from tests.support import fp8_reference as reference
 from tests.support.fp8_reference import cast_rows, cast_weights, scaled_grouped_product
-from tests.support.fp8_reference import turn_rows as reference_turn_rows
 from tests.support.machine import sms_in_use
 
 HOPPER = torch.cuda.is_available() and is_hopper(0)
@@ -143,27 +141,6 @@ def test_tokens_cast_before_they_are_permuted_give_the_bits_of_rows_cast_afterwa
         found.append([y.detach(), leaf.grad, *gradients])
     for value, right in zip(*found, strict=True):
         assert torch.equal(value, right)
-
-
-@pytest.mark.parametrize(
-    "counts", [[300], [1, 0, 127, 128, 129, 0, 700], [0, 0], [5] * 300, [0] * 1023 + [9]]
-)
-@pytest.mark.parametrize("gap", [0, 64, 8])
-def test_rows_are_turned_for_their_weight_gradients(counts: list[int], gap: int) -> None:
-    x, _, offsets, ends = operands(counts, 128, 512, extra=9)
-    packed = torch.zeros(len(x.values), 512 + gap, dtype=torch.uint8, device="cuda")
-    packed[:, :512] = x.values.view(torch.uint8)
-    x = Fp8Rows(packed[:, :512].view(torch.float8_e4m3fn), x.scales)
-    x.scales[1, 0] = float("nan")
-    values, scales = turn_rows(x, offsets)
-    right, right_scales = reference_turn_rows(x.values[: ends[-1]], x.scales, ends)
-    nan = right.float().isnan()
-    assert torch.equal(values[:, : right.shape[1]].float().isnan(), nan)
-    found = values[:, : right.shape[1]].view(torch.uint8).masked_fill(nan, 0)
-    assert torch.equal(found, right.view(torch.uint8).masked_fill(nan, 0))
-    torch.testing.assert_close(
-        scales[: len(right_scales)], right_scales, rtol=0, atol=0, equal_nan=True
-    )
 
 
 @pytest.mark.parametrize("fp8_weight_grads", ["fp8", "bf16"])

@@ -143,15 +143,6 @@ def test_gradients_that_are_written_have_the_bits_of_those_added_to_zeros(
         assert torch.equal(new.whole, added.whole)
 
 
-def test_gradients_are_added_twice() -> None:
-    left, right, offsets, ends = _operands([200, 0, 90], 256, 384)
-    new = _Matrices(3, 256, 384)
-    before = torch.stack(new.matrices)
-    for _ in range(2):
-        add_fp8_weight_grads(left, right, offsets, new.addresses, new.matrices)
-    _assert_close(torch.stack(new.matrices), left, right, ends, before, times=2)
-
-
 def test_no_place_at_all() -> None:
     left, right, offsets, _ = _operands([0, 0], 256, 128)
     assert left.values.shape[1] == 0

@@ -26,13 +26,14 @@ from megatron_fluid.moe.autograd import run_experts
 from megatron_fluid.moe.call import ExpertCall
 from megatron_fluid.moe.nvlink import transport
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
-from megatron_fluid.moe.nvlink.schedule import CANDIDATES, Schedule
+from megatron_fluid.moe.nvlink.schedule import Schedule
 from megatron_fluid.moe.nvlink.transport import NvlinkBackend, NvlinkTransport
 from megatron_fluid.moe.transport import LayerShape
 from tests.support.expert_calls import nvlink_moe
 from tests.support.fp8_reference import cast_rows, restore_rows
 from tests.support.machine import RANKS
 from tests.support.nvlink_calls import (
+    CANDIDATES,
     KINDS,
     SHAPES,
     Call,

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
-from megatron_fluid.moe.nvlink.schedule import CANDIDATES, Schedule
+from megatron_fluid.moe.nvlink.schedule import Schedule
 from tests.support.expert_calls import nvlink_moe
 from tests.support.machine import RANKS
 from tests.support.nvlink_calls import (
+    CANDIDATES,
     SENT,
     agree,
     buffers_of,

@@ -25,6 +25,12 @@ from tests.support.moe_reference import moe_reference
 Shape = tuple[int, int, int, int, int]
 """Tokens a rank, hidden, ffn, experts of all ranks, top-k."""
 
+CANDIDATES = {
+    "whole": Schedule(),
+    "stream": Schedule(stream=True),
+    "sent": Schedule(sent_rows=True),
+    "stream_sent": Schedule(stream=True, sent_rows=True),
+}
 KINDS = ["balanced", "hot", "empty", "dropped", "uneven", "one rank", "nothing"]
 
 

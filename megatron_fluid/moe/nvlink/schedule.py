@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from megatron_fluid.plan.machine import REFERENCE, Machine
 
-__all__ = ["CANDIDATES", "NO_OVERLAP", "Schedule", "choose_schedule"]
+__all__ = ["NO_OVERLAP", "Schedule", "choose_schedule"]
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,6 @@ class Schedule:
 
 
 NO_OVERLAP = Schedule()
-
-# What benchmarks/suites/moe_layer.py --schedules measures, by name.
-CANDIDATES: dict[str, Schedule] = {
-    "whole": NO_OVERLAP,
-    "stream": Schedule(stream=True),
-    "sent": Schedule(sent_rows=True),
-    "stream_sent": Schedule(stream=True, sent_rows=True),
-}
 
 # Measured: docs/tuning_notes.md#moe
 _STREAMED_BYTES = 30e6

@@ -19,10 +19,11 @@ from megatron_fluid.moe import experts
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.nvlink import transport as nvlink_transport
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
-from megatron_fluid.moe.nvlink.schedule import CANDIDATES, NO_OVERLAP, Schedule
+from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 from megatron_fluid.moe.nvlink.transport import plan_nvlink
 from tests.support.expert_calls import nvlink_moe
 from tests.support.moe_reference import gradients, moe_reference
+from tests.support.nvlink_calls import CANDIDATES
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 pytestmark = pytest.mark.interpreter
