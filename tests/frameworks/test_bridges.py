@@ -1,17 +1,20 @@
-"""The model builders of mcore-bridge (ms-swift's) and of Megatron-Bridge, where they are installed,
-on two gloo ranks: with the package and without.
+"""The model builders of mcore-bridge (ms-swift's), of Megatron-Bridge and of verl, where they are
+installed, on two gloo ranks: with the package and without.
 
-They cannot be imported without Transformer Engine, which needs a GPU: empty classes take the place
-of those that they name, and Megatron's local layer spec that of Transformer Engine's.
+They name Transformer Engine, which needs a GPU: empty classes take the place of those that the
+bridges name, and Megatron's local layer spec that of Transformer Engine's.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,7 +64,8 @@ def _name_transformer_engine() -> None:
             setattr(extension, name, empty(name))
 
 
-def _of_mcore_bridge(world_size: int) -> Any:
+def _of_mcore_bridge(rank: int, world_size: int) -> Any:
+    _name_transformer_engine()
     from mcore_bridge import ModelConfig, hf_to_mcore_config
     from mcore_bridge.model import register
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -79,7 +83,8 @@ def _of_mcore_bridge(world_size: int) -> Any:
     return model
 
 
-def _of_megatron_bridge(world_size: int) -> Any:
+def _of_megatron_bridge(rank: int, world_size: int) -> Any:
+    _name_transformer_engine()
     from megatron.bridge.models import gpt_provider
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -91,11 +96,45 @@ def _of_megatron_bridge(world_size: int) -> Any:
     return provider.provide(pre_process=True, post_process=True)
 
 
-BUILDERS = {"mcore_bridge": _of_mcore_bridge, "megatron.bridge": _of_megatron_bridge}
+def _of_verl(rank: int, world_size: int, replay: bool = False) -> Any:
+    """replay: of a rollout's experts."""
+    from transformers import Qwen3MoeConfig
+    from verl.models.mcore import model_initializer, registry
+    from verl.utils.megatron import router_replay_patch as verls
+
+    from tests.frameworks.stand_ins import MODEL
+
+    if replay:
+        verls.apply_router_replay_patch()
+    real = model_initializer.get_gpt_decoder_block_spec
+
+    def local_spec(config: Any, use_transformer_engine: bool, **rest: Any) -> Any:
+        return real(config, use_transformer_engine=False, **rest)
+
+    hf_config = Qwen3MoeConfig(**MODEL)
+    settings = LOCAL | {"enable_routing_replay": True} if replay else LOCAL
+    config = registry.hf_to_mcore_config(hf_config, torch.float32, **settings)
+    assert config.variable_seq_lengths
+    if replay:
+        config.enable_routing_replay = True
+    with mock.patch.object(model_initializer, "get_gpt_decoder_block_spec", local_spec):
+        model = registry.init_mcore_model(config, hf_config, freeze_moe_router=False)
+    if replay:
+        chosen = torch.rand(16, 4, generator=torch.Generator().manual_seed(rank)).topk(2).indices
+        verls.RouterReplay.set_replay_data([chosen] * len(verls.RouterReplay.router_instances))
+        verls.RouterReplay.set_global_router_replay_action(verls.RouterReplayAction.REPLAY_FORWARD)
+    return model
 
 
-def _built(rank: int, world_size: int, package: str) -> dict[str, Any]:
-    _name_transformer_engine()
+BUILDERS: dict[str, tuple[str, Callable[[int, int], Any]]] = {
+    "mcore-bridge": ("mcore_bridge", _of_mcore_bridge),
+    "Megatron-Bridge": ("megatron.bridge", _of_megatron_bridge),
+    "verl": ("verl", _of_verl),
+    "verl, replayed": ("verl", functools.partial(_of_verl, replay=True)),
+}
+
+
+def _built(rank: int, world_size: int, builder: str) -> dict[str, Any]:
     from megatron.core import tensor_parallel
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -108,7 +147,7 @@ def _built(rank: int, world_size: int, package: str) -> dict[str, Any]:
         with tiny_gpt.plug_in(on) as calls:
             tensor_parallel.random.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
             torch.manual_seed(1)
-            model = BUILDERS[package](world_size)
+            model = BUILDERS[builder][1](rank, world_size)
             tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(rank))
             mask = torch.triu(torch.ones(1, 1, 8, 8, dtype=torch.bool), 1)
             output = model(tokens, torch.arange(8).expand(2, -1), mask)
@@ -121,11 +160,12 @@ def _built(rank: int, world_size: int, package: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("package", BUILDERS)
-def test_a_model_that_a_bridge_builds_gives_megatrons_results(package: str) -> None:
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_a_model_that_a_framework_builds_gives_megatrons_results(builder: str) -> None:
+    package, _ = BUILDERS[builder]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    for found in run_ranks(_built, 2, package, timeout_s=300):
+    for found in run_ranks(_built, 2, builder, timeout_s=300):
         assert found["backends"] == [("rounds", None)] * 2
         assert found["calls"] == 2
         for name, value in found["False"].items():
