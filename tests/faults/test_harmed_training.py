@@ -63,33 +63,28 @@ def test_ranks_with_different_settings_are_told_apart(
     assert all(said in text for text in words), words
 
 
-class _Poison:
-    """Puts a number that is none into the second layer of rank 1, in its third iteration."""
+def poison(what: str, value: float, rank: int) -> None:
+    """Put a number that is none into the second layer of rank 1, in its third iteration."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.training import get_args
 
-    def __init__(self, what: str, value: float) -> None:
-        self._what, self._value = what, value
+    from megatron_fluid.patches.moe import layer as patched
 
-    def __call__(self, rank: int) -> None:
-        from megatron.core.transformer.moe.moe_layer import MoELayer
-        from megatron.training import get_args
+    real = patched.moe_forward
 
-        from megatron_fluid.patches.moe import layer as patched
+    def forward(
+        layer: MoELayer, original: Any, tokens: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if rank == 1 and layer.layer_number == 2 and get_args().curr_iteration == 2:
+            with torch.no_grad():
+                if what == "tokens":
+                    tokens = tokens.clone()
+                    tokens[0, 0] = value
+                else:
+                    next(layer.experts.parameters()).fill_(value)
+        return real(layer, original, tokens, *args, **kwargs)
 
-        real = patched.moe_forward
-
-        def forward(
-            layer: MoELayer, original: Any, tokens: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> Any:
-            if rank == 1 and layer.layer_number == 2 and get_args().curr_iteration == 2:
-                with torch.no_grad():
-                    if self._what == "tokens":
-                        tokens = tokens.clone()
-                        tokens[0, 0] = self._value
-                    else:
-                        next(layer.experts.parameters()).fill_(self._value)
-            return real(layer, original, tokens, *args, **kwargs)
-
-        patched.moe_forward = forward
+    patched.moe_forward = forward
 
 
 @pytest.mark.parametrize(("what", "value"), [("tokens", float("nan")), ("weights", float("inf"))])
@@ -98,7 +93,13 @@ def test_numbers_that_are_not_finite_end_the_training_by_name(
 ) -> None:
     saved = tmp_path / "saved"
     poisoned = train(
-        tmp_path, "log", "--save", str(saved), SHARDED, ranks=RANKS, prepare=_Poison(what, value)
+        tmp_path,
+        "log",
+        "--save",
+        str(saved),
+        SHARDED,
+        ranks=RANKS,
+        prepare=functools.partial(poison, what, value),
     )
     for words, log in zip(last_words(poisoned), poisoned.logs, strict=True):
         assert "found NaN in local grad norm" in log

@@ -15,9 +15,8 @@ from megatron_fluid.kernels.fp8_weight_grads.launch import (
     add_fp8_weight_grads,
     fp8_weight_grads,
 )
-from tests.support.fp8_reference import turned_weight_grads
+from tests.support.fp8_reference import turned, turned_weight_grads
 from tests.support.machine import sms_in_use
-from tests.support.turned_rows import turn_rows
 
 HOPPER = torch.cuda.is_available() and is_hopper(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -43,7 +42,7 @@ def _operands(
     for width in (high, wide):
         x = torch.randn(ends[-1], width, device="cuda", generator=g)
         x[::7, ::50] *= 1e3
-        sides.append(turn_rows(x, ends, unused))
+        sides.append(turned(x, ends, unused))
     offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
     return sides[0], sides[1], offsets, ends
 

@@ -6,13 +6,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.comm.watcher import EXIT_CODE
 from tests.support.launch import run_ranks_outcomes
-from tests.support.lost_peer import lose_a_peer
 from tests.support.machine import GPUS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
@@ -36,6 +39,31 @@ def test_against_the_oracle(queues: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "all correct" in done.stdout
+
+
+def lose_a_peer(rank: int, world: int, silent: bool) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    rounds = P2PRounds(group, timeout_s=5.0)
+    last = 2 * len(rounds.partners) - 1
+    for step in range(
+        last + 1
+    ):  # two passes: in the second all connections are there, and only the GPU waits
+        index = step % len(rounds.partners)
+        if rank == 1 and step == last:
+            torch.cuda.synchronize()
+            if not silent:
+                os._exit(0)
+            time.sleep(60)
+        sent = torch.full((1 << 20,), float(rank), device=rounds.device)
+        received = torch.empty_like(sent)
+        peer = rounds.partners[index]
+        filled = [[sent], [received]] if peer is not None else [[], []]
+        rounds.start("token dispatch", index, *filled).wait()
+    # never returns on the lost rank's partner: the monitor ends the process
+    torch.cuda.synchronize()
+    dist.all_reduce(torch.zeros(1, device=rounds.device))
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["dead", "silent"])

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_fluid.kernels.fp8_casts.packed_rows import packed_width
+from megatron_fluid.kernels.fp8_weight_grads.launch import TurnedRows
 
 __all__ = [
     "block_scale",
@@ -26,6 +28,7 @@ __all__ = [
     "scaled_grouped_product",
     "swiglu_backward",
     "turn_rows",
+    "turned",
     "turned_weight_grads",
 ]
 
@@ -116,15 +119,22 @@ def swiglu_backward(h: Tensor, da: Tensor, probs: Tensor) -> tuple[Tensor, Tenso
     return dh, value * up * p, (grad * value * up).sum(1)
 
 
-def turn_rows(cast: Tensor, scales: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """e4m3 [N, width], scales [width / 128, >= N] -> turned, as kernels/fp8_weight_grads lays it
-    out: e4m3 [width, P], scales [P / 128, width], P the places of the blocks in use."""
-    restored, parts = restore_rows(cast, scales), []
-    for start, end in itertools.pairwise([0, *ends]):
-        parts += [restored[start:end], restored.new_zeros((start - end) % 128, cast.shape[1])]
-    places = torch.cat(parts)
-    values, turned_scales = cast_rows(places.t())
-    return values, turned_scales
+def turned(x: Tensor, ends: Sequence[int], unused: int = 0) -> TurnedRows:
+    """x [N, W], W features; the rows of expert e end at ends[e]. Cast and turned, as
+    kernels/fp8_weight_grads lays it out: e4m3 [W, P], scales [P / 128, W], P the places of the
+    blocks in use. Behind these come `unused` blocks of NaNs."""
+    parts = [
+        pad(x[start:end].float(), (0, 0, 0, -(end - start) % 128))
+        for start, end in itertools.pairwise([0, *ends])
+    ]
+    values, scales = cast_rows(torch.cat(parts).t())
+    values = pad(values.float(), (0, 128 * unused), value=torch.nan).to(_E4M3)
+    return TurnedRows(values.contiguous(), pad(scales, (0, 0, 0, unused), value=torch.nan))
+
+
+def turn_rows(cast: Tensor, scales: Tensor, ends: Sequence[int]) -> TurnedRows:
+    """e4m3 [N, W], scales [W / 128, >= N] -> turned."""
+    return turned(restore_rows(cast, scales), ends)
 
 
 def scaled_grouped_product(
@@ -148,8 +158,8 @@ def scaled_grouped_product(
     return out
 
 
-def turned_weight_grads(left: Any, right: Any, ends: Sequence[int]) -> Tensor:
-    """left, right: TurnedRows. Sum over the rows of e of left[:, n] right[:, n], fp32 [El, A,
+def turned_weight_grads(left: TurnedRows, right: TurnedRows, ends: Sequence[int]) -> Tensor:
+    """Sum over the rows of e of left[:, n] right[:, n], fp32 [El, A,
     B], zero for an expert without rows. ends: where each expert's rows end."""
     features = left.values.shape[0], right.values.shape[0]
     out = left.scales.new_zeros((len(ends), *features))

@@ -21,7 +21,7 @@ from megatron_fluid.kernels.fp8_weight_grads.launch import (
     fp8_weight_grads,
 )
 from tests.support import fp8_reference as reference
-from tests.support.turned_rows import turn_rows as turned
+from tests.support.fp8_reference import turned
 
 _COUNTS = [130, 0, 1, 128, 0]
 _ENDS = list(itertools.accumulate(_COUNTS))
