@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from tests.support.fused_linear import fused_linear
+from tests.support.fused_linear import main_grad_errors
 from tests.support.launch import run_ranks
 from tests.support.machine import GPUS
 
@@ -26,35 +26,13 @@ S, B, H, OUT = 96, 2, 128, 320
 
 
 def _errors(rank: int, ranks: int) -> dict[str, float]:
-    """main_grad after two microbatches against float64, by case: the largest error over the largest
-    value."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel()
     model_parallel_cuda_manual_seed(1)
-    bf16, fp32 = torch.bfloat16, torch.float32
-    found = {}
-    for mode in ("column", "row"):
-        for dtype, of_main in ((fp32, fp32), (bf16, fp32), (bf16, bf16)):
-            for batch in (B, 0):
-                weight = (linear := fused_linear(mode, dtype, H, OUT).cuda()).weight
-                weight.grad_added_to_main_grad = False
-                buffer = torch.full((weight.numel() + 64,), 7.0, dtype=of_main, device="cuda")
-                weight.main_grad = buffer[64:].view(weight.shape)
-                expected = torch.full(weight.shape, 7.0, dtype=torch.float64, device="cuda")
-                for _ in range(2):
-                    x = torch.randn(S, batch, H, dtype=dtype, device="cuda").requires_grad_()
-                    out, _ = linear(x)
-                    upstream = torch.randn_like(out)
-                    out.backward(upstream)
-                    expected += torch.einsum("sbo,sbh->oh", upstream.double(), x.double())
-                assert weight.grad_added_to_main_grad
-                assert torch.all(buffer[:64] == 7)
-                error = (weight.main_grad.double() - expected).abs().max() / expected.abs().max()
-                found[f"{mode}, {dtype} into {of_main}, {batch}"] = float(error)
-    return found
+    return main_grad_errors(S, B, H, OUT, "cuda")
 
 
 def test_the_linears_gradients_are_those_of_float64() -> None:

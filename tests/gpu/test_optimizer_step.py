@@ -4,13 +4,11 @@ for bit."""
 from __future__ import annotations
 
 import importlib.util
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from tests.support.fused_adam import copies
+from tests.support.fused_adam import ShardedOptimizer, copies
 
 TE = importlib.util.find_spec("transformer_engine") is not None
 pytestmark = [
@@ -22,37 +20,18 @@ pytestmark = [
 SIZES = [1, 33, 2048, 2049, 100_000, 7, 3 * 2048]
 
 
-class _Optimizer:
-    """What the patch reads of a distributed optimizer."""
-
-    shard_fp32_from_float16_groups: Any = ()
+class _Optimizer(ShardedOptimizer):
+    """With Transformer Engine's Adam, and numbers of many sizes."""
 
     def __init__(self, kind: torch.dtype, decoupled: bool) -> None:
         from transformer_engine.pytorch.optimizers import FusedAdam
 
-        self.draw = torch.Generator("cuda").manual_seed(1)
-        self.config = SimpleNamespace(timers=None, reuse_grad_buf_for_mxfp8_param_ag=False)
-        self.shards = [torch.nn.Parameter(self.normal(n)) for n in SIZES]
-        self.models = [shard.detach().to(kind) for shard in self.shards]
-        for shard in self.shards:
-            shard.grad = torch.zeros_like(shard)
-        groups = [{"params": self.shards[:3], "weight_decay": 0.1}, {"params": self.shards[3:]}]
-        self.optimizer = FusedAdam(groups, lr=3e-3, betas=(0.9, 0.95), adam_w_mode=decoupled)
+        settings = {"lr": 3e-3, "betas": (0.9, 0.95), "adam_w_mode": decoupled}
+        super().__init__(SIZES, kind, FusedAdam, "cuda", **settings)
 
     def normal(self, size: int) -> torch.Tensor:
         spread = torch.randn(size, device="cuda", generator=self.draw)
         return torch.randn(size, device="cuda", generator=self.draw) * spread.mul(4).exp2()
-
-    def fill(self) -> None:
-        for shard in self.shards:
-            assert shard.grad is not None
-            shard.grad.copy_(self.normal(shard.numel()))
-
-    def step(self) -> bool:
-        self.optimizer.step()
-        for shard, model in zip(self.shards, self.models, strict=True):
-            model.copy_(shard.detach())
-        return True
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
@@ -67,10 +46,10 @@ def test_every_bit_is_transformer_engines(
     monkeypatch.setattr(optimizer_step, "is_plain", lambda optimizer: True)
     monkeypatch.setattr(optimizer_step, "model_slices", copies)
     theirs, ours = _Optimizer(kind, decoupled), _Optimizer(kind, decoupled)
-    step = optimizer_step.step_in_one_pass(_Optimizer.step)
+    step = optimizer_step.step_in_one_pass(ShardedOptimizer.step)
     later = optimizer_step.clip_later(clip)
     for number in range(8):
-        for optimizer, one, other in ((theirs, _Optimizer.step, clip), (ours, step, later)):
+        for optimizer, one, other in ((theirs, ShardedOptimizer.step, clip), (ours, step, later)):
             optimizer.fill()
             norm = torch.cat([shard.grad for shard in optimizer.shards]).norm().view(1)
             given = norm if number % 2 else float(norm)  # Megatron's is on the device

@@ -4,11 +4,14 @@ are not)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["FusedAdam", "copies"]
+__all__ = ["FusedAdam", "ShardedOptimizer", "copies"]
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -57,3 +60,50 @@ def copies(optimizer: Any) -> tuple[list[tuple[Any, Any]], dict[Any, int]]:
     """Where an optimizer with `shards` and `models` copies each shard: in place of model_slices of
     patches/optimizer_step.py."""
     return list(zip(optimizer.shards, optimizer.models, strict=True)), {}
+
+
+class ShardedOptimizer:
+    """What the patch reads of a distributed optimizer: fp32 shards, and where they are copied.
+
+    Args:
+        sizes: of the shards; the first half of them decays.
+        kind: dtype of the copies.
+        adam: makes the optimizer of two groups.
+        device: of all tensors.
+        settings: of `adam`.
+    """
+
+    shard_fp32_from_float16_groups: Any = ()
+
+    def __init__(
+        self, sizes: Sequence[int], kind: torch.dtype, adam: Callable[..., Any] = FusedAdam,
+        device: str = "cpu", **settings: Any,
+    ) -> None:  # fmt: skip
+        self.draw = torch.Generator(device).manual_seed(1)
+        self.config = SimpleNamespace(
+            timers=None, barrier_with_L1_time=False, reuse_grad_buf_for_mxfp8_param_ag=False
+        )
+        self.shards = [torch.nn.Parameter(self.normal(size)) for size in sizes]
+        self.models = [shard.detach().to(kind) for shard in self.shards]
+        half = len(sizes) // 2
+        groups = [
+            {"params": self.shards[:half], "weight_decay": 0.1},
+            {"params": self.shards[half:]},
+        ]
+        self.optimizer = adam(groups, **{"lr": 1e-2, **settings})
+
+    def normal(self, size: int) -> Tensor:
+        """Random numbers, of shards and of gradients."""
+        return 3 * torch.randn(size, device=self.draw.device, generator=self.draw)
+
+    def fill(self) -> None:
+        """New gradients, where the old ones are: DDP's buffer stays where it is."""
+        for shard in self.shards:
+            gradient = self.normal(shard.numel())
+            shard.grad = gradient if shard.grad is None else shard.grad.copy_(gradient)
+
+    def step(self) -> bool:
+        self.optimizer.step()
+        for shard, model in zip(self.shards, self.models, strict=True):
+            model.copy_(shard.detach())
+        return True

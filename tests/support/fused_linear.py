@@ -1,10 +1,16 @@
-"""Megatron's tensor-parallel linears with gradient accumulation fusion."""
+"""Megatron's tensor-parallel linears with gradient accumulation fusion, and how right main_grad
+is."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from tests.support.whole_linear import whole_linear
+
+__all__ = ["fused_linear", "main_grad_errors"]
 
 
 def fused_linear(mode: str, dtype: torch.dtype, inputs: int, outputs: int) -> Any:
@@ -30,3 +36,39 @@ def fused_linear(mode: str, dtype: torch.dtype, inputs: int, outputs: int) -> An
     if mode == "row":
         return layers.RowParallelLinear(inputs, outputs, input_is_parallel=True, **named)
     return layers.ColumnParallelLinear(inputs, outputs, **named)
+
+
+def main_grad_errors(
+    sequence: int, batch: int, inputs: int, outputs: int, device: str = "cpu"
+) -> dict[str, float]:
+    """The largest relative error of main_grad after two microbatches on the tensor-parallel ranks
+    of the world, by case; also of microbatches without a row."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, ranks = group.rank(), group.size()
+    bf16, fp32 = torch.bfloat16, torch.float32
+    found = {}
+    for mode in ("column", "row"):
+        for dtype, of_main in ((fp32, fp32), (bf16, fp32), (bf16, bf16)):
+            for size in (batch, 0):
+                linear = fused_linear(mode, dtype, inputs, outputs).to(device)
+                weight = linear.weight
+                weight.grad_added_to_main_grad = False
+                buffer = torch.full((weight.numel() + 64,), 7.0, dtype=of_main, device=device)
+                weight.main_grad = buffer[64:].view(weight.shape)  # a view, as of DDP's buffers
+                expected = torch.full(weight.shape, 7.0, dtype=torch.float64, device=device)
+                for microbatch in range(2):
+                    torch.manual_seed(10 * microbatch + rank)
+                    column = mode == "column"
+                    rows, width = (sequence // ranks, 1) if column else (sequence, ranks)
+                    x = torch.randn(rows, size, inputs // width, dtype=dtype, device=device)
+                    out, _ = linear(x.requires_grad_())
+                    upstream = torch.randn_like(out)
+                    out.backward(upstream)
+                    tensors = {"x": x, "weight": weight}
+                    expected += whole_linear(mode, group, tensors, upstream)["weight"]
+                assert weight.grad_added_to_main_grad
+                assert torch.all(buffer[:64] == 7)
+                error = (weight.main_grad.double() - expected).abs().max() / expected.abs().max()
+                found[f"{mode}, {dtype} into {of_main}, {size}"] = float(error)
+    return found

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.fresh_program import run_code
-from tests.support.fused_linear import fused_linear
+from tests.support.fused_linear import fused_linear, main_grad_errors
 from tests.support.launch import run_ranks
-from tests.support.whole_linear import whole_linear
 
 pytest.importorskip("megatron.core")
 
@@ -32,53 +31,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _linear(mode: str, dtype: torch.dtype = torch.float32) -> Any:
-    return fused_linear(mode, dtype, H, OUT)
-
-
 def _refusal() -> str:
     try:
-        _linear("column")
+        fused_linear("column", torch.float32, H, OUT)
     except RuntimeError as error:
         return str(error)
     return ""
 
 
 def _errors(rank: int, ranks: int) -> dict[str, float]:
-    """The largest relative error of main_grad after two microbatches, by case."""
     from megatron_fluid.config import FluidConfig, set_config
     from tests.support import tiny_gpt
 
     logging.getLogger("megatron").setLevel(logging.ERROR)
     tiny_gpt.parallel(tensor_model_parallel_size=ranks)
     set_config(FluidConfig(tp_overlap="off"))
-    group = dist.group.WORLD
-    assert group is not None
-    bf16, fp32 = torch.bfloat16, torch.float32
-    found = {}
-    for mode in ("column", "row"):
-        for dtype, of_main in ((fp32, fp32), (bf16, fp32), (bf16, bf16)):
-            for batch in (B, 0):
-                linear = _linear(mode, dtype)
-                weight = linear.weight
-                weight.grad_added_to_main_grad = False
-                buffer = torch.full((weight.numel() + 3,), 7.0, dtype=of_main)
-                weight.main_grad = buffer[3:].view(weight.shape)  # a view, as of DDP's buffers
-                expected = torch.full(weight.shape, 7.0, dtype=torch.float64)
-                for microbatch in range(2):
-                    torch.manual_seed(10 * microbatch + rank)
-                    shape = (S // ranks, batch, H) if mode == "column" else (S, batch, H // ranks)
-                    x = torch.randn(shape, dtype=dtype).requires_grad_()
-                    out, _ = linear(x)
-                    upstream = torch.randn(out.shape, dtype=dtype)
-                    out.backward(upstream)
-                    tensors = {"x": x, "weight": weight}
-                    expected += whole_linear(mode, group, tensors, upstream)["weight"]
-                assert weight.grad_added_to_main_grad
-                assert torch.all(buffer[:3] == 7)
-                error = (weight.main_grad.double() - expected).abs().max() / expected.abs().max()
-                found[f"{mode}, {dtype} into {of_main}, {batch}"] = float(error)
-    return found
+    return main_grad_errors(S, B, H, OUT)
 
 
 def test_the_linears_gradients_are_those_of_float64() -> None:

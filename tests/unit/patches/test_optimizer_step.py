@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.fused_adam import copies
+from tests.support.fused_adam import ShardedOptimizer, copies
 from tests.support.kernel_references import stored
 from tests.support.launch import run_ranks
 
@@ -98,45 +98,6 @@ def test_training_is_megatrons_and_every_step_but_the_first_is_one_launch() -> N
             assert found["losses"] < loss and found["gap"] < parameter, found
 
 
-class _Config:
-    timers = None
-    barrier_with_L1_time = False
-    reuse_grad_buf_for_mxfp8_param_ag = False
-
-
-class _Optimizer:
-    """What the patch reads of a distributed optimizer: fp32 shards, and where they are copied."""
-
-    shard_fp32_from_float16_groups: Any = ()
-
-    def __init__(self, sizes: list[int], kind: torch.dtype, **settings: Any) -> None:
-        from tests.support.fused_adam import FusedAdam
-
-        draw = torch.Generator().manual_seed(1)
-        self.config = _Config()
-        self.shards = [torch.nn.Parameter(torch.randn(n, generator=draw)) for n in sizes]
-        self.models = [shard.detach().to(kind) for shard in self.shards]
-        half = len(sizes) // 2
-        groups = [
-            {"params": self.shards[:half], "weight_decay": 0.1},
-            {"params": self.shards[half:]},
-        ]
-        self.optimizer = FusedAdam(groups, lr=1e-2, **settings)
-        self.draw = draw
-
-    def fill(self) -> None:
-        """New gradients, where the old ones are: DDP's buffer stays where it is."""
-        for shard in self.shards:
-            gradient = 3 * torch.randn(shard.numel(), generator=self.draw)
-            shard.grad = gradient if shard.grad is None else shard.grad.copy_(gradient)
-
-    def step(self) -> bool:
-        self.optimizer.step()
-        for shard, model in zip(self.shards, self.models, strict=True):
-            model.copy_(shard.detach())
-        return True
-
-
 def _clip(parameters: Any, max_norm: float, total_norm: Any, decoupled: bool = False) -> None:
     """Megatron's: by a factor on the host, or by one of the device, which it does not read."""
     factor = max_norm / (total_norm + 1.0e-6)
@@ -164,10 +125,10 @@ def _runs(module: Any, kind: torch.dtype, between: Any, **settings: Any) -> tupl
     """Six steps of two alike optimizers, Megatron's way and ours; `between` is told each one's
     optimizer and the number of the step, after gradients are there."""
     sizes = [1, 33, 2048, 2049, 20000, 7, 7]
-    theirs, ours = (_Optimizer(sizes, kind, **settings) for _ in range(2))
-    step, clip = module.step_in_one_pass(_Optimizer.step), module.clip_later(_clip)
+    theirs, ours = (ShardedOptimizer(sizes, kind, **settings) for _ in range(2))
+    step, clip = module.step_in_one_pass(ShardedOptimizer.step), module.clip_later(_clip)
     for number in range(6):
-        for optimizer, one, other in ((theirs, _Optimizer.step, _clip), (ours, step, clip)):
+        for optimizer, one, other in ((theirs, ShardedOptimizer.step, _clip), (ours, step, clip)):
             optimizer.fill()
             norm = float(torch.cat([shard.grad for shard in optimizer.shards]).norm())
             if between is not None:
@@ -179,7 +140,7 @@ def _runs(module: Any, kind: torch.dtype, between: Any, **settings: Any) -> tupl
     return theirs, ours
 
 
-def _agree(theirs: _Optimizer, ours: _Optimizer) -> None:
+def _agree(theirs: ShardedOptimizer, ours: ShardedOptimizer) -> None:
     for a, b in zip(theirs.shards, ours.shards, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         for name in ("exp_avg", "exp_avg_sq"):
@@ -203,7 +164,7 @@ def test_every_tensor_is_megatrons_over_several_sizes_and_groups(
 
 @pytest.mark.interpreter
 def test_moments_that_are_gone_are_made_anew_after_megatrons_clipping(patched: Any) -> None:
-    def between(optimizer: _Optimizer, number: int) -> None:
+    def between(optimizer: ShardedOptimizer, number: int) -> None:
         state = optimizer.optimizer.state
         if number == 2:
             state.clear()
@@ -217,7 +178,7 @@ def test_moments_that_are_gone_are_made_anew_after_megatrons_clipping(patched: A
 
 @pytest.mark.interpreter
 def test_moments_that_are_exchanged_or_replaced_are_seen(patched: Any) -> None:
-    def between(optimizer: _Optimizer, number: int) -> None:
+    def between(optimizer: ShardedOptimizer, number: int) -> None:
         state = optimizer.optimizer.state
         if number == 2:  # two of one size; the order of the moments stays as it was
             *others, last, first = state
@@ -237,7 +198,7 @@ def test_moments_that_are_exchanged_or_replaced_are_seen(patched: Any) -> None:
 def test_hooks_of_the_optimizer_run_around_every_step(patched: Any) -> None:
     seen: list[str] = []
 
-    def between(optimizer: _Optimizer, number: int) -> None:
+    def between(optimizer: ShardedOptimizer, number: int) -> None:
         if number == 0:
             optimizer.optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
             optimizer.optimizer.register_step_post_hook(lambda *_: seen.append("after"))
@@ -252,9 +213,9 @@ def test_hooks_of_the_optimizer_run_around_every_step(patched: Any) -> None:
 def test_a_norm_that_is_no_number_does_what_it_does_in_megatron(
     patched: Any, norm: float, on_device: bool
 ) -> None:
-    theirs, ours = (_Optimizer([40], torch.bfloat16) for _ in range(2))
-    step, clip = patched.step_in_one_pass(_Optimizer.step), patched.clip_later(_clip)
-    for optimizer, one, other in ((theirs, _Optimizer.step, _clip), (ours, step, clip)):
+    theirs, ours = (ShardedOptimizer([40], torch.bfloat16) for _ in range(2))
+    step, clip = patched.step_in_one_pass(ShardedOptimizer.step), patched.clip_later(_clip)
+    for optimizer, one, other in ((theirs, ShardedOptimizer.step, _clip), (ours, step, clip)):
         optimizer.fill()
         one(optimizer)
         optimizer.fill()
@@ -267,8 +228,8 @@ def test_a_norm_that_is_no_number_does_what_it_does_in_megatron(
 
 
 def test_a_factor_is_not_used_in_a_later_step(patched: Any) -> None:
-    optimizer = _Optimizer([40], torch.bfloat16)
-    step, clip = patched.step_in_one_pass(_Optimizer.step), patched.clip_later(_clip)
+    optimizer = ShardedOptimizer([40], torch.bfloat16)
+    step, clip = patched.step_in_one_pass(ShardedOptimizer.step), patched.clip_later(_clip)
     optimizer.fill()
     step(optimizer)
     kept = optimizer._fluid_one_pass  # type: ignore[attr-defined]
@@ -287,9 +248,9 @@ def test_gradients_that_are_clipped_twice_get_the_smaller_bound(
     patched: Any, bounds: tuple[float, float], on_device: bool, replaced: bool
 ) -> None:
     """As in Megatron, where the second norm is that of clipped gradients."""
-    theirs, ours = (_Optimizer([40], torch.bfloat16) for _ in range(2))
-    step, clip = patched.step_in_one_pass(_Optimizer.step), patched.clip_later(_clip)
-    for optimizer, one, other in ((theirs, _Optimizer.step, _clip), (ours, step, clip)):
+    theirs, ours = (ShardedOptimizer([40], torch.bfloat16) for _ in range(2))
+    step, clip = patched.step_in_one_pass(ShardedOptimizer.step), patched.clip_later(_clip)
+    for optimizer, one, other in ((theirs, ShardedOptimizer.step, _clip), (ours, step, clip)):
         optimizer.fill()
         one(optimizer)
         optimizer.fill()
@@ -304,8 +265,8 @@ def test_gradients_that_are_clipped_twice_get_the_smaller_bound(
 
 
 def test_parameters_that_are_not_all_are_clipped_at_once(patched: Any) -> None:
-    optimizer = _Optimizer([40, 50], torch.bfloat16)
-    step, clip = patched.step_in_one_pass(_Optimizer.step), patched.clip_later(_clip)
+    optimizer = ShardedOptimizer([40, 50], torch.bfloat16)
+    step, clip = patched.step_in_one_pass(ShardedOptimizer.step), patched.clip_later(_clip)
     optimizer.fill()
     step(optimizer)
     optimizer.fill()
@@ -316,7 +277,7 @@ def test_parameters_that_are_not_all_are_clipped_at_once(patched: Any) -> None:
     assert torch.equal(optimizer.shards[1].grad, before[1])
 
 
-def _more_state(optimizer: _Optimizer) -> None:
+def _more_state(optimizer: ShardedOptimizer) -> None:
     optimizer.optimizer.state[torch.nn.Parameter(torch.zeros(3))] = {}
 
 
@@ -330,9 +291,9 @@ def _more_state(optimizer: _Optimizer) -> None:
     ],
 )
 def test_other_settings_and_states_of_adam_are_left_to_it(patched: Any, other: Any) -> None:
-    optimizer = _Optimizer([40], torch.bfloat16)
+    optimizer = ShardedOptimizer([40], torch.bfloat16)
     other(optimizer)
-    step = patched.step_in_one_pass(_Optimizer.step)
+    step = patched.step_in_one_pass(ShardedOptimizer.step)
     for _ in range(3):
         optimizer.fill()
         step(optimizer)
