@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import functools
+import inspect
 import logging
 import os
 import pickle
@@ -29,6 +31,7 @@ __all__ = ["serve"]
 
 LOSS_SCALE = 128.0
 _ACTION_S = 60.0  # bound of a collective and of the package's own waits
+_PHASES = ("forward", "routed_experts_compute")  # of an MoE layer, which is called by them
 _STUCK_S = 150.0  # a rank that takes longer says where it stands, and ends
 
 
@@ -45,8 +48,10 @@ class _Trainer:
         self._rank, self._iteration = groups.rank, 0
         self._setup = Setup()
         self._frozen: set[str] = set()
-        self._regulariser: tuple[str, float, str] | None = None
+        self._regulariser: tuple[str | tuple[str, ...], float, str] | None = None
         self._accumulated = False
+        self._microbatch = self._started = 0
+        self._aborted: Tensor | None = None
         self._clip = 1.0
         self._saved: Any = None
         self._full_recompute = False
@@ -63,14 +68,18 @@ class _Trainer:
         self._build()
         return self._done()
 
-    def train(self, shapes: Sequence[Shape], uneven: bool = False, spoiled: bool = False) -> Done:
+    def train(
+        self, shapes: Sequence[Shape], uneven: bool = False, spoiled: bool = False,
+        aborted: bool = False,
+    ) -> Done:  # fmt: skip
         """One iteration of a microbatch for each of `shapes`.
 
         Args:
             uneven: later ranks have more sequences.
             spoiled: rank 0's loss is infinite.
+            aborted: before each microbatch come two forwards without a backward; one lives on.
         """
-        losses = self._microbatches(shapes, uneven, synced=True, spoiled=spoiled)
+        losses = self._microbatches(shapes, uneven, synced=True, spoiled=spoiled, aborted=aborted)
         self._finalize([self._ddp])
         if spoiled and not self._setup.distributed:
             return self._done(losses)  # no scaler: the caller leaves the step out
@@ -92,9 +101,12 @@ class _Trainer:
             self._model.rotary_pos_emb.forward.cache_clear()
         return self._done(losses)
 
-    def regularise(self, part: str | None, scale: float = 0.0, when: str = "always") -> Done:
-        """From now on the loss has a term of the weights of a part, "always", or in the "first" or
-        the "last" microbatch only; None: no more."""
+    def regularise(
+        self, part: str | tuple[str, ...] | None, scale: float = 0.0, when: str = "always"
+    ) -> Done:
+        """From now on the loss has a term of the weights of a part (of PARTS, or all words of their
+        names), "always", in the "first" or the "last" microbatch only, or "before" the forward, so
+        that its backward comes last; None: no more."""
         self._regulariser = None if part is None else (part, scale, when)
         return self._done()
 
@@ -118,7 +130,9 @@ class _Trainer:
         return self._done()
 
     def use(self, layer: int, how: str) -> Done:
-        """Call an MoE layer "once", "twice", or not at all ("skip")."""
+        """Call an MoE layer "once", "twice", not at all ("skip") or not in the first microbatch
+        ("skip first"), or by Megatron's own forward, as where its activations are logged
+        ("megatron")."""
         self._usage[layer] = how
         self._set_usage()
         return self._done()
@@ -209,8 +223,12 @@ class _Trainer:
         self._model = tiny_gpt.gpt(self._config)
         self._moe = [m for m in self._model.modules() if isinstance(m, MoELayer)]
         if setup.tied:
+            first = self._moe[0].experts
             for layer in self._moe[1:]:
-                layer.experts = self._moe[0].experts
+                if setup.tied == "in parts":
+                    layer.experts.local_experts[0] = first.local_experts[0]
+                else:
+                    layer.experts = first
         for part in self._frozen:
             self._require_grad(part, False)
         self._frozen_when_built = frozenset(self._frozen)
@@ -236,8 +254,9 @@ class _Trainer:
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 
     def _microbatches(
-        self, shapes: Sequence[Shape], uneven: bool, synced: bool, spoiled: bool = False
-    ) -> list[float]:
+        self, shapes: Sequence[Shape], uneven: bool, synced: bool, spoiled: bool = False,
+        aborted: bool = False,
+    ) -> list[float]:  # fmt: skip
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
         if not self._accumulated:
@@ -248,16 +267,24 @@ class _Trainer:
         MoEAuxLossAutoScaler.set_loss_scale(scale / len(shapes))
         losses = []
         for i, (sequences, length) in enumerate(shapes):
-            last = synced and i == len(shapes) - 1
+            self._microbatch, last = i, synced and i == len(shapes) - 1
             if i == 0:
                 self._model.set_is_first_microbatch()
+            shape = sequences + (self._rank if uneven else 0), length
             with contextlib.nullcontext() if last else self._ddp.no_sync():
-                loss = self._loss((sequences + (self._rank if uneven else 0), length), i)
-                loss = loss + self._weight_term(i == 0, i == len(shapes) - 1)
+                if aborted:
+                    self._aborted = self._loss(shape, i)
+                    self._loss(shape, i)
+                begun = self._weight_term("before")
+                loss = self._loss(shape, i) + begun
+                for when in ("always", "first" * (i == 0), "last" * (i == len(shapes) - 1)):
+                    loss = loss + self._weight_term(when)
                 losses.append(float(loss.detach()))
                 if spoiled and last and self._rank == 0:
                     loss = loss * float("inf")
                 self._optimizer.scale_loss(loss / len(shapes)).backward()
+        groups = [*self._ddp.bucket_groups, *self._ddp.expert_parallel_bucket_groups]
+        self._started = sum(group.grad_reduce_handle is not None for group in groups)
         self._iteration += 1
         return losses
 
@@ -273,17 +300,15 @@ class _Trainer:
         per_token: Tensor = self._ddp(tokens, positions, mask, labels=labels)
         return per_token.float().mean()
 
-    def _weight_term(self, first: bool, last: bool) -> Tensor | float:
-        if self._regulariser is None:
+    def _weight_term(self, when: str) -> Tensor | float:
+        if self._regulariser is None or self._regulariser[2] != when:
             return 0.0
-        part, scale, when = self._regulariser
-        if (when == "first" and not first) or (when == "last" and not last):
-            return 0.0
+        part, scale, _ = self._regulariser
         terms = [p.square().sum() for p in self._part(part) if p.requires_grad]
         return scale * torch.stack(terms).sum() if terms else 0.0
 
-    def _part(self, part: str) -> list[torch.nn.Parameter]:
-        held = PARTS[part]
+    def _part(self, part: str | tuple[str, ...]) -> list[torch.nn.Parameter]:
+        held = PARTS[part] if isinstance(part, str) else part
         return [p for n, p in self._model.named_parameters() if all(word in n for word in held)]
 
     def _require_grad(self, part: str, required: bool) -> None:
@@ -319,12 +344,24 @@ class _Trainer:
 
     def _set_usage(self) -> None:
         for number, layer in enumerate(self._moe):
-            layer.__dict__.pop("forward", None)
+            for name in _PHASES:
+                layer.__dict__.pop(name, None)
             how = self._usage.get(number, "once")
-            if how == "skip":
-                layer.forward = lambda hidden, *unused, **also_unused: (hidden * 0.5, None)
+            if how.startswith("skip"):
+                layer.forward = self._skipping(layer.forward, how == "skip first")
             elif how == "twice":
                 layer.forward = _twice(layer.forward)
+            for name in _PHASES if how == "megatron" else ():
+                own = inspect.unwrap(getattr(type(layer), name))
+                setattr(layer, name, functools.partial(own, layer))
+
+    def _skipping(self, forward: Callable[..., Any], first: bool) -> Callable[..., Any]:
+        def skipping(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if first and self._microbatch:
+                return forward(hidden, *args, **kwargs)
+            return hidden * 0.5, None
+
+        return skipping
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[None]:
@@ -357,7 +394,12 @@ class _Trainer:
     def _done(
         self, losses: Sequence[float] = (), stepped: bool | None = None, norm: float | None = None
     ) -> Done:
-        return Done(list(losses), stepped, norm, self._current())
+        from tests.support.tiny_gpt import expert_order
+
+        served = all(expert_order(layer) is not None for layer in self._moe)
+        return Done(
+            list(losses), stepped, norm, self._current(), started=self._started, served=served
+        )
 
     def _current(self) -> dict[str, Tensor]:
         """Parameters as they are right now; where they are gathered late, this rank's share."""

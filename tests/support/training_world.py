@@ -48,7 +48,7 @@ class Setup:
             gathering of parameters ("reduce and gather"), or "none".
         backend: `moe_backend`; "own" is rounds, or local with one expert-parallel rank.
         recompute: Megatron's selective recomputation of these modules.
-        tied: both layers have the same experts.
+        tied: both layers have the same experts, "in parts": one of their experts.
         mtp: a multi-token-prediction layer that is called twice with the same weights.
         fused: gradient accumulation fusion.
         fluid: further settings of megatron_fluid.
@@ -59,7 +59,7 @@ class Setup:
     overlap: str = "none"
     backend: str = "own"
     recompute: tuple[str, ...] = ()
-    tied: bool = False
+    tied: bool | str = False
     mtp: bool = False
     fused: bool = False
     fluid: tuple[tuple[str, Any], ...] = ()
@@ -75,13 +75,20 @@ Shape = tuple[int, int]
 
 @dataclasses.dataclass
 class Done:
-    """What one rank hands back: losses, the gradient norm, parameters; or a traceback."""
+    """What one rank hands back: losses, the gradient norm, parameters; or a traceback.
+
+    Attributes:
+        started: reductions of gradients that had started when the last backward returned.
+        served: whether all MoE layers were overlapped.
+    """
 
     losses: list[float] = dataclasses.field(default_factory=list)
     stepped: bool | None = None
     norm: float | None = None
     params: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     error: str = ""
+    started: int = 0
+    served: bool = False
 
 
 class TrainingWorld:
