@@ -214,13 +214,3 @@ def test_transformer_engines_attention_is_exchanged_or_the_reason_is_told() -> N
             "clip": "qk_clip=True: logits are recorded by Megatron's own module",
             "cpu": "symmetric memory is on CUDA devices, not on cpu",
         }
-
-
-def test_the_patch_fits_megatrons_source_even_where_transformer_engine_is_absent() -> None:
-    from megatron_fluid import patches
-    from megatron_fluid.patches.engine import signatures
-    from tools.versions import signature_in_source
-
-    [patch] = [p for p in patches.PATCHES if p.name == "context-parallel-te-attention"]
-    assert patch.signature is not None
-    assert signature_in_source(patch.target) == signatures.parse(patch.signature)

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_fluid.attention.layouts import SequenceLayout
 from tests.support import self_attention_world
 from tests.support.launch import run_ranks
-from tests.support.self_attention_world import error_of, patched_core, start, step
+from tests.support.self_attention_world import check_shares, patched_core, start, step
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its groups on gloo")
@@ -136,17 +135,7 @@ def _compare(rank: int, ranks: int, backend: str) -> None:
         overlapped = backend == "rounds" and not dict(case.settings).get("recompute_modules")
         path = latent.DECISIONS.get(ours).path
         assert (path is not None) == overlapped, case
-        assert found.keys() == reference.keys()
-        for name, expected in reference.items():
-            mine = found[name].float().clone()
-            if name in ("y 0", "dx 0"):
-                expected = expected[rows]
-            else:
-                dist.all_reduce(mine)
-            assert expected.abs().max() > 1e-3, f"{case} {name}: nothing to be seen"
-            limit = 2e-6 if case.dtype == torch.float32 else 3e-2
-            error = error_of(mine, expected, case.dtype)
-            assert error < limit, f"{case} {name}: off by {error:.2e}"
+        check_shares(found, reference, rows, case.dtype, case)
     count = {(feature, on): n for feature, on, _, n in startup.features()}
     gathered = len(CASES) - 1 if backend == "rounds" else 0
     # The core attention that Megatron builds first and drops is not told of.

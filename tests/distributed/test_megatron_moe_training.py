@@ -1,6 +1,6 @@
 """GPT-MoEs trained by Megatron with the plug-in and without: the same losses and gradient norms,
 for public models cut down in width and depth, for each way in which this package serves a layer,
-and for splits of a model; and Megatron's default configuration.
+and for splits of a model.
 
 A world of two ranks and one of four train all cases; the tests judge them one by one.
 test_training_sequences.py draws what people change between steps.
@@ -247,40 +247,3 @@ def test_the_layer_spec_alone_without_patches(results: dict[int, list[dict[str, 
         losses = result["specs"]
         assert losses["config"] == pytest.approx(losses["stock"], rel=1e-6, abs=0)
         assert losses["no config"] == pytest.approx(losses["stock"], rel=1e-6, abs=0)
-
-
-def _default_config(rank: int, world_size: int) -> list[tuple[str, bool, str, int]]:
-    """What the start-up table says of Megatron's default configuration."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_fluid import get_fluid_custom_layers
-    from megatron_fluid.patches import startup_report
-    from megatron_fluid.patches.moe import layer as moe_layer
-    from tests.support import tiny_gpt
-
-    tiny_gpt.parallel(expert_model_parallel_size=world_size)
-    model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, num_moe_experts=8, moe_router_topk=2,
-        expert_model_parallel_size=2, use_cpu_initialization=True,
-        gradient_accumulation_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False,
-    )  # fmt: skip
-    model = GPTModel(
-        config, transformer_layer_spec=get_fluid_custom_layers(), vocab_size=64,
-        max_sequence_length=16,
-    )  # fmt: skip
-    tokens, positions = torch.zeros(1, 16, dtype=torch.long), torch.arange(16)[None]
-    mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), 1)
-    model(tokens, positions, mask).sum().backward()
-    layers = [layer.mlp for layer in model.decoder.layers]
-    assert all(tiny_gpt.expert_order(layer) is not None for layer in layers), "Megatron's path"
-    assert all(moe_layer.experts_reason_of(layer) is None for layer in layers)
-    return startup_report.features()
-
-
-def test_megatrons_default_configuration_is_overlapped() -> None:
-    for features in run_ranks(_default_config, 2):
-        rows = [row for row in features if row[0] == "overlapped MoE layer"]
-        assert rows == [("overlapped MoE layer", True, "rounds, 2 expert-parallel ranks", 2)]

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.te_attention import (
@@ -29,6 +30,7 @@ __all__ = [
     "Case",
     "angles_of",
     "build",
+    "check_shares",
     "count_calls",
     "error_of",
     "fuse",
@@ -258,6 +260,24 @@ def error_of(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
     if dtype.itemsize == 2:
         return float(((a - b).square().mean() / b.square().mean()).sqrt())
     return float((a - b).abs().max() / b.abs().max())
+
+
+def check_shares(
+    found: dict[str, Tensor], whole: dict[str, Tensor], rows: Tensor, dtype: torch.dtype, case: Any
+) -> None:
+    """Raise where this rank's rows, or the sum of all ranks' shares of a gradient, are not those of
+    the module on the whole sequence. Collective."""
+    assert found.keys() == whole.keys(), case
+    limit = 3e-2 if dtype.itemsize == 2 else 2e-6
+    for name, expected in whole.items():
+        mine = found[name].float().clone()
+        if name[:2] in ("y ", "dx"):
+            expected = expected[rows]
+        else:
+            dist.all_reduce(mine)
+        assert expected.abs().max() > 1e-3, f"{case} {name}: nothing to be seen"
+        error = error_of(mine, expected, dtype)
+        assert error < limit, f"{case} {name}: off by {error:.2e}"
 
 
 def count_calls() -> Any:

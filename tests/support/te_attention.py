@@ -12,6 +12,14 @@ from torch import Tensor, nn
 HEADS = 8
 
 
+def _normed(x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, centered: bool) -> Tensor:
+    """RMSNorm, or where there is a bias LayerNorm; centered: the weight is stored less one."""
+    wide, weight = x.float(), gamma.float() + centered
+    if beta is not None:
+        return F.layer_norm(wide, wide.shape[-1:], weight, beta.float(), eps).to(x.dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
 class Linear(nn.Module):
     """What Megatron's TELayerNormColumnParallelLinear and TERowParallelLinear hold, by Transformer
     Engine 2.20's names."""
@@ -52,16 +60,8 @@ class NormLinear(Linear):
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
 
     def _rows(self, x: Tensor) -> Tensor:
-        gamma = self.layer_norm_weight.float() + (1 if self.zero_centered_gamma else 0)
-        wide = x.float()
-        if self.normalization == "RMSNorm":
-            return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * gamma).to(
-                x.dtype
-            )
-        assert self.layer_norm_bias is not None
-        return F.layer_norm(
-            wide, wide.shape[-1:], gamma, self.layer_norm_bias.float(), self.eps
-        ).to(x.dtype)
+        norm = self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma
+        return _normed(x, *norm)
 
 
 class _Core(nn.Module):
@@ -170,26 +170,16 @@ class TENorm(nn.Module):
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        gamma = self.weight.float() + (1 if self.zero_centered_gamma else 0)
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * gamma).to(
-            x.dtype
-        )
+        bias = getattr(self, "bias", None)
+        return _normed(x, self.weight, bias, self.eps, self.zero_centered_gamma)
 
 
 class TELayerNorm(TENorm):
-    """Transformer Engine's LayerNorm: its weight may be stored less one."""
+    """Transformer Engine's LayerNorm."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
         super().__init__(config, hidden_size, eps)
         self.bias = nn.Parameter(torch.empty(hidden_size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        gamma = self.weight.float() + (1 if self.zero_centered_gamma else 0)
-        wide = x.float()
-        centered = wide - wide.mean(-1, keepdim=True)
-        scale = torch.rsqrt(centered.square().mean(-1, keepdim=True) + self.eps)
-        return (centered * scale * gamma + self.bias.float()).to(x.dtype)
 
 
 def know_stand_ins() -> None:

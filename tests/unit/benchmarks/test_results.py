@@ -26,14 +26,6 @@ from benchmarks.tune import tp_table
 from megatron_fluid.tensor_parallel.choice import read_table
 
 
-def test_quantiles_interpolate() -> None:
-    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
-    assert quantile([0.0, 10.0], 0.1) == 1.0
-    assert quantile([5.0], 0.9) == 5.0
-    with pytest.raises(ValueError, match="no samples"):
-        quantile([], 0.5)
-
-
 @pytest.mark.parametrize("count", range(1, 9))
 def test_each_variant_runs_in_each_place_and_behind_each_other_one_equally_often(
     count: int,

@@ -158,26 +158,6 @@ def test_a_release_takes_figures_of_todays_code_at_one_commit_alone(
     assert kept == {"attention.json"} and len(list((tmp_path / "archive").iterdir())) == 3
 
 
-@pytest.mark.parametrize("name", list(SUITES))
-def test_the_words_are_about_variants_that_the_suite_measures(name: str) -> None:
-    files = {
-        "moe_layer": ("suites/moe_layer", "cases/moe_variants", "cases/moe_rivals"),
-        "dispatch_combine": ("suites/dispatch_combine", "cases/exchange_rivals"),
-        "all_to_all": ("suites/all_to_all", "cases/exchange_rivals"),
-        "pretrain": ("cases/pretrain",),
-        "slow_wire": ("cases/slow_wire",),
-        "tp_overlap": ("suites/tp_backends",),
-    }
-    paths = files.get(name, (f"suites/{name}",))
-    source = "".join((ROOT / "benchmarks" / f"{path}.py").read_text() for path in paths)
-    spelled = dict.fromkeys(("fluid_even", "torch_even"), "{variant}_even")
-    suite = SUITES[name]
-    for variant in (*suite.others, *suite.ours):
-        wanted = spelled.get(variant, f'"{variant}"')
-        assert wanted in source, f"{name} measures no {variant}"
-    assert (ROOT / "benchmarks" / "suites" / f"{name}.py").is_file()
-
-
 def test_no_rival_is_forgotten() -> None:
     assert set(SUITES["moe_layer"].others) == {
         *(name for name in MEGATRON if not name.startswith("fluid")),

@@ -86,17 +86,6 @@ def test_one_small_file_still_has_a_held_out_part(tmp_path: Path) -> None:
     assert all(piece not in trained_on for piece in held_out)
 
 
-def test_a_second_build_reads_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = write(tmp_path / "in", a=lines(200))
-    first = build(files, tmp_path)
-
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("the cache was not used")
-
-    monkeypatch.setattr(td, "_tokenise", refuse)
-    assert build(files, tmp_path) == first
-
-
 @pytest.mark.parametrize("change", ["content", "time", "file", "split", "tokenizer"])
 def test_the_cache_is_left_when_something_changes(tmp_path: Path, change: str) -> None:
     files = write(tmp_path / "in", a=lines(200))

@@ -333,13 +333,6 @@ def test_the_context_manager_restores_what_was_before(fakemega: Any) -> None:
     assert states(made) == {"double": "reverted", "forward": "reverted"}
 
 
-def test_objects_are_counted(fakemega: Any) -> None:
-    made = engine(DOUBLE)
-    made.count("double")
-    made.count("double")
-    assert made.report()[0].instances == 2
-
-
 def test_a_module_that_cannot_be_imported_is_an_error_of_the_patch() -> None:
     made = engine(Patch("absent", "no_such_package.module:thing", negate, "test"))
     with pytest.raises(PatchError, match="no_such_package.module for the patch 'absent'"):
