@@ -8,6 +8,7 @@ and all weights and computes the layer in fp32 with autograd.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Iterator
@@ -306,12 +307,11 @@ def test_fp8_tokens_cast_before_they_are_sent_give_the_bits_of_rows_cast_afterwa
     call = make_call(5, kind, space.rank, space.world_size, *shape)
     # What a cast leaves as it is: dW2 is of dy as it was cast, or of bf16 dy.
     x, grad = (restore_rows(*cast_rows(t)).bfloat16() for t in (call.x, call.grad))
+    call = dataclasses.replace(call, x=x, grad=grad)
     found = []
     for packs in (True, False, True):
         monkeypatch.setattr(NvlinkTransport, "carries_packed_rows", packs)
-        leaves = [t.detach().clone().requires_grad_() for t in (x, call.probs, call.w1, call.w2)]
-        y = nvlink_moe(buffers, leaves[0], call.ids, *leaves[1:], fp8=True, recompute=recompute)
-        found.append([y.detach(), *torch.autograd.grad(y, leaves, grad)])
+        found.append(fluid(buffers, call, fp8=True, recompute=recompute))
     torch.cuda.synchronize()
     space.check_errors()
     for other in found[1:]:

@@ -125,10 +125,12 @@ class Result:
     dw2: Tensor
 
 
-def fluid(buffers: NvlinkBuffers, call: Call, capacity: int | None = None) -> Result:
+def fluid(
+    buffers: NvlinkBuffers, call: Call, capacity: int | None = None, **settings: Any
+) -> Result:
     leaves = [t.detach().clone().requires_grad_() for t in (call.x, call.probs, call.w1, call.w2)]
     x, probs, w1, w2 = leaves
-    y = nvlink_moe(buffers, x, call.ids, probs, w1, w2, "swiglu", capacity)
+    y = nvlink_moe(buffers, x, call.ids, probs, w1, w2, "swiglu", capacity, **settings)
     dx, dprobs, dw1, dw2 = torch.autograd.grad(y, leaves, call.grad)
     return Result(y.detach(), dx, dprobs, dw1, dw2)
 
