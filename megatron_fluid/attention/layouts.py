@@ -77,9 +77,6 @@ class HeadPart:
         fused query/key/value columns."""
         return (self.output_columns,) if of_output else self.qkv_rows
 
-    def columns_width(self, of_output: bool) -> int:
-        return self.output_width if of_output else self.width
-
     def weight(self, fused: Tensor) -> Tensor:
         """The part's rows of a fused QKV weight [(Hq + 2 Hkv) D, ...] or bias: a view if they are
         contiguous, else a copy."""

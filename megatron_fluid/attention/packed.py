@@ -14,6 +14,7 @@ outside.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = [
     "RotaryTable",
     "Triple",
     "aligned_heads",
+    "split_flat",
     "ceil_div",
     "head_strides",
     "normalize",
@@ -123,12 +125,16 @@ def _split_two_sizes(buffer: Tensor, part: HeadPart) -> Triple:
 
 def split_apart(buffer: Tensor, part: HeadPart) -> Triple:
     """``split`` of a buffer that holds all queries, then all keys, then all values."""
-    rows, batch, width = buffer.shape
-    dim, kv = part.head_dim, len(part.kv_heads)
-    counts = (width // dim - 2 * kv, kv, kv)
-    pieces = buffer.view(-1).split([rows * batch * count * dim for count in counts])
-    shapes = [(rows, batch * kv, count // kv, dim) for count in counts]
-    q, k, v = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+    kv = len(part.kv_heads)
+    shapes = [(heads // kv, dim) for heads, dim in part.shapes]
+    return split_flat(buffer.view(-1), buffer.shape[0], buffer.shape[1] * kv, shapes)
+
+
+def split_flat(flat: Tensor, rows: int, batch: int, shapes: Sequence[tuple[int, int]]) -> Triple:
+    """Queries, keys and values [rows, batch, heads, D] that lie one after the other, of (heads, D)
+    each."""
+    pieces = flat.split([rows * batch * heads * dim for heads, dim in shapes])
+    q, k, v = (t.view(rows, batch, *shape) for t, shape in zip(pieces, shapes, strict=True))
     return q, k, v
 
 

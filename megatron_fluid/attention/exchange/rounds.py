@@ -146,7 +146,8 @@ class RoundsExchange(HeadExchange):
         sent = []
         for group in range(self.heads.groups):
             own = self.heads.part(self.rank, group)
-            shape = x.shape[1], own.columns_width(of_output)  # equally wide on all ranks
+            # A head group is equally wide on all ranks.
+            shape = x.shape[1], own.output_width if of_output else own.width
             buffer, arrivals = x.new_empty((self.sequence.length, *shape)), Arrivals()
             for chunk in range(chunks):
                 rows = self.sequence.chunk(self.rank, chunk, chunks)

@@ -44,6 +44,7 @@ from megatron_fluid.attention.packed import (
     pack_gradients,
     pack_in_one_pass,
     rotary_arguments,
+    split_flat,
 )
 from megatron_fluid.attention.tables import (
     APART,
@@ -400,10 +401,9 @@ class SymmetricExchange(HeadExchange):
         sent = self._claim_heads(q, tables)
         self._push_heads(sent, tables, *(aligned_heads(_pieces(t, dim)) for t in (q, k, v)))
         heads, length = _Heads(self, sent, SPLIT, batch), self.sequence.length
-        return [
-            _apart(heads.take(g)[1].view(-1), length, batch, self.heads.part(self.rank, g).shapes)
-            for g in range(self.heads.groups)
-        ]
+        shapes = [self.heads.part(self.rank, g).shapes for g in range(self.heads.groups)]
+        taken = (heads.take(g)[1].view(-1) for g in range(self.heads.groups))
+        return [split_flat(t, length, batch, s) for t, s in zip(taken, shapes, strict=True)]
 
     def send_qkv_gradients(self, group: int, dq: Tensor, dk: Tensor, dv: Tensor) -> RowsInFlight:
         part = self.heads.part(self.rank, group)
@@ -420,14 +420,7 @@ class SymmetricExchange(HeadExchange):
         pair = (heads.num_kv_heads, heads.head_dim), (heads.num_kv_heads, heads.dv)
         total = buffer.new_empty(rows * batch * heads.qkv_rows)
         self._collect(returning, SPLIT, total)
-        return _apart(total, rows, batch, [(heads.num_heads, heads.head_dim), *pair])
-
-
-def _apart(flat: Tensor, rows: int, batch: int, shapes: Sequence[tuple[int, int]]) -> Triple:
-    """Queries, keys and values [rows, B, count, D] that lie one after the other, of (count, D)."""
-    pieces = flat.split([rows * batch * count * dim for count, dim in shapes])
-    q, k, v = (t.view(rows, batch, *shape) for t, shape in zip(pieces, shapes, strict=True))
-    return q, k, v
+        return split_flat(total, rows, batch, [(heads.num_heads, heads.head_dim), *pair])
 
 
 def _pieces(heads: Tensor, width: int) -> Tensor:

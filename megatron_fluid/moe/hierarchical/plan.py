@@ -128,13 +128,6 @@ class HierarchicalPlan:
         return self.make_batches()
 
 
-class _Sizes:
-    """Of one group: room for the most tokens that any rank has had, by top-k."""
-
-    def __init__(self) -> None:
-        self.room: dict[int, int] = {}
-
-
 def gather_ids(
     ids: Tensor, num_experts: int, rounds: P2PRounds, operation: str
 ) -> tuple[Tensor, list[int]]:
@@ -155,11 +148,12 @@ def gather_ids(
         PeerTimeoutError: a rank does not take part.
     """
     check_ids(ids)
-    sizes = group_resource(rounds.group, "moe hierarchical sizes", _Sizes)
+    # By top-k, room for the most tokens that any rank of the group has had.
+    rooms = group_resource(rounds.group, "moe hierarchical sizes", dict[int, int])
     (tokens, top_k), world = ids.shape, rounds.world_size
     narrow = torch.int16 if num_experts < 2**15 else torch.int32
     while True:
-        room = sizes.room.get(top_k, 0)
+        room = rooms.get(top_k, 0)
         fits = min(tokens, room) * top_k
         # The number of tokens, then choices; bytes of 255 are choices of -1.
         mine = ids.new_full((4 + room * top_k * narrow.itemsize,), 255, dtype=torch.uint8)
@@ -177,7 +171,7 @@ def gather_ids(
         if max(counts) <= room:
             choices = every[:, 4:].contiguous().view(narrow).view(world, room, top_k)
             return choices[:, : max(counts)].long(), counts
-        sizes.room[top_k] = -(-max(counts) // 64) * 64
+        rooms[top_k] = -(-max(counts) // 64) * 64
 
 
 def chunks_for(crossing_bytes: float, device_type: str) -> int:
