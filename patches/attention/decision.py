@@ -7,6 +7,7 @@ Legend: s a rank's part of the sequence, b batch, H hidden.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -111,7 +112,6 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
     """The negotiation of attention modules, over their context-parallel group.
 
     Attributes:
-        arguments: names of the arguments of Megatron's forward after attention_mask.
         limits: the settings of a TransformerConfig under which projections stay Megatron's.
         path: the class of the overlapped forward.
         overlap_texts: the start-up report's words for a module that is overlapped, over NVLink and
@@ -119,11 +119,6 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
     """
 
     setting = "cp_backend"
-    arguments: tuple[str, ...] = (
-        "key_value_states", "inference_context", "rotary_pos_emb", "rotary_pos_cos",
-        "rotary_pos_sin", "rotary_pos_cos_sin", "attention_bias", "packed_seq_params",
-        "sequence_len_offset",
-    )  # fmt: skip
     limits: tuple[Limit[Any], ...]
     path: Callable[[Any, FluidConfig, str], Path]
     overlap_texts: tuple[str, str]
@@ -187,47 +182,29 @@ class AttentionDecisions[Path: OverlappedModule](OverlapDecisions[Path]):
         return self.path(layer, config, self.backend_of(config, layer))
 
     def forward(self, original: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
-        """Wrap Megatron's forward of these modules."""
+        """Wrap Megatron's forward of these modules: the overlapped one, or Megatron's own where
+        that is to be kept. It raises ConfigError where a module was changed after its first
+        forward."""
+        names = tuple(inspect.signature(original).parameters)[3:]  # after attention_mask
 
+        @tells_peers
         @functools.wraps(original)
         def fluid_forward(
-            module: Any, hidden_states: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+            attention: Any, hidden_states: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
         ) -> ForwardResult:
-            return self.call(module, original, hidden_states, attention_mask, *args, **kwargs)
+            decision = self.get(attention)
+            if decision is None or not decision.settled or self.regrouped(decision, attention):
+                decision = self.settle(attention)
+            path = decision.path
+            if path is not None:
+                arguments = dict(zip(names, args, strict=False)) | kwargs
+                given = {name: value for name, value in arguments.items() if value is not None}
+                prepared = path.prepare(hidden_states, attention_mask, given)
+                if not isinstance(prepared, Reason):
+                    if (changed := path.changed(attention)) is not None:
+                        refuse_change(self.feature, attention, self.group(attention), changed)
+                    return path.forward(attention, hidden_states, *prepared)  # type: ignore[no-any-return]
+                self.report.note_late("in some calls", prepared)
+            return original(attention, hidden_states, attention_mask, *args, **kwargs)
 
         return fluid_forward
-
-    @tells_peers
-    def call(
-        self,
-        attention: Any,
-        original: Callable[..., ForwardResult],
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> ForwardResult:
-        """The overlapped forward of a module, or Megatron's own where that is to be kept.
-
-        Args:
-            attention: the module.
-            original: Megatron's forward, whose arguments and results these are.
-            hidden_states: [s, b, H].
-
-        Raises:
-            ConfigError: its modules were changed after the first forward.
-        """
-        decision = self.get(attention)
-        if decision is None or not decision.settled or self.regrouped(decision, attention):
-            decision = self.settle(attention)
-        path = decision.path
-        if path is not None:
-            arguments = dict(zip(self.arguments, args, strict=False)) | kwargs
-            given = {name: value for name, value in arguments.items() if value is not None}
-            prepared = path.prepare(hidden_states, attention_mask, given)
-            if not isinstance(prepared, Reason):
-                if (changed := path.changed(attention)) is not None:
-                    refuse_change(self.feature, attention, self.group(attention), changed)
-                return path.forward(attention, hidden_states, *prepared)  # type: ignore[no-any-return]
-            self.report.note_late("in some calls", prepared)
-        return original(attention, hidden_states, attention_mask, *args, **kwargs)

@@ -182,7 +182,6 @@ def _rotate(angles: Tensor, scale: float, interleaved: bool, x: Tensor) -> Tenso
 class _LatentDecisions(AttentionDecisions[OverlappedLatentAttention]):
     feature, patch = "overlapped latent attention", "latent-attention"
     compared = ("params_dtype", "hidden_size", "q_lora_rank", "kv_lora_rank", "v_head_dim")
-    arguments = (*AttentionDecisions.arguments[:-1], "position_ids", "sequence_len_offset")
     limits, path = (*OVERLAP_LIMITS, *LATENT_LIMITS), OverlappedLatentAttention
     overlap_texts = (
         "compressed rows are gathered over NVLink, beside the projections up",
