@@ -17,7 +17,6 @@ from megatron_fluid.low_latency.transport import (
 
 __all__ = ["Checks", "form"]
 
-type _Types = tuple[torch.dtype, ...]
 _INDEX_TYPES = (torch.uint32, torch.int32, torch.int64)
 _OUT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP32 = (torch.float32,)
@@ -30,6 +29,10 @@ def form(tensor: Tensor | None) -> object:
     return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
 
 
+def _rows_of(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() == 2 else -1
+
+
 class Checks:
     """Checks for one layout. They cost more than a launch: AllToAll runs them once for each
     combination of forms."""
@@ -40,30 +43,29 @@ class Checks:
 
     def dispatch_send(self, q: DispatchSend) -> None:
         """Check the send half of a dispatch."""
-        layout, x, scale = self.layout, self._present("dp_x", q.x), q.x_scale
-        tokens = x.shape[0] if x.dim() == 2 else -1
-        width = layout.hidden_dim_bytes // x.element_size()
+        layout, x = self.layout, self._present("dp_x", q.x)
+        tokens, width = _rows_of(x), layout.hidden_dim_bytes // x.element_size()
         if x.dim() != 2 or tokens > layout.max_num_tokens or x.shape[1] != width:
             raise ConfigError.of("dp_x", form(x), f"[m <= {layout.max_num_tokens}, {width}]")
         self._rows("dp_x", x, 16)
         if layout.scale_words:
-            scale = self._exact("dp_x_scale", scale, (tokens, layout.scale_words), _FP32)
-            self._rows("dp_x_scale", scale, 4)
-        elif scale is not None:
-            raise ConfigError.of("dp_x_scale", form(scale), "None, for hidden_dim_scale_bytes is 0")
+            self._fits("dp_x_scale", q.x_scale, (tokens, layout.scale_words), _FP32, unit=4)
+        elif q.x_scale is not None:
+            found, reason = form(q.x_scale), "None, for hidden_dim_scale_bytes is 0"
+            raise ConfigError.of("dp_x_scale", found, reason)
         shape = (tokens, layout.experts_per_token)
-        self._dense("indices", q.indices, shape, _INDEX_TYPES)
+        self._fits("indices", q.indices, shape, _INDEX_TYPES)
         if q.weights is not None:
             if layout.batch_invariant:
                 reason = "dispatch got some, but with batch_invariant combine takes them"
                 raise ConfigError(f"weights: {reason}; pass None here")
-            self._dense("weights", q.weights, shape, _FP32)
+            self._fits("weights", q.weights, shape, _FP32)
         self._bound(q.bound_m)
 
     def dispatch_receive(self, q: DispatchReceive, sent_type: torch.dtype | None) -> None:
         """Check the receive half of a dispatch, which will find rows of `sent_type`."""
         layout, row = self.layout, self.layout.hidden_dim_bytes
-        self._dense("out_expert_num_tokens", q.counts, (layout.local_experts,), _INT32)
+        self._fits("out_expert_num_tokens", q.counts, (layout.local_experts,), _INT32)
         x = self._present("out_expert_x", q.x)
         if x.dim() not in (2, 3) or x.shape[-1] * x.element_size() != row:
             allowed = f"[L, R, H] or [rows, H] with rows of {row} bytes"
@@ -83,10 +85,9 @@ class Checks:
         self._rows("out_expert_x", x, 16)
         if layout.scale_words:
             shape = (*lead, layout.scale_words)
-            scale = self._exact("out_expert_x_scale", q.scale, shape, _FP32)
-            self._rows("out_expert_x_scale", scale, 4)
+            self._fits("out_expert_x_scale", q.scale, shape, _FP32, unit=4)
         if q.packed:
-            self._exact("out_expert_offsets", q.offsets, (layout.local_experts,), _INT32)
+            self._fits("out_expert_offsets", q.offsets, (layout.local_experts,), _INT32)
         elif q.offsets is not None or q.alignment != 1:
             belong = "belong to the packed layout, out_expert_x [rows, H]"
             raise ConfigError(f"out_expert_offsets and alignment {belong}")
@@ -96,67 +97,63 @@ class Checks:
         of `packed_rows`, or not packed (None). `late`: combine takes the weights."""
         layout, y = self.layout, self._present("expert_y", q.expert_y)
         padded = (layout.local_experts, layout.max_rows)
-        lead = padded if packed_rows is None else tuple(y.shape[:1])
-        self._exact("expert_y", y, (*lead, layout.hidden_dim), (layout.combine_dtype,))
-        self._rows("expert_y", y, 16)
+        shape = (*(padded if packed_rows is None else y.shape[:1]), layout.hidden_dim)
+        self._fits("expert_y", y, shape, (layout.combine_dtype,), unit=16)
         if packed_rows is not None and y.shape[0] < packed_rows:
             allowed = f"at least {packed_rows}, the packed_rows of the dispatch"
             raise ConfigError.of("expert_y", f"{y.shape[0]} packed rows", allowed)
-        self._weights(q.weights, None, late)
+        tokens = -1 if q.weights is None else _rows_of(q.weights)
+        self._weights(q.weights, tokens, late)
+        if tokens > layout.max_num_tokens:
+            raise ConfigError.of("weights", f"{tokens} tokens", f"at most {layout.max_num_tokens}")
         self._bound(q.bound_m)
 
     def combine_receive(self, q: CombineReceive, sent_tokens: int, late: bool) -> None:
         """Check the receive half of a combine, after a dispatch of `sent_tokens`."""
         layout, out = self.layout, self._present("out_tokens", q.out)
-        tokens = out.shape[0] if out.dim() == 2 else -1
+        tokens = _rows_of(out)
         if tokens > sent_tokens:
             allowed = f"at most the {sent_tokens} that were dispatched"
             raise ConfigError.of("out_tokens", f"{tokens} tokens", allowed)
-        self._exact("out_tokens", out, (tokens, layout.hidden_dim), _OUT_TYPES)
-        self._rows("out_tokens", out, 16)
-        self._dense("indices", q.indices, (tokens, layout.experts_per_token), _INDEX_TYPES)
+        self._fits("out_tokens", out, (tokens, layout.hidden_dim), _OUT_TYPES, unit=16)
+        self._fits("indices", q.indices, (tokens, layout.experts_per_token), _INDEX_TYPES)
         self._weights(q.weights, tokens, late)
         self._bound(q.bound_m)
 
-    def _weights(self, weights: Tensor | None, tokens: int | None, late: bool) -> None:
-        if weights is None and not late:
-            return
-        if not late:
+    def _weights(self, weights: Tensor | None, tokens: int, late: bool) -> None:
+        if late:
+            self._fits("weights", weights, (tokens, self.layout.experts_per_token), _FP32)
+        elif weights is not None:
             reason = "combine got some, but they already went with the dispatch; pass None"
             raise ConfigError(f"weights: {reason}")
-        weights, most = self._present("weights", weights), self.layout.max_num_tokens
-        tokens = weights.shape[0] if tokens is None else tokens
-        self._dense("weights", weights, (tokens, self.layout.experts_per_token), _FP32)
-        if tokens > most:
-            raise ConfigError.of("weights", tuple(weights.shape), f"at most {most} tokens")
 
     def _bound(self, bound_m: Tensor | None) -> None:
         if bound_m is not None:
-            self._exact("bound_m", bound_m, (1,), (torch.uint32, torch.int32))
+            self._fits("bound_m", bound_m, (1,), (torch.uint32, torch.int32))
 
     def _present(self, name: str, tensor: Tensor | None) -> Tensor:
-        if tensor is None:
-            raise ConfigError(f"{name}: found None, allowed: a tensor on {self.device}")
-        if tensor.device != self.device:
-            raise ConfigError.of(name, str(tensor.device), f"a tensor on {self.device}")
+        if tensor is None or tensor.device != self.device:
+            found = None if tensor is None else str(tensor.device)
+            raise ConfigError.of(name, found, f"a tensor on {self.device}")
         return tensor
 
-    def _exact(
-        self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: _Types
-    ) -> Tensor:
-        """`tensor` if it is on the device, of this shape and of one of these dtypes."""
+    def _fits(
+        self,
+        name: str,
+        tensor: Tensor | None,
+        shape: tuple[int, ...],
+        dtypes: tuple[torch.dtype, ...],
+        unit: int = 0,
+    ) -> None:
+        """Whether `tensor` is on the device, of this shape and of one of these dtypes; and
+        contiguous, or with `unit` of contiguous rows that begin at multiples of so many bytes."""
         tensor = self._present(name, tensor)
         if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
             found = f"{tensor.dtype} {tuple(tensor.shape)}"
             raise ConfigError.of(name, found, f"{shape} of {', '.join(map(str, dtypes))}")
-        return tensor
-
-    def _dense(
-        self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: _Types
-    ) -> None:
-        """As `_exact`, and contiguous."""
-        tensor = self._exact(name, tensor, shape, dtypes)
-        if not tensor.is_contiguous():
+        if unit:
+            self._rows(name, tensor, unit)
+        elif not tensor.is_contiguous():
             raise ConfigError.of(name, f"strides {tensor.stride()}", "a contiguous tensor")
 
     def _rows(self, name: str, tensor: Tensor, unit: int) -> None:
