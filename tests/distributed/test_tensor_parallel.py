@@ -21,7 +21,7 @@ from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter, ops
 from megatron_fluid.tensor_parallel.choice import Backend, backend_for
 from megatron_fluid.tensor_parallel.gemm import Gemm
-from tests.support.launch import run_ranks
+from tests.support.launch import run_ranks, world_group
 
 # Relative Frobenius error allowed against a float64 reference.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -53,8 +53,7 @@ def check_case(
 ) -> None:
     """Both operations and all their gradients on this rank, m rows a rank; the same random data on
     every rank of the reference."""
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     rank, ranks = group.rank(), group.size()
     each, own = range(ranks), slice(rank * m, (rank + 1) * m)
 
@@ -116,8 +115,7 @@ def test_values_and_gradients_equal_one_process(ranks: int) -> None:
 
 
 def _only_the_needed_gradients(rank: int, ranks: int) -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     a, b = torch.randn(4, 6), torch.randn(6, 5, requires_grad=True)
     all_gather_matmul(a, b, group).sum().backward()
     assert a.grad is None and b.grad is not None
@@ -149,8 +147,7 @@ def test_a_gradient_is_computed_only_where_asked_for() -> None:
 
 
 def _chosen_again(rank: int, ranks: int) -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     asked: list[tuple[str, str, tuple[int, ...], int]] = []
 
     def recorded(
@@ -164,7 +161,6 @@ def _chosen_again(rank: int, ranks: int) -> None:
         asked.clear()
         a, b = torch.randn(4, 6, requires_grad=True), torch.randn(6, 5, requires_grad=True)
         c = all_gather_matmul(a, b, group, backend=name)
-        assert isinstance(c, torch.Tensor)
         matmul_reduce_scatter(
             c, torch.randn(5, 7, requires_grad=True), group, backend=name
         ).sum().backward()
@@ -206,8 +202,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
 def _other_dtypes(rank: int, ranks: int) -> None:
     """Autocast changes nothing."""
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     for dtype in (torch.float32, torch.bfloat16):
         for operation, rows in ((all_gather_matmul, 4), (matmul_reduce_scatter, 8)):
             made: list[list[torch.Tensor]] = []
@@ -218,7 +213,7 @@ def _other_dtypes(rank: int, ranks: int) -> None:
                 )
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                     c = operation(a, b, group, bias=bias)
-                    assert isinstance(c, torch.Tensor) and c.dtype == dtype
+                    assert c.dtype == dtype
                     c.float().square().sum().backward()
                 assert a.grad is not None and b.grad is not None and bias.grad is not None
                 assert a.grad.dtype == b.grad.dtype == bias.grad.dtype == dtype
@@ -231,8 +226,7 @@ def test_autocast_and_other_dtypes_of_the_result() -> None:
 
 
 def _no_rows(rank: int, ranks: int) -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     for operation in (all_gather_matmul, matmul_reduce_scatter):
         a, b, bias = (
             torch.zeros(0, 6, requires_grad=True),
@@ -240,7 +234,7 @@ def _no_rows(rank: int, ranks: int) -> None:
             torch.ones(4),
         )
         c = operation(a, b, group, bias=bias)
-        assert isinstance(c, torch.Tensor) and c.shape == (0, 4)
+        assert c.shape == (0, 4)
         c.sum().backward()
         assert (
             a.grad is not None
@@ -261,8 +255,6 @@ def _as_on_a_gpu() -> Any:
 
 def _unequal(rank: int, ranks: int, on_gpu: bool) -> list[str]:
     """What each rank is told of shapes and dtypes that differ between ranks."""
-    group = dist.group.WORLD
-    assert group is not None
     told: list[str] = []
     with _as_on_a_gpu() if on_gpu else contextlib.nullcontext():
         _refusals(rank, ranks, on_gpu, told)
@@ -270,8 +262,7 @@ def _unequal(rank: int, ranks: int, on_gpu: bool) -> list[str]:
 
 
 def _refusals(rank: int, ranks: int, on_gpu: bool, told: list[str]) -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
 
     def refused(call: Callable[[], object]) -> None:
         with pytest.raises(ConfigError) as caught:
@@ -318,8 +309,7 @@ def test_shapes_that_differ_between_ranks_are_refused_on_every_rank(on_gpu: bool
 
 
 def _one_rank_changes(rank: int, ranks: int) -> str:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     b = torch.randn(6, 8)
     with _as_on_a_gpu():
         for rows in (4, 3, 3):
@@ -331,8 +321,7 @@ def _one_rank_changes(rank: int, ranks: int) -> str:
 
 
 def _varying(rank: int, ranks: int) -> int:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     compared: list[str] = []
     gather = Agreement.gather
     b = torch.randn(6, 8)

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.launch import run_ranks
+from tests.support.launch import run_ranks, world_group
 from tests.support.whole_linear import whole_linear
 
 pytest.importorskip("megatron.core")
@@ -87,8 +86,7 @@ def _start(ranks: int) -> None:
 
 def _gradients(rank: int, ranks: int) -> None:
     _start(ranks)
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     for mode in ("column", "row"):
         for fused, marked, bias in ((False, True, True), (True, True, False), (True, False, True)):
             linear, case = _build(mode, bias=bias), f"{mode}, fused {fused}, marked {marked}"

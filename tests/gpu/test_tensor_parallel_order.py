@@ -10,7 +10,7 @@ from megatron_fluid import close_group
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from megatron_fluid.tensor_parallel.choice import backends_of
 from tests.gpu.test_tensor_parallel import TIMEOUT, _many_chunks
-from tests.support.launch import run_ranks
+from tests.support.launch import run_ranks, world_group
 from tests.support.machine import RANKS, SHARED
 
 pytestmark = [
@@ -22,8 +22,7 @@ pytestmark = [
 def _back_to_back(rank: int, ranks: int, backend: str) -> None:
     """Many calls without a synchronisation between them, each rank at its own pace: a late reader
     must never see later data."""
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     _many_chunks()
     m, n, k = 256, 512, 384
     generator = torch.Generator(device="cuda").manual_seed(5)
@@ -63,8 +62,7 @@ def test_calls_without_a_barrier_between_them_do_not_mix(form: str, connections:
 def _training(rank: int, ranks: int, backend: str) -> None:
     """Many forwards and backwards in a row, each rank at its own pace: what backward gathers is
     lent, and must hold until it was read."""
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     _many_chunks()  # of gathers in a GEMM, between those that are only started
     m, n, k = 256, 512, 384
     generator = torch.Generator(device="cuda").manual_seed(17)
@@ -82,7 +80,6 @@ def _training(rank: int, ranks: int, backend: str) -> None:
             busy @ busy  # noqa: B018  this rank is late by a few GEMMs
         x = shards[i, rank].clone().requires_grad_()
         h = all_gather_matmul(x, up, group, transpose_b=True, backend=backend)
-        assert isinstance(h, torch.Tensor)
         matmul_reduce_scatter(h, down, group, transpose_b=True, backend=backend).backward(
             gradients[i, rank]
         )
@@ -105,30 +102,21 @@ def _training(rank: int, ranks: int, backend: str) -> None:
         ):
             error = (a.float() - b).norm() / b.norm()
             assert error < 8e-3, f"step {i}: {name} is off by {float(error):.1e}"
-    for frozen in (
-        shards[0, rank],
-        shards[1, rank],
-    ):  # nothing needs dA, so nothing but the gather is awaited
-        x, up.grad, down.grad = frozen.clone(), None, None
+    for step in (0, 1):  # nothing needs dA, so nothing but the gather is awaited
+        x, up.grad, down.grad = shards[step, rank].clone(), None, None
         h = all_gather_matmul(x, up, group, transpose_b=True, backend=backend)
-        assert isinstance(h, torch.Tensor)
         matmul_reduce_scatter(h.detach(), down, group, transpose_b=True, backend=backend).backward(
             gradients[0, rank]
         )
-        if (
-            backend == "fused"
-        ):  # pushes that begin late: who does not wait for them sends, or reads, what comes after
+        if backend == "fused":
+            # Pushes that begin late: who does not wait for them sends, or reads, what comes after.
             ours = backends_of(group).fused
             assert ours is not None
             with torch.cuda.stream(ours._copies):
                 torch.cuda._sleep(20_000_000 * (1 + rank % 2))
         h.backward(h.detach())
         x.zero_()  # the caller's again
-        whole = (
-            (shards[0] if frozen.data_ptr() == shards[0, rank].data_ptr() else shards[1])
-            .flatten(0, 1)
-            .float()
-        )
+        whole = shards[step].flatten(0, 1).float()
         wanted = (h.float().t() @ whole, gradients[0].flatten(0, 1).float().t() @ h.float())
         for name, weight, b in zip(("dW up", "dW down"), (up, down), wanted, strict=True):
             assert weight.grad is not None
@@ -146,8 +134,7 @@ def test_steps_without_a_barrier_between_them_do_not_mix(form: str, connections:
 def _behind(rank: int, ranks: int, backend: str) -> None:
     """First calls of new backends while the GPU is behind the host, so that streams without an
     order between them race."""
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     m, n, k = 512, 512, 8192  # multiplying takes longer than sending
     generator = torch.Generator(device="cuda").manual_seed(7)
     shards = [
@@ -171,7 +158,6 @@ def _behind(rank: int, ranks: int, backend: str) -> None:
         torch.cuda._sleep(40_000_000)
         c = all_gather_matmul(shards[rank], b, group, backend=backend)
         total = matmul_reduce_scatter(wide, b, group, backend=backend)
-        assert isinstance(c, torch.Tensor)
         for found, right in zip((c, total), wanted, strict=True):
             assert (found.double() - right).norm() / right.norm() < 8e-3, f"turn {turn}"
         close_group(group)
@@ -185,8 +171,7 @@ def test_first_calls_need_no_idle_gpu(backend: str) -> None:
 def _beside_nccl(rank: int, ranks: int) -> None:
     """Both forms while NCCL kernels are in flight on another stream: nobody waits for an SM that a
     waiting kernel holds."""
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     other = dist.new_group()
     a = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(1024, 2048, device="cuda", dtype=torch.bfloat16)
@@ -196,7 +181,6 @@ def _beside_nccl(rank: int, ranks: int) -> None:
         for turn in range(12):
             work = dist.all_reduce(load, group=other, async_op=True)
             c = all_gather_matmul(a, b, group, backend=backend)
-            assert isinstance(c, torch.Tensor)
             total = matmul_reduce_scatter(c, b.t(), group, backend=backend)
             assert work is not None
             if turn % 3 == 0:

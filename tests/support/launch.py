@@ -52,6 +52,7 @@ __all__ = [
     "run_ranks",
     "run_ranks_outcomes",
     "take_gpu",
+    "world_group",
 ]
 
 _UNPATCHED = "tests.support.before_patches"  # looks at Megatron before it imports the package
@@ -85,6 +86,12 @@ class RankError(AssertionError):
     def __init__(self, message: str, outcomes: Sequence[RankOutcome]) -> None:
         super().__init__(message)
         self.outcomes = list(outcomes)
+
+
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks, as a body of `run_ranks` needs it."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def run_ranks(

@@ -15,7 +15,7 @@ from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency import open_transport
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.open_transport import collective_backend
-from tests.support.launch import run_ranks
+from tests.support.launch import run_ranks, world_group
 from tests.support.machine import NEEDS_INTERPRETER
 from tests.support.simulated_workspace import LoneWorkspace
 
@@ -44,8 +44,7 @@ def test_the_backend_is_that_of_the_machines_devices(
 def _auto(rank: int, world: int, blind: int | None, wanted: str = "auto") -> tuple[str, str]:
     """What "auto" takes on two hosts of two GPUs, of which rank `blind` cannot see its
     neighbour's."""
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     with (
         mock.patch("socket.gethostname", return_value=f"host{rank // 2}"),
         mock.patch.object(torch.cuda, "is_available", return_value=True),
@@ -79,8 +78,7 @@ def test_lost_weights_are_named_as_weights() -> None:
 
 def _close(rank: int, world: int, case: str) -> tuple[bool, bool]:
     """(whether the memory was given back, whether this rank waited for others)."""
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     space = LoneWorkspace(rank, world, agreement(group))
 
     def device_finishes(device: torch.device) -> None:

@@ -31,7 +31,7 @@ from tests.support.all_to_all_calls import (
     send_back,
 )
 from tests.support.fake_nvshmem import FakeNvshmem, fake_nvshmem
-from tests.support.launch import run_ranks
+from tests.support.launch import run_ranks, world_group
 from tests.support.machine import NEEDS_INTERPRETER
 from tests.support.simulated_workspace import SimulatedWorkspace
 
@@ -182,8 +182,7 @@ def test_late_weights_find_their_tokens_whether_or_not_the_bound_comes_with_them
 
 
 def _by_hosts(rank: int, world: int) -> None:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     topology.socket.gethostname = lambda: f"host{rank // 2}"  # type: ignore[attr-defined]
     assert open_transport.domain_size_of(group, None) == 2
     ata = _open(rank, world, 4, 8, 2, 16, domain_size=None)
