@@ -23,6 +23,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fixed_tiles.launch import FixedTiles, fixed_tile_matmul
 from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack
 from megatron_fluid.kernels.grouped_gemm.tiles import WIDE_DEPTH, wide_tiles_pay
+from megatron_fluid.kernels.operands import refuse
 from megatron_fluid.kernels.sm90.launch import Maps, Source, hopper_kernels
 
 __all__ = [
@@ -160,8 +161,8 @@ def sent_matmul(x: Tensor, weights: Tensor, offsets: Tensor, owners: Owners) -> 
     _check(offsets, experts)
     rows, origins = x.shape[0], owners.origins
     if x.shape[1] != depth or origins.dtype != torch.int32 or origins.shape[0] < rows:
-        found = f"{list(x.shape)}, {origins.dtype} origins {list(origins.shape)}"
-        raise ConfigError.of("expert rows", found, f"[{rows}, {depth}], an int32 origin for each")
+        allowed = f"rows [{rows}, {depth}], an int32 origin for each"
+        refuse("a sent product", allowed, rows=x, origins=origins)
     box = _box(weights)
     view = _weights_view(x, weights, box)
     assert view is not None, "can_send says whether this may be called"
@@ -216,13 +217,13 @@ def gated_matmul(
     experts, depth, width = stack.shape
     _check(offsets, experts)
     rows = x.shape[0]
-    if x.shape[1] != depth or prob.dim() != 1 or prob.shape[0] < rows:
-        found = f"{list(x.shape)}, {list(prob.shape)} probabilities"
-        raise ConfigError.of("expert rows", found, f"[{rows}, {depth}], a probability for each")
-    fits = out.shape == (rows, width // 2) and out.dtype == x.dtype and out.is_contiguous()
-    if not fits or out.data_ptr() & 15:
-        allowed = f"dense {x.dtype} [{rows}, {width // 2}]"
-        raise ConfigError.of("out", f"{list(out.shape)} {out.dtype}", allowed)
+    fits = x.shape[1] == depth and prob.dim() == 1 and prob.shape[0] >= rows
+    fits = fits and out.shape == (rows, width // 2) and out.dtype == x.dtype
+    if not fits or not out.is_contiguous() or out.data_ptr() & 15:
+        allowed = (
+            f"rows [{rows}, {depth}], a probability for each, dense out [{rows}, {width // 2}]"
+        )
+        refuse("a gated product", allowed, rows=x, probabilities=prob, out=out)
     h = x.new_empty(rows, width) if keep else None
     wide = ends is not None and wide_tiles_pay(ends, depth)
     box = 32 if wide else 64

@@ -6,7 +6,7 @@ Shapes: El experts, widths in, out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any
 
 from torch import Tensor
 
@@ -23,11 +23,5 @@ class ReversedStack(Sequence[Tensor]):
     def __len__(self) -> int:
         return int(self.stack.shape[0])
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Tensor]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: Any) -> Any:
         return self.stack[range(len(self))[::-1][index]]
