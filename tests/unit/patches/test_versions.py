@@ -3,14 +3,9 @@ settings and the matrix of results."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import inspect
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -87,20 +82,6 @@ def test_signatures_fit_the_versions_that_are_here(minor: str) -> None:
     found = matrix.under(folder, "signatures")
     assert found["version"].startswith(minor)
     assert set(found["misfits"].values()) <= {"no such module"}
-
-
-FUNCTIONS = [
-    function
-    for module in (argparse, inspect, subprocess)
-    for function in vars(module).values()
-    if inspect.isfunction(function)
-]
-
-
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f"{f.__module__}.{f.__name__}")
-def test_reading_what_was_described_gives_the_same_parameters(function: Callable[..., Any]) -> None:
-    found = signatures.of(function)
-    assert signatures.parse(signatures.describe(found)) == found
 
 
 def test_annotations_and_values_of_defaults_do_not_count() -> None:
