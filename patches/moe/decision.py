@@ -28,7 +28,6 @@ from megatron_fluid.moe.backends import BACKENDS
 from megatron_fluid.moe.choose import ExchangeCase, choose_transport, local_unsupported_reason
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.limits import Limit, first_reason
-from megatron_fluid.patches.moe.fp8 import follow_microbatches
 from megatron_fluid.patches.moe.graphed_router import Held, held_by_graphs
 from megatron_fluid.patches.moe.limits import (
     EXCHANGE_LIMITS,
@@ -258,8 +257,6 @@ class MoEDecisions(OverlapDecisions[Any]):
 
     Args:
         make_path: see MakePath.
-        serve_phases: does to a layer whose exchange may be replaced what has to be done before its
-            first call.
     """
 
     feature, patch, setting = FEATURE, "moe-layer", "moe_backend"
@@ -268,9 +265,9 @@ class MoEDecisions(OverlapDecisions[Any]):
         *("moe_router_topk", "gated_linear_unit"),
     )
 
-    def __init__(self, make_path: MakePath, serve_phases: Callable[[MoELayer], None]) -> None:
+    def __init__(self, make_path: MakePath) -> None:
         super().__init__()
-        self._make_path, self._serve_phases = make_path, serve_phases
+        self._make_path = make_path
 
     def is_layer(self, module: object) -> bool:
         from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -279,14 +276,6 @@ class MoEDecisions(OverlapDecisions[Any]):
 
     def group(self, layer: MoELayer) -> dist.ProcessGroup:
         return real_group(layer.ep_group)
-
-    def announce(self, layer: MoELayer, late: bool = False) -> Decision[Any]:
-        decision = super().announce(layer, late)
-        if decision.reason is None and not decision.settled:
-            self._serve_phases(layer)
-        if not late:
-            follow_microbatches(layer)
-        return decision
 
     def reason(self, config: FluidConfig, layer: MoELayer) -> str | None:
         if (reason := _forward_reason(layer)) is not None:

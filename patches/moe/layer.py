@@ -34,7 +34,7 @@ from megatron_fluid.moe.autograd import start_experts
 from megatron_fluid.moe.backends import MakeTransport
 from megatron_fluid.patches.moe.decision import MoEDecisions, PartReasons
 from megatron_fluid.patches.moe.exchange import chosen_of, make_backend
-from megatron_fluid.patches.moe.fp8 import compile_fp8_kernels_ahead
+from megatron_fluid.patches.moe.fp8 import compile_fp8_kernels_ahead, follow_microbatches
 from megatron_fluid.patches.moe.graphed_router import Held, capture, held_by_graphs, routing_map_of
 from megatron_fluid.patches.moe.offload import offload_of
 from megatron_fluid.patches.moe.own_experts import (
@@ -75,7 +75,12 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def fluid_init(self: MoELayer, *args: Any, **kwargs: Any) -> None:
         announcing(self, *args, **kwargs)
+        follow_microbatches(self)
         weight, backend = next(self.experts.parameters(), None), DECISIONS.backend(self)
+        if backend is not None and self.config.overlap_moe_expert_parallel_comm:
+            # The 1F1B expert overlap calls a layer's phases one by one, and never its forward, in
+            # which the dispatcher is otherwise replaced.
+            _install_dispatcher(self)
         if weight is None or backend in (None, "rounds") or experts_reason_of(self) is not None:
             return
         sends, hidden = backend != "local", self.config.hidden_size
@@ -83,13 +88,6 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
         compile_fp8_kernels_ahead(self, weight.device)
 
     return fluid_init
-
-
-def _serve_phases(layer: MoELayer) -> None:
-    """Replace the token dispatcher for the 1F1B expert overlap, which calls a layer's phases one by
-    one. It never calls `MoELayer.forward`, where the dispatcher is otherwise replaced."""
-    if layer.config.overlap_moe_expert_parallel_comm:
-        _install_dispatcher(layer)
 
 
 def _install_dispatcher(layer: MoELayer) -> None:
@@ -290,7 +288,7 @@ def _make_path(
     return PhaseByPhase(exchange, experts)
 
 
-DECISIONS = MoEDecisions(_make_path, _serve_phases)
+DECISIONS = MoEDecisions(_make_path)
 
 
 def path_of(layer: MoELayer) -> OverlappedLayer | PhaseByPhase | None:
