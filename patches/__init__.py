@@ -237,14 +237,14 @@ PATCHES: tuple[Patch, ...] = (
         name="moe-experts",
         target="megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute",
         signature="(self, hidden_states, probs)",
-        replacement="megatron_fluid.patches.moe.phases:routed_experts_compute",
+        replacement="megatron_fluid.patches.moe.layer:routed_experts_compute",
         reason="megatron_fluid's experts where exchange and experts run one after the other",
     ),
     Patch(
         name="moe-delayed-gradients",
         target="megatron.core.transformer.moe.moe_layer:MoELayer.backward_dw",
         signature="(self, routed_experts=True, shared_experts=False)",
-        replacement="megatron_fluid.patches.moe.phases:backward_dw",
+        replacement="megatron_fluid.patches.moe.layer:backward_dw",
         reason="the 1F1B expert overlap asks here for weight gradients that it delays, also "
         "those of megatron_fluid's experts",
     ),

@@ -2,7 +2,7 @@
 
 Where a setting or a module rules out the fused path but not these experts (limits.py), the layer
 runs Megatron's forward, phase by phase, with FluidTokenDispatcher or with Megatron's.
-SeparateExperts takes the place of the experts' modules in it (phases.py): rows sorted by expert,
+SeparateExperts takes the place of the experts' modules in it (layer.py): rows sorted by expert,
 their counts and their probabilities go in, and the rows' results come out, biases included. Where
 experts are split over tensor-parallel ranks, each computes with its shards, and the dispatcher
 gathers and reduces around it.
