@@ -10,12 +10,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_fluid import patches
+from megatron_fluid.comm.agreement import agreement
+from megatron_fluid.comm.groups import wait_timeout_s
 from megatron_fluid.config import ENVIRONMENT_PREFIX, FluidConfig, current_config
+from megatron_fluid.errors import ranks_text
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.patch import MEGATRON, OFF, Row
 from megatron_fluid.patches.engine.switches import asked
+from megatron_fluid.patches.features import features
 from megatron_fluid.patches.limits import remedy
+from megatron_fluid.patches.overlap_decision import is_choice
 
 __all__ = [
     "features",
@@ -27,13 +34,6 @@ __all__ = [
     "text_table",
     "unused_settings",
 ]
-
-
-def features() -> list[tuple[str, bool, str, int]]:
-    """What was recorded of each feature: its name, on or off, reason, and for how many objects."""
-    from megatron_fluid.patches import features as recorded  # imports torch, the tables do not
-
-    return recorded.features()
 
 
 Feature = tuple[str, bool | None, str, int | str]  # its name, on, reason, for how many objects
@@ -67,8 +67,6 @@ def report(own_loop: bool = True) -> None:
     """
     if next(_calls):
         return
-    import torch.distributed as dist
-
     mine = features()
     reports, missing = {0: mine}, ""
     several = dist.is_initialized() and dist.get_world_size() > 1
@@ -77,10 +75,6 @@ def report(own_loop: bool = True) -> None:
         if dist.get_rank():
             return
     elif several and dist.get_backend() != "fake":
-        from megatron_fluid.comm.agreement import agreement
-        from megatron_fluid.comm.groups import wait_timeout_s
-        from megatron_fluid.errors import ranks_text
-
         # Less than peers wait for rank 0 in their first exchange.
         world, bound = dist.get_world_size(), min(_GATHER_S, wait_timeout_s(None) / 4)
         channel = agreement(dist.group.WORLD)  # type: ignore[arg-type]
@@ -104,8 +98,6 @@ def report(own_loop: bool = True) -> None:
 def merged_features(reports: Mapping[int, Sequence[tuple[str, bool, str, int]]]) -> list[Feature]:
     """The features of all ranks in one list: what is not true of every rank names its ranks, and
     objects are counted by rank."""
-    from megatron_fluid.errors import ranks_text
-
     counts: dict[tuple[str, bool, str], dict[int, int]] = {}
     for rank, found in reports.items():
         for *key, count in found:
@@ -122,8 +114,6 @@ def merged_features(reports: Mapping[int, Sequence[tuple[str, bool, str, int]]])
 def _nothing_overlapped(rows: Iterable[Feature]) -> str:
     """A warning where there are MoE layers, and all of them keep Megatron's own path against the
     user's wish: which flags change that; else an empty text."""
-    from megatron_fluid.patches.overlap_decision import is_choice
-
     found = [(on, reason) for name, on, reason, _ in rows if name == _MOE]
     reasons = [reason for _, reason in found if not is_choice(reason)]
     if not reasons or any(on for on, _ in found):

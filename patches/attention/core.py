@@ -232,14 +232,12 @@ def _check(config: Any, given: dict[str, Any]) -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
     mask, kind = given["attn_mask_type"], given["cp_comm_type"]
-    masks = AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.arbitrary
-    for refused, setting, found, allowed in (
-        (kind != EXCHANGED_COMM_TYPE, "cp_comm_type", kind, EXCHANGED_COMM_TYPE),
-        (mask not in masks, "attn_mask_type", mask.name, "causal, no_mask or arbitrary"),
-    ):
-        if refused:
-            where = "context parallelism without Transformer Engine"
-            raise ConfigError.of(setting, found, f"{allowed} for {where}")
+    where = "context parallelism without Transformer Engine"
+    if kind != EXCHANGED_COMM_TYPE:
+        raise ConfigError.of("cp_comm_type", kind, f"{EXCHANGED_COMM_TYPE} for {where}")
+    if mask not in (AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.arbitrary):
+        allowed = f"causal, no_mask or arbitrary for {where}"
+        raise ConfigError.of("attn_mask_type", mask.name, allowed)
 
 
 def take_over(
