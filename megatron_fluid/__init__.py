@@ -25,7 +25,7 @@ _MODULES = {
     "megatron_fluid.config": ("FluidConfig", "current_config", "set_config"),
     "megatron_fluid.errors": ("ConfigError", "FluidError", "PatchError", "PeerTimeoutError"),
     "megatron_fluid.low_latency.all_to_all": ("AllToAll",),
-    "megatron_fluid.moe.config": ("MoEConfig",),
+    "megatron_fluid.moe.config": ("MoEConfig", "MoEConfigDict"),
     "megatron_fluid.moe.layer": ("MoEBaseline", "MoELayer", "moe_multicard_p2p_overlap_forward"),
     "megatron_fluid.moe.room": ("graph_room",),
     "megatron_fluid.patches.arguments": ("configure",),
@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # the same, for type checkers and editors
     from megatron_fluid.errors import PeerTimeoutError as PeerTimeoutError
     from megatron_fluid.low_latency.all_to_all import AllToAll as AllToAll
     from megatron_fluid.moe.config import MoEConfig as MoEConfig
+    from megatron_fluid.moe.config import MoEConfigDict as MoEConfigDict
     from megatron_fluid.moe.layer import MoEBaseline as MoEBaseline
     from megatron_fluid.moe.layer import MoELayer as MoELayer
     from megatron_fluid.moe.layer import (

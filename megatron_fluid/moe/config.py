@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Required, TypedDict
 
 from torch import Tensor
 
@@ -10,7 +11,32 @@ from megatron_fluid.config import CHOICES, FieldsConfig
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation
 
-__all__ = ["MoEConfig"]
+__all__ = ["MoEConfig", "MoEConfigDict"]
+
+
+class MoEConfigDict(TypedDict, total=False):
+    """MoEConfig as a dictionary, for type checkers. `MoEConfig.of` takes any mapping."""
+
+    hidden_size: Required[int]
+    ffn_hidden_size: Required[int]
+    num_experts: Required[int]
+    top_k: Required[int]
+    activation: str | Activation | Callable[[Tensor], Tensor]
+    score_function: str
+    pre_softmax: bool
+    scaling: float | None
+    aux_loss_coefficient: float
+    shared_ffn_hidden_size: int
+    dx_chunks: int | None
+    backend: str | None
+    capacity_factor: float | None
+    graph: bool
+    recompute: Collection[str] | None
+    fp8_recipe: str | None
+    fp8_weight_grads: str | None
+    init_std: float
+    router_dtype: str | None
+    batch_invariant: bool | None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ expert, W ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from megatron_fluid.moe.activations import Activation, resolve_activation
 from megatron_fluid.moe.autograd import run_experts, start_experts
 from megatron_fluid.moe.backends import AllToAllBackend, Backend, LayerShape, choose_backend
 from megatron_fluid.moe.call import ExpertCall
-from megatron_fluid.moe.config import MoEConfig
+from megatron_fluid.moe.config import MoEConfig, MoEConfigDict
 from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout
 from megatron_fluid.moe.permute import local_experts
 from megatron_fluid.moe.room import LayerRoom
@@ -93,7 +93,7 @@ class MoELayer(nn.Module):
 
     def __init__(
         self,
-        config: MoEConfig | Mapping[str, Any],
+        config: MoEConfig | MoEConfigDict,
         ep_group: Group = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import get_type_hints
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import activations, experts, permute, router
-from megatron_fluid.moe.config import MoEConfig
+from megatron_fluid.moe.config import MoEConfig, MoEConfigDict
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups, grouped_product
 from megatron_fluid.moe.rounds.plan import ExactPlan
 
@@ -324,6 +327,9 @@ def test_layer_settings() -> None:
         MoEConfig.of({**good, "experts": 3})
     with pytest.raises(ConfigError, match="found 'topk', allowed: hidden.*; did you mean top_k.$"):
         MoEConfig.of({**good, "topk": 3})
+    assert get_type_hints(MoEConfigDict) == get_type_hints(MoEConfig)
+    needed = {f.name for f in dataclasses.fields(MoEConfig) if f.default is dataclasses.MISSING}
+    assert MoEConfigDict.__required_keys__ == needed
     with pytest.raises(ConfigError, match="top_k not found"):
         MoEConfig.of({k: v for k, v in good.items() if k != "top_k"})
     with pytest.raises(ConfigError, match="hidden_size: found 0"):
