@@ -146,13 +146,11 @@ class Exchanges:
         part = self.heads.part(self.group.rank())
         return len(part.kv_heads)
 
-    def of(self, query: Tensor, layout: str = "zigzag") -> HeadExchange:
-        """The exchange for this query [s, b, n, D], whose rows are cut by this layout."""
-        return self.of_shape(query.size(0), query.size(1) * query.element_size(), layout)
-
-    def of_shape(self, rows: int, batch_bytes: int, layout: str) -> HeadExchange:
-        """The exchange of s = ``rows`` rows; ``batch_bytes``: b times the bytes of a value."""
-        return self._of_length(self.group, rows, batch_bytes, layout)
+    def of(self, query: Tensor, layout: str = "zigzag", rows: int | None = None) -> HeadExchange:
+        """The exchange for this query [s, b, n, D], whose rows are cut by this layout; ``rows``: s,
+        where the query has those of the whole sequence."""
+        rows = query.size(0) if rows is None else rows
+        return self._of_length(self.group, rows, query.size(1) * query.element_size(), layout)
 
     def _make(self, group: Any, rows: int, batch_bytes: int, layout: str) -> HeadExchange:
         from megatron_fluid.attention.exchange.registry import EXCHANGES, open_exchange

@@ -110,8 +110,7 @@ class OverlappedLatentAttention(OverlappedModule):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, rows: int) -> Tensor:
         """[S, b, heads of this rank, D or Dv] -> [s, b, n Dv]."""
-        shape = rows, q.shape[1] * q.element_size(), "zigzag"
-        exchange = self.exchanges.of_shape(*shape)
+        exchange = self.exchanges.of(q, rows=rows)
         heads, offset = exchange.heads, softmax_offset(self.core)
         kernel = self.core.kernel(heads.groups)
         case = CoreCase(q.shape[3], q.dtype, q.device.type, self.causal)
