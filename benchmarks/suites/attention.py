@@ -61,7 +61,7 @@ from megatron_fluid.attention.attention_kernels import KERNEL_NAMES
 from megatron_fluid.attention.config import EXCHANGE_NAMES
 from megatron_fluid.attention.exchange.buffers import TRANSPORTS
 from megatron_fluid.attention.overlap import AttentionCall
-from megatron_fluid.cli.arguments import positive
+from megatron_fluid.cli.terminal import positive
 
 __all__ = ["main"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from megatron_fluid import __version__
 from megatron_fluid.cli import compare, doctor, patches, plan, profile, run, warm
-from megatron_fluid.cli.arguments import BriefParser
+from megatron_fluid.cli.terminal import BriefParser
 from megatron_fluid.errors import ConfigError, FluidError
 
 __all__ = ["main"]

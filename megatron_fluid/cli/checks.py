@@ -24,7 +24,7 @@ import torch
 import torch.distributed
 
 from megatron_fluid import patches
-from megatron_fluid.cli.arguments import install_command
+from megatron_fluid.cli.terminal import install_command
 
 __all__ = ["CHECKS", "Check", "Look"]
 

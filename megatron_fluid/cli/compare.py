@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_fluid.cli.arguments import positive, run_command
+from megatron_fluid.cli.terminal import positive, run_command
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.profiling.compare_page import Comparison, Step, write_page
 

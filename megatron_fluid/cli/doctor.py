@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from megatron_fluid.cli.checks import CHECKS
-from megatron_fluid.cli.tables import paragraph, wrapped_table
+from megatron_fluid.cli.terminal import paragraph, wrapped_table
 
 __all__ = ["ABILITIES", "HELP", "Ability", "Finding", "add_arguments", "examine", "run"]
 

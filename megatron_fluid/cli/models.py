@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_fluid.cli.arguments import positive
+from megatron_fluid.cli.terminal import positive
 from megatron_fluid.errors import ConfigError
 
 __all__ = ["MODELS", "Model", "add_models", "model_of_flags", "wanted_models"]

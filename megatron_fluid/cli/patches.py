@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_fluid import patches
-from megatron_fluid.cli.arguments import install_command
-from megatron_fluid.cli.tables import WIDTH, paragraph
+from megatron_fluid.cli.terminal import WIDTH, install_command, paragraph
 from megatron_fluid.errors import PatchError
 from megatron_fluid.patches.engine.patch import Row
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_fluid.attention.overlap import gather_slower_reason, overlap_slower_reason
-from megatron_fluid.cli.arguments import positive
 from megatron_fluid.cli.models import Model, add_models, wanted_models
-from megatron_fluid.cli.tables import paragraph, wrapped_table
+from megatron_fluid.cli.terminal import paragraph, positive, wrapped_table
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.plan.machine import REFERENCE, Machine, machine_named
 

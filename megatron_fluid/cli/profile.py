@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_fluid.cli.arguments import positive, run_command
+from megatron_fluid.cli.terminal import positive, run_command
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.profiling.draw import draw
 from megatron_fluid.profiling.timeline import Timeline, read_timeline

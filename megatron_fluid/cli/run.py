@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_fluid.cli.arguments import BriefParser, positive
+from megatron_fluid.cli.terminal import BriefParser, positive
 
 __all__ = ["HELP", "run"]
 

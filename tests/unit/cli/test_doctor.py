@@ -14,8 +14,8 @@ import torch
 from packaging.requirements import Requirement
 
 from megatron_fluid.cli import checks, doctor, main
-from megatron_fluid.cli.arguments import install_command
 from megatron_fluid.cli.checks import CHECKS, Look
+from megatron_fluid.cli.terminal import install_command
 from megatron_fluid.cuda import devices, kernel_build
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -140,7 +140,7 @@ def test_a_source_tree_alone_is_installed_by_its_path(monkeypatch: pytest.Monkey
     assert install_command("te") == f"pip install '{ROOT}[te]'"
     texts = {path: path.read_text() for path in (ROOT / "megatron_fluid").rglob("*.py")}
     naming = [path.name for path, text in texts.items() if "pip install 'megatron-fluid[" in text]
-    assert naming == ["arguments.py"]
+    assert naming == ["terminal.py"]
 
 
 def test_doctor_finds_nvshmem_wherever_it_lies(
