@@ -62,7 +62,7 @@ class AllToAll:
     def __init__(self, layout: Layout, transport: Transport, device: torch.device) -> None:
         self.layout = layout
         self.device = device
-        self.rank: int | None = None  # from_config knows it
+        self.rank = transport.rank
         self.transport_reason = ""
         self._transport = transport
         self._checks = Checks(layout, device)
@@ -107,7 +107,7 @@ class AllToAll:
         chosen, reason = choose_transport(config.transport, group, layout, size, config.internode)
         transport, device = open_transport(chosen, layout, group, config.wait_limit_s, size)
         result = cls(layout, transport, device)
-        result.transport_reason, result.rank = reason, config.rank
+        result.transport_reason = reason
         return result
 
     @property
@@ -121,15 +121,8 @@ class AllToAll:
 
     def transport_report(self) -> str:
         """One line: the transport, why, and the symmetric memory it takes."""
-        workspace = getattr(self._transport, "workspace", None)
-        memory = ""
-        if workspace is not None:
-            memory = f", {workspace.allocated_bytes() / 2**20:.1f} MiB"
-        sizes = getattr(self._transport, "sizes", None)
-        if sizes is not None:
-            memory = f", {sizes.domains} domains of {sizes.domain_size} ranks"
         reason = f" ({self.transport_reason})" if self.transport_reason else ""
-        return f"all-to-all over {self.transport}{memory}{reason}"
+        return f"all-to-all over {self.transport}{self._transport.size()}{reason}"
 
     def packed_rows(self, alignment: int = 1) -> int:
         """Rows of a packed out_expert_x that hold whatever arrives."""

@@ -55,12 +55,15 @@ class Collective:
         self._send = torch.zeros(self._share, self._width, **bytes_of)
         self._received = torch.zeros(layout.world_size * self._share, self._width, **bytes_of)
         synchronize(device)
-        self._entry_row: Tensor | None = None
-        self._token_weights: Tensor | None = None
-        self._partial: Tensor | None = None
-        self._sums: Tensor | None = None
+        nothing = torch.empty(0, device=device)
+        # Of the last dispatch: each entry's row, and its weights. Of a combine: what is in flight.
+        self._entry_row, self._token_weights = nothing.long(), nothing
+        self._partial, self._sums = nothing, nothing
         self._wait: Callable[[], None] | None = None
         self._failure: PeerTimeoutError | None = None
+
+    def size(self) -> str:
+        return ""
 
     def check_errors(self) -> None:
         if self._failure is not None:
@@ -139,7 +142,6 @@ class Collective:
     # ---- combine
     def combine_send(self, q: CombineSend) -> None:
         layout, y = self.layout, q.expert_y
-        assert self._entry_row is not None
         k = layout.experts_per_token
         if layout.batch_invariant:
             rows, entry = y.reshape(-1, layout.hidden_dim), self._entry_row[:, None]
@@ -154,7 +156,6 @@ class Collective:
             self._finish()
             weights = every[:: layout.dp_size].reshape(-1)
         else:
-            assert self._token_weights is not None
             weights = self._token_weights
         rows = y.reshape(-1, layout.hidden_dim)
         total = torch.zeros(layout.max_rows, layout.hidden_dim, **floats)
@@ -177,7 +178,6 @@ class Collective:
     def combine_receive(self, q: CombineReceive) -> None:
         self._finish()
         out, layout = q.out, self.layout
-        assert self._sums is not None
         tokens, ranks = out.shape[0], layout.world_size
         total = torch.zeros(out.shape, dtype=torch.float32, device=self.device)
         if layout.batch_invariant:

@@ -211,7 +211,7 @@ class InferenceMoELayer(nn.Module):
 
     def _row_probs(self) -> Tensor:
         """The probability of each packed row: that of its token's choice of the row's expert."""
-        assert self.all_to_all.rank is not None and self._routing is not None
+        assert self._routing is not None
         local = torch.searchsorted(self._offsets, self._row_numbers, right=True)
         expert = local + self.all_to_all.rank * len(self._offsets)
         ids, probs = self._routing.chunk(2, dim=1)

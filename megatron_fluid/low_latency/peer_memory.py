@@ -262,6 +262,9 @@ class PeerMemory:
         programs = max(1, tokens * -(-self.layout.hidden_dim // block))
         launch.start_aligned(programs, tensors, integers)
 
+    def size(self) -> str:
+        return f", {self.workspace.allocated_bytes() / 2**20:.1f} MiB"
+
     def check_errors(self) -> None:
         if self._error_words.any():
             self.workspace.check_errors()

@@ -71,9 +71,14 @@ class Transport(Protocol):
     """Moves the rows of an AllToAll. Every method enqueues on the current stream and reads nothing
     from the device."""
 
+    rank: int
+
     @property
     def name(self) -> str:
         """Its name in `AllToAll.transport`: nvlink, nvshmem, nccl, gloo, or two joined by +."""
+
+    def size(self) -> str:
+        """Its symmetric memory or its domains, for a report: ", 2.0 MiB"; "" if it has neither."""
 
     def dispatch_send(self, q: DispatchSend) -> None: ...
 

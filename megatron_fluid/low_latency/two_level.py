@@ -233,6 +233,9 @@ class TwoLevel:
         except PeerTimeoutError as error:
             self._rename(error, call.__self__)  # type: ignore[attr-defined]
 
+    def size(self) -> str:
+        return f", {self.sizes.domains} domains of {self.sizes.domain_size} ranks"
+
     def check_errors(self) -> None:
         for transport in (self.rail, self.domain):
             try:
