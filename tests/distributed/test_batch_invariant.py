@@ -3,11 +3,8 @@ the number of ranks, over every transport, in training layers and in the inferen
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +17,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency import InferenceMoELayer
 from tests.support.batch_invariance import bits_in_batches, tokens_seen
 from tests.support.launch import run_ranks
+from tests.support.symmetric_files import nvlink_over_files
 
 # Widths of no power of two, and experts whose rows fill no tile.
 CONFIG: dict[str, Any] = {
@@ -120,38 +118,12 @@ def test_a_layer_takes_the_setting_where_its_config_has_none() -> None:
     assert run_ranks(_by_setting, 1) == [(True, False)]
 
 
-@contextlib.contextmanager
-def _symmetric_memory(folder: str) -> Iterator[None]:
-    """Inside, CPU ranks share mapped files for symmetric memory, and interpret the kernels."""
-    from megatron_fluid.low_latency import open_transport
-    from megatron_fluid.moe import choose
-    from megatron_fluid.moe.nvlink import shared
-    from tests.support.process_workspace import ProcessWorkspace
-
-    spaces: list[ProcessWorkspace] = []
-
-    def make(group: dist.ProcessGroup, *_: Any) -> ProcessWorkspace:
-        where = Path(folder, str(len(spaces)))
-        where.mkdir(exist_ok=True)
-        spaces.append(ProcessWorkspace(group, str(where)))
-        return spaces[-1]
-
-    memory = mock.Mock(side_effect=make, close=lambda space: None)
-    with (
-        mock.patch.dict(choose.TRANSPORTS, nvlink=lambda case: None),
-        mock.patch.object(shared, "SymmetricWorkspace", memory),
-        mock.patch.object(open_transport, "SymmetricWorkspace", memory),
-        mock.patch.object(open_transport, "symmetric_unsupported_reason", return_value=None),
-    ):
-        yield
-
-
 # The interpreter has other exponentials than torch, and does not round to bf16.
 _EXACT = {"activation": "relu2", "num_experts": 4, "top_k": 2}
 
 
 def _over_symmetric_memory(rank: int, world: int, folder: str) -> list[Tensor]:
-    with _symmetric_memory(folder):
+    with nvlink_over_files(folder):
         training = _layer("nvlink", dtype="fp16", **_EXACT)
         found = [bits_in_batches(training, rank, 72, torch.float16)]
         layer = InferenceMoELayer.of(training, max_num_tokens=36, transport="nvlink")

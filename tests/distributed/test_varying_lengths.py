@@ -42,20 +42,22 @@ def _steps(layer: Any, rank: int) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _nvlink(space: Any, sizes: list[int]) -> Iterator[None]:
-    """Inside, layers that are patched exchange over `space`; `sizes` tells how it grows."""
-    from megatron_fluid.moe import choose
+def _nvlink(folder: str, sizes: list[int]) -> Iterator[None]:
+    """Inside, layers that are patched exchange over NVLink; `sizes` tells how its buffers grow."""
     from megatron_fluid.moe.nvlink import shared
     from megatron_fluid.patches.moe import decision
     from tests.support import tiny_gpt
+    from tests.support.symmetric_files import nvlink_over_files
 
-    def make(group: Any, tokens: int, hidden: int, ffn: int, *rest: Any, **_: Any) -> Any:
+    real = shared.shared_buffers
+
+    def make(group: Any, tokens: int, *rest: Any, **settings: Any) -> Any:
         sizes.append(tokens)
-        return shared.NvlinkBuffers(space, tokens, hidden, *rest, torch.float32)
+        return real(group, tokens, *rest, **settings)
 
     with (
+        nvlink_over_files(folder),
         mock.patch.object(decision, "nvlink_unsupported_reason", return_value=None),
-        mock.patch.dict(choose.TRANSPORTS, nvlink=lambda case: None),
         mock.patch.object(shared, "shared_buffers", make),
         tiny_gpt.plug_in(True, moe_backend="nvlink"),
     ):
@@ -65,17 +67,15 @@ def _nvlink(space: Any, sizes: list[int]) -> Iterator[None]:
 def _layer(rank: int, world_size: int, folder: str, recompute: bool) -> dict[str, Any]:
     from megatron_fluid.patches.moe import layer as seam
     from tests.support import tiny_gpt
-    from tests.support.process_workspace import ProcessWorkspace
 
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
-    space = ProcessWorkspace(tiny_gpt.expert_group(), folder)
     settings: dict[str, Any] = {"variable_seq_lengths": True, "moe_aux_loss_coeff": 0.0}
     if recompute:
         settings |= {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     found: dict[str, Any] = {"sizes": []}
     for name, plug_in in (
         ("stock", tiny_gpt.plug_in(False)),
-        ("ours", _nvlink(space, found["sizes"])),
+        ("ours", _nvlink(folder, found["sizes"])),
     ):
         with plug_in:
             layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**settings))
@@ -83,7 +83,6 @@ def _layer(rank: int, world_size: int, folder: str, recompute: bool) -> dict[str
             layer.router.gating = functools.partial(F.linear, weight=layer.router.weight)
             found[name] = _steps(layer, rank)
     found["backend"] = seam.backend_of(layer)
-    space.check_errors()
     return found
 
 
@@ -103,7 +102,6 @@ def test_over_nvlink_any_token_counts_give_megatrons_results(
 
 def _train(rank: int, world_size: int, folder: str, iterations: int) -> dict[str, Any]:
     from tests.support import tiny_gpt
-    from tests.support.process_workspace import ProcessWorkspace
 
     def batch(rank: int, iteration: int, microbatch: int) -> tuple[torch.Tensor, ...]:
         generator = torch.Generator().manual_seed(7 * iteration + 3 * microbatch + rank)
@@ -117,18 +115,16 @@ def _train(rank: int, world_size: int, folder: str, iterations: int) -> dict[str
 
     whole = tiny_gpt.batch
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
-    space = ProcessWorkspace(tiny_gpt.expert_group(), folder)
     found: dict[str, Any] = {"sizes": []}
     for name, plug_in in (
         ("stock", tiny_gpt.plug_in(False)),
-        ("ours", _nvlink(space, found["sizes"])),
+        ("ours", _nvlink(folder, found["sizes"])),
     ):
         with plug_in, mock.patch.object(tiny_gpt, "batch", batch):
             model = tiny_gpt.gpt(tiny_gpt.config_of(variable_seq_lengths=True))
             model.register_forward_pre_hook(cut_mask)
             run = tiny_gpt.train(model, iterations, microbatches=2, distributed_optimizer=True)
             found[name] = run.losses, run.gradient_norms
-    space.check_errors()
     return found
 
 

@@ -1,4 +1,5 @@
-"""Symmetric memory of ranks that are processes without a GPU: each buffer is a file that all map.
+"""Symmetric memory of ranks that are processes without a GPU: each buffer is a file that all map,
+so that interpreted kernels of several ranks really wait for each other.
 
 `rendezvous` waits for all ranks without a bound, as torch's does on GPUs.
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from megatron_fluid.comm import symmetric
 
-__all__ = ["SymmetricFiles"]
+__all__ = ["SymmetricFiles", "nvlink_over_files"]
 
 
 class _Torch:
@@ -49,7 +50,9 @@ class SymmetricFiles:
     """
 
     def __init__(
-        self, folder: Path, counted: Callable[[Callable[..., Any]], Callable[..., Any]]
+        self,
+        folder: Path,
+        counted: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda call: call,
     ) -> None:
         folder.mkdir(exist_ok=True)
         self._folder, self._numbers = folder, itertools.count()
@@ -75,6 +78,7 @@ class SymmetricFiles:
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         number = next(self._numbers)
         local = self._map(number, dist.get_rank(), numel, dtype)
+        local.view(torch.int32).fill_(0x7FFF7FFF)  # NaN of every float type
         self._numbered[local.data_ptr()] = number
         return local
 
@@ -88,3 +92,23 @@ class SymmetricFiles:
             return self._map(number, rank, shape[0], dtype)
 
         return SimpleNamespace(get_buffer=get_buffer)
+
+
+@contextlib.contextmanager
+def nvlink_over_files(folder: str) -> Iterator[None]:
+    """Inside, layers of CPU ranks that interpret kernels exchange over NVLink's path."""
+    import triton.language as tl
+
+    from megatron_fluid.kernels import flags
+    from megatron_fluid.kernels.low_latency import signals
+    from megatron_fluid.moe import choose
+
+    assert flags.INTERPRETED
+    polls = tl.constexpr(1 << 20)  # peers run meanwhile: wait for them
+    with (
+        SymmetricFiles(Path(folder)).mapped(),
+        mock.patch.object(flags, "_POLLS", polls),
+        mock.patch.object(signals, "_POLLS", polls),
+        mock.patch.dict(choose.TRANSPORTS, nvlink=lambda case: None),
+    ):
+        yield
