@@ -19,7 +19,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.support.machine import GPUS, INTERPRETED  # noqa: E402
-from tests.support.tiers import WorkCounter, tiers  # noqa: E402
+from tests.support.tiers import tiers  # noqa: E402
 
 __all__ = ["GPUS"]
 
@@ -73,19 +73,6 @@ def _a_failed_wait_ends_with_its_test() -> Generator[None]:
         for errors in failed_waits._watched:
             if errors.failed():
                 failed_waits.forget(errors)
-
-
-_WORK = WorkCounter()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """A test of the fast tier fails where it does what that tier leaves out."""
-    before = _WORK.start()
-    result = yield
-    if lacking := _WORK.markers_lacking(item, before):
-        pytest.fail(f"does the work of another tier; it lacks: {', '.join(lacking)}", pytrace=False)
-    return result
 
 
 def _group(item: pytest.Item) -> str:

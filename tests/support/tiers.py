@@ -1,17 +1,14 @@
-"""Which tier a test belongs to, read off what its code reaches, and a check of the fast tier.
+"""Which tier a test belongs to, read off what its code reaches.
 
 A test is followed through its fixtures and through every function of `tests` and `tools` that it
 names. `run_ranks` and its kin make it `world`, a host compiler `compile`, a program of its own
-`process`. Only what the package itself starts for a test is written at it. A test of the fast tier
-that runs a kernel under the interpreter, starts a Python program or compiles fails and says which
-marker it lacks, so `make test-fast` stays quick.
+`process`. Only what the package itself starts for a test is written at it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -20,10 +17,7 @@ import pytest
 
 from tests.support.machine import NEEDS_INTERPRETER
 
-__all__ = ["SLOW_TIERS", "WorkCounter", "tiers"]
-
-SLOW_TIERS = ("world", "compile", "process", "interpreter", "slow", "gpu")
-"""What `make test-fast` leaves out."""
+__all__ = ["tiers"]
 
 _FOLLOWED = ("tests.", "tools.", "tests")
 _REACHED = {
@@ -80,44 +74,3 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
-
-
-class WorkCounter:
-    """Counts, in this process, what no test of the fast tier does: the marker of each kind of work
-    and how often it was done."""
-
-    def __init__(self) -> None:
-        self.done = {"interpreter": 0, "process": 0, "compile": 0}
-        self._wrapped = False
-        sys.addaudithook(self._heard)
-
-    def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "subprocess.Popen" and str(arguments[0]) == sys.executable:
-            self.done["process"] += 1
-
-    def start(self) -> dict[str, int]:
-        """The counts before a test. What is not imported yet is not counted: test modules import at
-        collection."""
-        interpreter = sys.modules.get("triton.runtime.interpreter")
-        if interpreter is not None and not self._wrapped:
-            self._wrapped = True
-            self._count(interpreter.GridExecutor, "__call__", "interpreter")
-            if (build := sys.modules.get("megatron_fluid.cuda.kernel_build")) is not None:
-                self._count(build.Unit, "compile", "compile")
-        return dict(self.done)
-
-    def _count(self, owner: Any, name: str, tier: str) -> None:
-        real = getattr(owner, name)
-
-        @functools.wraps(real)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.done[tier] += 1
-            return real(*args, **kwargs)
-
-        setattr(owner, name, counted)
-
-    def markers_lacking(self, item: pytest.Item, before: dict[str, int]) -> list[str]:
-        """The markers that a test of the fast tier would need for what it did since `before`."""
-        if any(item.get_closest_marker(tier) for tier in SLOW_TIERS):
-            return []
-        return [tier for tier, count in self.done.items() if count > before[tier]]
