@@ -37,24 +37,14 @@ __all__ = ["InferenceMoELayer"]
 Router = Callable[[Tensor], Any]
 
 
-def _gated(act: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def apply(h: Tensor) -> Tensor:
-        gate, up = h.chunk(2, dim=-1)
-        return act(gate) * up
-
-    return apply
-
-
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": _gated(functional.silu),
-    "geglu": _gated(functional.gelu),
+    "swiglu": lambda h: functional.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
+    "geglu": lambda h: functional.gelu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
     "silu": functional.silu,
     "gelu": functional.gelu,
     "relu": functional.relu,
     "relu2": lambda h: functional.relu(h).square(),
 }
-
-
 _PLAIN: tuple[float | None, float, int] = (None, 0.0, 0)  # no variant of a gated activation
 
 # Arguments that `of` takes from the layer or declares itself.
@@ -189,25 +179,23 @@ class InferenceMoELayer(nn.Module):
             raise ConfigError.of("type of tokens", tokens.dtype, self.weight1.dtype)
         ids, probs = self._route(tokens) if routing is None else routing
         ids, probs = ids.contiguous(), probs.float().contiguous()
-        invariant, shared = self.batch_invariant, None
+        invariant = self.batch_invariant
         scales = torch.cat([ids.to(torch.int64).float(), probs], 1) if invariant else None
         receive = self.all_to_all.dispatch_with_hook(
             self._counts, self._rows, self._routing, tokens, scales, ids, bound_m,
             weights=None if invariant else probs, out_expert_offsets=self._offsets,
         )  # fmt: skip
         out = torch.empty_like(tokens)
-        if self.shared_expert is not None:
-            shared = self.shared_expert(tokens)
-            if not invariant:  # the combine adds to it
-                out.copy_(shared)
+        shared = None if self.shared_expert is None else self.shared_expert(tokens)
+        # The combine adds to the shared expert's output. With batch_invariant that is added last,
+        # and rows one by one: activations were multiplied with their probabilities.
+        adds = shared is not None and not invariant
+        if shared is not None and adds:
+            out.copy_(shared)
         receive()
-        if not invariant:
-            add = shared is not None
-            self.all_to_all.combine(out, ids, None, self._experts(), bound_m, accumulate=add)
-            return out
-        # Rows are added one by one: activations were multiplied with their probabilities.
-        self.all_to_all.combine(out, ids, torch.ones_like(probs), self._experts(), bound_m)
-        return out if shared is None else out + shared
+        late = torch.ones_like(probs) if invariant else None
+        self.all_to_all.combine(out, ids, late, self._experts(), bound_m, accumulate=adds)
+        return out if shared is None or adds else out + shared
 
     def _row_probs(self) -> Tensor:
         """The probability of each packed row: that of its token's choice of the row's expert."""
