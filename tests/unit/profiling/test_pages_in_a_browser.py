@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_fluid.profiling.compare_page import Comparison, Step, write_page
-from megatron_fluid.profiling.page import page
+from megatron_fluid.profiling.draw import page
 from megatron_fluid.profiling.timeline import read_timeline
 from tests.unit.profiling.test_timeline import a_trace
 

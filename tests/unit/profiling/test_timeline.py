@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fluid.profiling.draw import draw_picture
-from megatron_fluid.profiling.page import page
+from megatron_fluid.profiling.draw import draw_picture, page
 from megatron_fluid.profiling.timeline import STEP, Timeline, read_timeline
 
 
