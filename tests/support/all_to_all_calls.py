@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout, round_up
 from megatron_fluid.low_latency.reference import dispatch_reference
+from tests.support.fake_nvshmem import FakeNvshmem
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 __all__ = [
@@ -29,13 +30,19 @@ __all__ = [
 BF16_ROUNDINGS = 8e-3  # of two roundings to bf16
 
 
-def build(layout: Layout) -> tuple[SimulatedWorkspace, list[AllToAll]]:
-    """All ranks over simulated peer memory."""
+def build(
+    layout: Layout, nvshmem: FakeNvshmem | None = None
+) -> tuple[SimulatedWorkspace, list[AllToAll]]:
+    """All ranks over simulated peer memory, or over a fake NVSHMEM."""
+    from megatron_fluid.low_latency.nvshmem import Nvshmem
     from megatron_fluid.low_latency.peer_memory import PeerMemory
 
     simulated, device = SimulatedWorkspace(layout.world_size), torch.device("cpu")
-    transports = [PeerMemory(layout, simulated.rank(r)) for r in range(layout.world_size)]
-    return simulated, [AllToAll(layout, transport, device) for transport in transports]
+    spaces = [simulated.rank(r) for r in range(layout.world_size)]
+    if nvshmem is not None:
+        nvshmem.ranks = [*spaces]
+    kind = PeerMemory if nvshmem is None else Nvshmem
+    return simulated, [AllToAll(layout, kind(layout, space), device) for space in spaces]
 
 
 def bf16(*shape: int) -> Tensor:

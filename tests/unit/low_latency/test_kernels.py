@@ -1,8 +1,10 @@
-"""The decode-time all-to-all over simulated peer memory: all ranks in one process, kernels in
-Triton's interpreter."""
+"""The decode-time all-to-all over simulated peer memory, and over a fake NVSHMEM that delays puts
+and delivers them in any order that fences allow: all ranks in one process, kernels in Triton's
+interpreter."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -26,9 +28,12 @@ from tests.support.all_to_all_calls import (
     tensor_of,
     unpack,
 )
+from tests.support.fake_nvshmem import FakeNvshmem, fake_nvshmem
 from tests.support.far_experts import far_experts
 from tests.support.machine import NEEDS_INTERPRETER
 from tests.support.simulated_workspace import SimulatedWorkspace
+
+__all__ = ["fake_nvshmem"]
 
 
 def _routing(generator: torch.Generator, m: int, experts: int, k: int, masked: float) -> Tensor:
@@ -50,12 +55,20 @@ CASES = {
 
 
 @NEEDS_INTERPRETER
-@pytest.mark.parametrize("name", list(CASES))
-@pytest.mark.parametrize("packed", [False, True])
-def test_dispatch_and_combine_match_the_reference(name: str, packed: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "packed", "nvshmem"),
+    [
+        *itertools.product(CASES, [False, True], [False]),
+        ("replicas, masks, scales", False, True),
+        ("three ranks, odd scales", True, True),
+    ],
+)
+def test_dispatch_and_combine_match_the_reference(
+    name: str, packed: bool, nvshmem: bool, fake_nvshmem: FakeNvshmem
+) -> None:
     world, dp, experts, k, capacity, hidden, dtype, words, masked = CASES[name]
     layout = Layout(capacity, experts, k, world, dp, hidden, hidden * dtype.itemsize, words * 4)
-    _, ranks = build(layout)
+    _, ranks = build(layout, fake_nvshmem if nvshmem else None)
     g = torch.Generator().manual_seed(len(name))
     local, alignment = layout.local_experts, 4
     rows = layout.max_rows * k + local * alignment
@@ -70,6 +83,7 @@ def test_dispatch_and_combine_match_the_reference(name: str, packed: bool) -> No
         for rank, ata in enumerate(ranks):
             s = rank // dp
             send(ata, x[s], ids[s], weights[s], scale=scale[s] if words else None)
+        fake_nvshmem.deliver()
         # Expert outputs: padded for the reference, and packed as dispatch laid them out.
         padded = [torch.randn(local, layout.max_rows, hidden, generator=g) for _ in ranks]
         y = [p.to(torch.bfloat16) for p in padded]
@@ -87,6 +101,7 @@ def test_dispatch_and_combine_match_the_reference(name: str, packed: bool) -> No
                 received = counts, *tensors
             check_received(received, rank, ids, x, scale)
             send_back(ata, sent)
+        fake_nvshmem.deliver()
         wanted = combine_reference(ids, weights, y, local)
         for rank, ata in enumerate(ranks):
             s = rank // dp
@@ -197,17 +212,21 @@ def test_bound_m_counts_only_the_first_tokens() -> None:
 
 
 @NEEDS_INTERPRETER
-def test_experts_may_lie_gigabytes_apart_and_ids_beyond_32_bits_are_masks() -> None:
-    _, (ata,) = build(Layout(4, 2, 2, 1, 1, 16, 32, 0))
+@pytest.mark.parametrize("nvshmem", [False, True])
+def test_experts_may_lie_gigabytes_apart_and_ids_beyond_32_bits_are_masks(
+    nvshmem: bool, fake_nvshmem: FakeNvshmem
+) -> None:
+    _, (ata,) = build(Layout(4, 2, 2, 1, 1, 16, 32, 0), fake_nvshmem if nvshmem else None)
     x = torch.tensor([1.0, 2.0, 3.0])[:, None].expand(3, 16).contiguous().to(torch.bfloat16)
     ids = torch.tensor([[1 << 40, 1], [torch.iinfo(torch.int64).min, (1 << 32) + 1], [0, -1]])
     far = far_experts(2, 4, 16)
     send(ata, x, ids, torch.ones(3, 2))
+    fake_nvshmem.deliver()
     assert receive(ata, out=far)[0].tolist() == [1, 1]
     assert far[:, 0, 0].tolist() == [3, 1]
-    result = torch.full_like(x, 4.0)
-    ata.combine(result, ids, None, far)
-    assert result[:, 0].tolist() == [1, 0, 3]
+    send_back(ata, far)
+    fake_nvshmem.deliver()
+    assert receive_back(ata, torch.full_like(x, 4.0), ids)[:, 0].tolist() == [1, 0, 3]
 
 
 @NEEDS_INTERPRETER
