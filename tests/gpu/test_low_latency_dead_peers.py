@@ -73,10 +73,8 @@ def _always_the_same(rank: int, world: int, device: str, turns: int) -> None:
     simulated = SimulatedWorkspace(4, device, timeout_s=3e-4)
     ranks = [PeerMemory(layout, simulated.rank(r)) for r in range(4)]
     x = torch.randn(128, 512, device=device).to(torch.bfloat16)
-    ids, weights = (
-        torch.rand(128, 64, device=device).topk(6, -1).indices.int(),
-        torch.ones(128, 6, device=device),
-    )
+    ids = torch.rand(128, 64, device=device).topk(6, -1).indices.int()
+    weights = torch.ones(128, 6, device=device)
     counts = torch.zeros(16, dtype=torch.int32, device=device)
     out = torch.zeros(16, layout.max_rows, 512, dtype=torch.bfloat16, device=device)
     for turn in range(turns):

@@ -32,16 +32,8 @@ class _Routing:
     def __init__(
         self, rank: int, world: int, capacity: int, experts: int, k: int, hidden: int
     ) -> None:
-        self.rank, self.world, self.capacity, self.experts, self.k, self.hidden = (
-            rank,
-            world,
-            capacity,
-            experts,
-            k,
-            hidden,
-        )
-        self.local = experts // world
-        self.rows = capacity * world
+        self.rank, self.world, self.capacity, self.experts = rank, world, capacity, experts
+        self.k, self.hidden, self.local = k, hidden, experts // world
         device = torch.device("cuda", torch.cuda.current_device())
         self.order = list(range(world))  # ranks in the order in which their tokens take slots
         self.x = torch.zeros(capacity, hidden, dtype=torch.bfloat16, device=device)
@@ -49,34 +41,28 @@ class _Routing:
         self.weights = torch.zeros(capacity, k, device=device)
         self.bound = torch.zeros(1, dtype=torch.int32, device=device)
         self.counts = torch.zeros(self.local, dtype=torch.int32, device=device)
-        self.out_x = torch.zeros(self.local, self.rows, hidden, dtype=torch.bfloat16, device=device)
+        shape = (self.local, capacity * world, hidden)
+        self.out_x = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         self.out = torch.zeros(capacity, hidden, dtype=torch.bfloat16, device=device)
-        self.factor = (
-            torch.arange(experts, device=device) % 7 + 1
-        ).float()  # what an expert does: multiply
+        # What an expert does: multiply.
+        self.factor = (torch.arange(experts, device=device) % 7 + 1).float()
         self.generator = torch.Generator(device=device).manual_seed(rank)
 
     def draw(self, turn: int) -> None:
         """New tokens in place."""
         device, g = self.x.device, self.generator
         self.x.normal_(generator=g)
-        ids = (
-            torch.rand(self.capacity, self.experts, device=device, generator=g)
-            .topk(self.k, -1)
-            .indices.int()
-        )
+        scores = torch.rand(self.capacity, self.experts, device=device, generator=g)
+        ids = scores.topk(self.k, -1).indices.int()
         if turn % 4 == 1:
             ids[torch.rand(ids.shape, device=device, generator=g) < 0.3] = -1
         if turn % 4 == 2:
             ids.copy_(torch.arange(self.k, device=device, dtype=torch.int32).expand_as(ids))
         self.ids.copy_(ids)
         self.weights.copy_(torch.rand(self.capacity, self.k, device=device, generator=g))
-        bound = torch.randint(
-            0, self.capacity + 1, (1,), device=device, generator=g, dtype=torch.int32
-        )
+        self.bound.random_(0, self.capacity + 1, generator=g)
         if turn % 5 == 3 and self.rank == 0:
-            bound.zero_()
-        self.bound.copy_(bound)
+            self.bound.zero_()
 
     def open(
         self, timeout_s: float = 20.0, transport: str = "nvlink", domain_size: int | None = None
@@ -84,20 +70,9 @@ class _Routing:
         if domain_size is not None:
             domains = range(self.world // domain_size)
             self.order = [n * domain_size + g for g in range(domain_size) for n in domains]
-        return AllToAll.internode(
-            self.capacity,
-            self.experts,
-            self.k,
-            self.rank,
-            self.world,
-            1,
-            self.hidden,
-            self.hidden * 2,
-            0,
-            transport=transport,
-            domain_size=domain_size,
-            timeout_s=timeout_s,
-        )
+        tokens = self.capacity, self.experts, self.k, self.rank, self.world, 1
+        more = {"transport": transport, "domain_size": domain_size, "timeout_s": timeout_s}
+        return AllToAll.internode(*tokens, self.hidden, self.hidden * 2, 0, **more)
 
     def run(self, ata: AllToAll, split: bool, early: bool, tokens: Tensor | None = None) -> None:
         """dispatch, experts, combine: graph-capturable."""
@@ -202,14 +177,9 @@ def test_graph_replays_with_changing_routing_and_token_counts(split: bool) -> No
 
 def _inference_layer(rank: int, world: int, activation: str, shared: int) -> None:
     config = {
-        "hidden_size": 512,
-        "ffn_hidden_size": 256,
-        "num_experts": 8 * world,
-        "top_k": 4,
-        "init_std": 0.05,
-        "activation": activation,
-        "shared_ffn_hidden_size": shared,
-    }
+        "hidden_size": 512, "ffn_hidden_size": 256, "num_experts": 8 * world, "top_k": 4,
+        "init_std": 0.05, "activation": activation, "shared_ffn_hidden_size": shared,
+    }  # fmt: skip
     device = torch.device("cuda", torch.cuda.current_device())
     training = MoELayer(config, dist.group.WORLD, device=device, dtype=torch.bfloat16).eval()
     layer = InferenceMoELayer.of(
@@ -221,10 +191,8 @@ def _inference_layer(rank: int, world: int, activation: str, shared: int) -> Non
     def compare(found: Tensor, turn: int) -> None:
         with torch.no_grad():
             wanted = training(tokens)
-        m = int(count)
-        error = (found[:m].float() - wanted[:m].float()).norm() / wanted[:m].float().norm().clamp(
-            min=1e-20
-        )
+        found, wanted = (x[: int(count)].float() for x in (found, wanted))
+        error = (found - wanted).norm() / wanted.norm().clamp(min=1e-20)
         assert error < 2e-2, f"turn {turn}: relative error {error}"
 
     compare(layer(tokens, bound_m=count), -1)
@@ -273,13 +241,8 @@ def _beside_others(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("connections", ["1", "32"])
 def test_beside_gemms_and_nccl_on_another_stream(connections: str) -> None:
-    run_ranks(
-        _beside_others,
-        _RANKS,
-        backend="nccl",
-        timeout_s=120,
-        env={"CUDA_DEVICE_MAX_CONNECTIONS": connections},
-    )
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    run_ranks(_beside_others, _RANKS, backend="nccl", timeout_s=120, env=env)
 
 
 def _compiled(rank: int, world: int) -> None:
@@ -297,10 +260,5 @@ def _compiled(rank: int, world: int) -> None:
 
 
 def test_inside_torch_compile() -> None:
-    run_ranks(
-        _compiled,
-        _RANKS,
-        backend="nccl",
-        timeout_s=120,
-        env={"TORCHINDUCTOR_CACHE_DIR": f"/tmp/inductor-{os.getpid()}"},
-    )
+    env = {"TORCHINDUCTOR_CACHE_DIR": f"/tmp/inductor-{os.getpid()}"}
+    run_ranks(_compiled, _RANKS, backend="nccl", timeout_s=120, env=env)
