@@ -48,15 +48,8 @@ def test_one_problem_is_verified_and_traced(
 ) -> None:
     sizes = case.split("-")[1:]
     flags = [*sizes, *flags, "--iters=2", "--warmup=1", "--verify", "--profile"]
-    flags += [
-        "--profile-folder",
-        str(tmp_path),
-        "--backends",
-        "gemm_only",
-        "torch",
-        "fluid",
-        "flux",
-    ]
+    flags += ["--profile-folder", str(tmp_path)]
+    flags += "--backends gemm_only torch fluid flux".split()
     code, output = start(script, flags, tmp_path)
     assert code == 0, output[-6000:]
     words = [line.split() for line in output.splitlines()]

@@ -28,20 +28,15 @@ S, B, H, OUT = 8, 2, 6, 10  # the whole sequence, batch, hidden, outputs
 def _build(mode: str, cls: type | None = None, bias: bool = True) -> Any:
     from megatron.core.tensor_parallel import layers
 
-    config = tiny_gpt.config_of(
-        num_moe_experts=None, moe_ffn_hidden_size=None, expert_model_parallel_size=1
-    )
-    named: dict[str, Any] = {
-        "config": config,
-        "init_method": torch.nn.init.normal_,
-        "bias": bias,
-        "skip_bias_add": False,
-    }
+    dense = {"num_moe_experts": None, "moe_ffn_hidden_size": None}
+    named = {
+        "config": tiny_gpt.config_of(expert_model_parallel_size=1, **dense),
+        "init_method": torch.nn.init.normal_, "bias": bias, "skip_bias_add": False,
+        **({"input_is_parallel": True} if mode == "row" else {}),
+    }  # fmt: skip
     torch.manual_seed(1)
-    if mode == "row":
-        linear = (cls or layers.RowParallelLinear)(H, OUT, input_is_parallel=True, **named)
-    else:
-        linear = (cls or layers.ColumnParallelLinear)(H, OUT, **named)
+    kind = layers.RowParallelLinear if mode == "row" else layers.ColumnParallelLinear
+    linear = (cls or kind)(H, OUT, **named)
     if bias:
         torch.nn.init.normal_(linear.bias)
     return linear
@@ -147,14 +142,13 @@ def _kept(rank: int, ranks: int) -> list[str]:
     def adding(impl: Any) -> Any:
         return functools.wraps(impl)(lambda *args, **named: impl(*args, **named) + 1000)
 
-    class Row(layers.RowParallelLinear):
-        def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **named: Any) -> Tensor:
-            return super()._forward_impl(input, weight, *args, **named) + 1000
+    def subclass(of: type) -> type:
+        """Its own implementation, which calls that of the class."""
+        return type(
+            of.__name__.partition("P")[0], (of,), {"_forward_impl": adding(of._forward_impl)}
+        )
 
-    class Column(layers.ColumnParallelLinear):
-        def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **named: Any) -> Tensor:
-            return super()._forward_impl(input, weight, *args, **named) + 1000
-
+    Row, Column = map(subclass, (layers.RowParallelLinear, layers.ColumnParallelLinear))
     instance = _build("row")
     instance._forward_impl = adding(instance._forward_impl)
     real = layers.linear_with_grad_accumulation_and_async_allreduce
@@ -162,12 +156,8 @@ def _kept(rank: int, ranks: int) -> list[str]:
     for mode, linear, gemm, overlapped in (
         ("row", _build("row", Row), real, []),
         ("row", instance, real, []),
-        (
-            "column",
-            _build("column", Column),
-            real,
-            ["column"],
-        ),  # which is asked, and asks the overlapped form in turn
+        # Which is asked, and asks the overlapped form in turn.
+        ("column", _build("column", Column), real, ["column"]),
         ("row", _build("row"), quantising, []),
         ("column", _build("column"), quantising, []),
         ("row", _build("row"), real, ["row"]),
