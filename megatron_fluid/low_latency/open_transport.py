@@ -166,14 +166,17 @@ def _open_two_level(
     size, rank = sizes.domain_size, dist.get_rank(group)
     world, backend = dist.get_process_group_ranks(group), collective_backend(group)
     domain, index = divmod(rank, size)
-    # The ranks of this rank's domain and of its rail.
-    members = world[domain * size : (domain + 1) * size], world[index::size]
+    inside, _, between = transport.partition("+")
+    # The ranks of this rank's domain and of its rail, over which weights are gathered on GPUs.
+    members = (
+        (world[domain * size : (domain + 1) * size], backend),
+        (world[index::size], "nccl" if between == "nvshmem" else backend),
+    )
     with _new_group_names(group):
         groups = [
-            dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-            for ranks in members
+            dist.new_group(ranks, backend=name, use_local_synchronization=True)
+            for ranks, name in members
         ]
-    inside, _, between = transport.partition("+")
     # The rail first: with NVSHMEM it decides which symmetric memory the process has.
     rail, _ = open_transport(between, sizes.rail, groups[1], timeout_s)
     inner, device = open_transport(inside, sizes.domain, groups[0], timeout_s)

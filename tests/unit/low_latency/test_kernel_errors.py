@@ -131,6 +131,15 @@ def test_packed_rows_that_cannot_hold_what_may_arrive_are_refused() -> None:
         receive(ata, out=bf16(29, 16), **more)
 
 
+def test_offsets_that_are_not_contiguous_are_refused() -> None:
+    """The kernel writes them one after another."""
+    _, (ata,) = build(LONE)
+    send(ata, bf16(2, 16), ZEROS)
+    offsets = torch.zeros(4, dtype=torch.int32)[::2]
+    with pytest.raises(ConfigError, match="out_expert_offsets: found 'strides"):
+        receive(ata, out=bf16(ata.packed_rows(), 16), out_expert_offsets=offsets)
+
+
 @pytest.fixture
 def dispatched() -> AllToAll:
     """One rank that has dispatched 2 of at most 4 tokens in the packed layout."""
