@@ -22,7 +22,7 @@ from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.moe.hierarchical.plan import plan_hierarchical
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from tests.support.expert_calls import hierarchical_moe, overlapped_moe
-from tests.support.moe_reference import moe_reference
+from tests.support.moe_reference import moe_reference, routing
 
 __all__ = ["ROUTINGS", "TOLERANCE", "Case", "check_case", "compare", "relative_error", "run_cases"]
 
@@ -79,45 +79,16 @@ class Case:
         return ",".join(parts)
 
 
-Generator = torch.Generator
-
-
-def _random(tokens: int, k: int, experts: int, g: Generator) -> Tensor:
-    # Distinct experts while there are enough of them, repeated ones beyond: the same expert twice
-    # is a legal choice too.
-    order = torch.rand(tokens, experts, generator=g).argsort(dim=1)
-    return order.repeat(1, -(-k // experts))[:, :k]
-
-
-def _one_expert(tokens: int, k: int, experts: int, g: Generator) -> Tensor:
-    return torch.full((tokens, k), experts - 1)
-
-
-def _empty_experts(tokens: int, k: int, experts: int, g: Generator) -> Tensor:
-    return _random(tokens, k, experts, g) // 2 * 2
-
-
-def _masked(tokens: int, k: int, experts: int, g: Generator) -> Tensor:
-    ids = _random(tokens, k, experts, g)
-    return torch.where(torch.rand(ids.shape, generator=g) < 0.4, -1, ids)
-
-
-def _nobody(tokens: int, k: int, experts: int, g: Generator) -> Tensor:
-    return torch.full((tokens, k), -1)
-
-
 # name -> (how ids are drawn, tokens of rank r of w, given those of the largest)
-ROUTINGS: dict[
-    str, tuple[Callable[[int, int, int, Generator], Tensor], Callable[[int, int, int], int]]
-] = {
-    "random": (_random, lambda n, r, w: n),
-    "uneven": (_random, lambda n, r, w: n * (r + 1) // w),
-    "first rank has no tokens": (_random, lambda n, r, w: 0 if r == 0 else n),
-    "only the last rank has tokens": (_random, lambda n, r, w: n if r == w - 1 else 0),
-    "all to one expert": (_one_expert, lambda n, r, w: n),
-    "empty experts": (_empty_experts, lambda n, r, w: max(0, n - r)),
-    "masked": (_masked, lambda n, r, w: n),
-    "all masked": (_nobody, lambda n, r, w: n),
+ROUTINGS: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
+    "random": ("random", lambda n, r, w: n),
+    "uneven": ("random", lambda n, r, w: n * (r + 1) // w),
+    "first rank has no tokens": ("random", lambda n, r, w: 0 if r == 0 else n),
+    "only the last rank has tokens": ("random", lambda n, r, w: n if r == w - 1 else 0),
+    "all to one expert": ("same expert twice", lambda n, r, w: n),
+    "empty experts": ("empty", lambda n, r, w: max(0, n - r)),
+    "masked": ("dropped", lambda n, r, w: n),
+    "all masked": ("nothing", lambda n, r, w: n),
 }
 
 
@@ -136,14 +107,20 @@ class _Inputs:
     ids: list[Tensor]
     probs: list[Tensor]
 
+    def rows(self, rank: int) -> slice:
+        """Of a rank's tokens."""
+        begin = sum(self.counts[:rank])
+        return slice(begin, begin + self.counts[rank])
+
 
 def _draw(case: Case, world: int, microbatch: int) -> _Inputs:
     g = torch.Generator().manual_seed(1000 * case.seed + microbatch)
-    ids_of, tokens_of = ROUTINGS[case.routing]
+    kind, tokens_of = ROUTINGS[case.routing]
     counts = [tokens_of(case.tokens + microbatch, rank, world) for rank in range(world)]
     experts, total = case.experts_per_rank * world, sum(counts)
     ids = [
-        torch.cat([ids_of(n, case.top_k, experts, g) for n in counts]) for _ in range(case.layers)
+        torch.cat([routing(kind, n, experts, case.top_k, g) for n in counts])
+        for _ in range(case.layers)
     ]
     probs = [
         torch.rand(total, case.top_k, generator=g, dtype=torch.float64) + 0.5
@@ -179,23 +156,22 @@ def oracle(case: Case, world: int, rank: int, drop: bool = False) -> dict[str, T
     for m in range(case.microbatches):
         inputs = _draw(case, world, m)
         if drop and m == 0:
-            begin = sum(inputs.counts[:rank])
-            kept = (inputs.ids[0][begin : begin + inputs.counts[rank]] >= 0).nonzero()
+            mine = inputs.ids[0][inputs.rows(rank)]
+            kept = (mine >= 0).nonzero()
             if len(kept):
-                inputs.ids[0][begin + kept[0, 0], kept[0, 1]] = -1
+                mine[kept[0, 0], kept[0, 1]] = -1
         x = inputs.x.requires_grad_()
         probs = [p.requires_grad_() for p in inputs.probs]
         y = x
         for ids, p, (w1, w2) in zip(inputs.ids, probs, weights, strict=True):
             y = y + case.gain * moe_reference(torch.tanh(y), ids, p, w1, w2, _activation(case))
         (y * inputs.grad).sum().backward()
-        begin = sum(inputs.counts[:rank])
-        mine = slice(begin, begin + inputs.counts[rank])
-        found[f"out {m}"] = y[mine].detach()
+        rows = inputs.rows(rank)
+        found[f"out {m}"] = y[rows].detach()
         if case.train_tokens:
-            found[f"dX {m}"] = _gradient(x)[mine]
+            found[f"dX {m}"] = _gradient(x)[rows]
             for layer, p in enumerate(probs):
-                found[f"dprobs {m}.{layer}"] = _gradient(p)[mine]
+                found[f"dprobs {m}.{layer}"] = _gradient(p)[rows]
     local = slice(rank * case.experts_per_rank, (rank + 1) * case.experts_per_rank)
     for layer, (w1, w2) in enumerate(weights):
         found[f"dW1 {layer}"], found[f"dW2 {layer}"] = _gradient(w1)[local], _gradient(w2)[local]
@@ -241,8 +217,7 @@ def overlapped(case: Case, group: dist.ProcessGroup, device: torch.device) -> di
     found: dict[str, Tensor] = {}
     for m in range(case.microbatches):
         inputs = _draw(case, world, m)
-        begin = sum(inputs.counts[:rank])
-        mine = slice(begin, begin + inputs.counts[rank])
+        mine = inputs.rows(rank)
         x = inputs.x[mine].to(device, case.dtype).requires_grad_(case.train_tokens)
         probs = [
             p[mine].to(device, probs_dtype).requires_grad_(case.train_tokens) for p in inputs.probs
@@ -327,8 +302,7 @@ def check_case(case: Case, group: dist.ProcessGroup, device: torch.device) -> fl
         # anything but rounding was caught; and a row may well be zero by nature (squared ReLU)
         return worst
     inputs = _draw(case, world, 0)
-    begin = sum(inputs.counts[:rank])
-    if (inputs.ids[0][begin : begin + inputs.counts[rank]] >= 0).any():
+    if (inputs.ids[0][inputs.rows(rank)] >= 0).any():
         lost = relative_error(oracle(case, world, rank, drop=True)["out 0"], expected["out 0"])
         assert lost > 1.5 * tolerance, (
             f"{case}: the tolerance {tolerance:g} could not catch a lost row ({lost:g})"

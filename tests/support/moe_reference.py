@@ -22,9 +22,11 @@ ROUTINGS = ["random", "empty", "dropped", "one expert", "same expert twice", "no
 
 
 def routing(kind: str, tokens: int, experts: int, top_k: int, g: torch.Generator) -> Tensor:
-    """ids [T, K] of one of ROUTINGS; "empty": the last two experts get nothing."""
-    some = experts - 2 if kind == "empty" else experts
-    ids = torch.rand(tokens, some, generator=g).topk(top_k, -1).indices
+    """ids [T, K] of one of ROUTINGS; "empty": the last two experts get nothing. A token's experts
+    are distinct while there are enough of them; the same one twice is a legal choice, too."""
+    some = max(experts - 2, 1) if kind == "empty" else experts
+    order = torch.rand(tokens, some, generator=g).argsort(1)
+    ids = order.repeat(1, -(-top_k // some))[:, :top_k].clone()
     if kind == "dropped":
         ids[torch.rand(ids.shape, generator=g) < 0.4] = -1
     if kind == "one expert":
