@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.support.launch import main_module_hidden
 from tests.support.templates import Template, die_with_parent
 
 __all__ = ["run_code"]
@@ -59,9 +58,7 @@ def run_code(
 
 @functools.cache
 def _server(interpreted: str) -> Template:
-    context, environment = multiprocessing.get_context("spawn"), {"TRITON_INTERPRET": interpreted}
-    with main_module_hidden():
-        return Template(context, "tests.support.third_parties", environment)
+    return Template(None, "tests.support.third_parties", {"TRITON_INTERPRET": interpreted})
 
 
 def _main(

@@ -1,7 +1,7 @@
 """Run a function on N ranks, each a fresh process, from inside a test.
 
-A server process has imported torch (and Megatron-Core, where there is no GPU). From it a template
-is forked for each test module (templates.py), which imports that module, and from that the module's
+One process has imported torch (and Megatron-Core, where there is no GPU). From it a template is
+forked for each test module (templates.py), which imports that module, and from that the module's
 ranks. So a world of four starts in a fraction of a second and still shares no state with the test
 before it. Every rank joins a process group, runs ``fn(rank, world_size, *args)`` and hands back
 what it returns.
@@ -27,7 +27,6 @@ import datetime
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.context
 import os
 import pickle
 import signal
@@ -36,7 +35,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +44,11 @@ import torch.distributed as dist
 
 from tests.support.templates import Template, die_with_parent, template_for
 
-__all__ = [
-    "RankError",
-    "RankOutcome",
-    "main_module_hidden",
-    "run_ranks",
-    "run_ranks_outcomes",
-    "take_gpu",
-    "world_group",
-]
+__all__ = ["RankError", "RankOutcome", "run_ranks", "run_ranks_outcomes", "take_gpu", "world_group"]
 
 _UNPATCHED = "tests.support.before_patches"  # looks at Megatron before it imports the package
 _choosing = threading.Lock()
 _GRACE_S = 5.0  # after one rank failed, the others get this long to fail by themselves and say why
-_ROOT = str(Path(__file__).resolve().parents[2])
-_SERVER_PATH = "MEGATRON_FLUID_TEST_SERVER_PATH"  # as in rank_server.py, which takes it back
 
 
 @dataclasses.dataclass
@@ -336,57 +325,8 @@ def _template(job: _Job) -> Template:
     forkable = env.get("CUDA_VISIBLE_DEVICES") == "" or not os.path.exists("/dev/nvidiactl")
     module = getattr(job.fn, "__module__", "") if forkable else ""
     bare = bool(set(job.env) - {"CUDA_VISIBLE_DEVICES"}) or module in ("", "__main__", _UNPATCHED)
-    with _choosing, main_module_hidden():  # worlds may be started by several threads
-        return template_for(_context(), "" if module == "__main__" else module, env, bare)
-
-
-def _context() -> multiprocessing.context.ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.rank_server"])  # read once, at its start
-    return context
-
-
-@contextlib.contextmanager
-def main_module_hidden() -> Iterator[None]:
-    """Keep multiprocessing from importing pytest's main module again in each rank; start the server
-    single-threaded, with the tests on its path."""
-    main = sys.modules["__main__"]
-    saved_spec, saved_file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    path = os.environ.get("PYTHONPATH")
-    server = {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (_ROOT, path))),
-        _SERVER_PATH: _ROOT,
-    }
-    saved = {name: os.environ.get(name) for name in server}
-    if not _defines_the_function(main):
-        main.__spec__ = None
-        if saved_file is not None:
-            del main.__file__
-    os.environ.update(server)
-    try:
-        yield
-    finally:
-        main.__spec__ = saved_spec
-        if saved_file is not None:
-            main.__file__ = saved_file
-        for name, value in saved.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _defines_the_function(main: Any) -> bool:
-    """Whether the test itself is the main program (``python tests/x.py``), whose functions pickle
-    as ``__main__``'s."""
-    name = (
-        getattr(getattr(main, "__spec__", None), "name", "")
-        or Path(getattr(main, "__file__", "") or "").stem
-    )
-    return not (
-        name.startswith("pytest") or name in ("py.test", "__main__", "__mp_main__", "runpy")
-    )
+    with _choosing:  # worlds may be started by several threads
+        return template_for("" if module == "__main__" else module, env, bare)
 
 
 def _describe(fn: Callable[..., Any], world_size: int, failed: Sequence[RankOutcome]) -> str:

@@ -3,8 +3,9 @@
 The ranks of one module then share what was imported, copy-on-write, and nothing else: each is a
 process of its own that no test has used before. A template runs no test code beyond the import.
 
-Templates themselves are forked from one that has imported megatron_fluid and armed its patches,
-which takes longer than all other imports of a test, unless the environment is to change before.
+Templates themselves are forked from one that has imported third parties alone (rank_server.py) or,
+unless the environment is to change before, from one that has imported megatron_fluid, too, and
+armed its patches, which takes longer than all other imports of a test.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import importlib
 import inspect
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.context
 import os
 import pickle
 import signal
@@ -26,8 +26,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import reduction, spawn
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -69,7 +70,7 @@ class Template:
     """The pytest process's end of a template.
 
     Args:
-        start: starts the process.
+        start: what it is forked from; None for multiprocessing's server, which has imported torch.
         module: imported before any fork, unless empty. A module that cannot be imported fails the
             forked process, which imports it again.
         env: the environment variables that are set before the import.
@@ -77,23 +78,22 @@ class Template:
     Several threads may ask at a time.
     """
 
-    def __init__(
-        self, start: multiprocessing.context.BaseContext | Template, module: str,
-        env: Mapping[str, str],
-    ) -> None:  # fmt: skip
+    def __init__(self, start: Template | None, module: str, env: Mapping[str, str]) -> None:
         self._lock = threading.Lock()  # of a request and its answer
         self._socket, theirs = multiprocessing.Pipe(duplex=True)
         self._process: Any
-        if isinstance(start, Template):
+        if start is not None:
             self._process = start.fork(_forked_main, (module, dict(env)), theirs)
         else:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
             # A daemon: otherwise the end of pytest waits for it.
-            self._process = start.Process(  # type: ignore[attr-defined]
+            self._process = context.Process(
                 target=_template_main, args=(theirs, module, dict(env)), daemon=True
             )
             # A test's own imports come first, and not this package, which reaches children by this.
             data = inspect.unwrap(spawn.get_preparation_data)
-            with mock.patch.object(spawn, "get_preparation_data", data):
+            with _main_module_hidden(), mock.patch.object(spawn, "get_preparation_data", data):
                 self._process.start()
         theirs.close()
 
@@ -126,26 +126,55 @@ _templates: collections.OrderedDict[tuple[Any, ...], Template] = collections.Ord
 
 
 @functools.cache
-def _with_the_package(context: multiprocessing.context.ForkServerContext) -> Template:
-    return Template(context, "megatron_fluid", {})
+def _third_parties() -> Template:
+    return Template(None, "tests.support.rank_server", {"OMP_NUM_THREADS": "1"})
 
 
-def template_for(
-    context: multiprocessing.context.ForkServerContext,
-    module: str,
-    env: Mapping[str, str],
-    bare: bool,
-) -> Template:
+@functools.cache
+def _with_the_package() -> Template:
+    return Template(_third_parties(), "megatron_fluid", {})
+
+
+def template_for(module: str, env: Mapping[str, str], bare: bool) -> Template:
     """The template of a module and environment; the ones that were asked for last are kept. bare:
     it must not have imported megatron_fluid before that module."""
     key = (module, *sorted(env.items()))
     template = _templates.pop(key, None)
     if template is None:
-        template = Template(context if bare else _with_the_package(context), module, env)
+        template = Template(_third_parties() if bare else _with_the_package(), module, env)
     _templates[key] = template
     while len(_templates) > _KEPT:
         _templates.popitem(last=False)[1].close()
     return template
+
+
+@contextlib.contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """Keep multiprocessing from importing pytest's main module again in each rank."""
+    main = sys.modules["__main__"]
+    if _defines_the_function(main):
+        yield
+        return
+    hidden = {name: getattr(main, name) for name in ("__spec__", "__file__") if hasattr(main, name)}
+    main.__spec__ = None
+    if "__file__" in hidden:
+        del main.__file__
+    try:
+        yield
+    finally:
+        vars(main).update(hidden)
+
+
+def _defines_the_function(main: Any) -> bool:
+    """Whether the test itself is the main program (``python tests/x.py``), whose functions pickle
+    as ``__main__``'s."""
+    name = (
+        getattr(getattr(main, "__spec__", None), "name", "")
+        or Path(getattr(main, "__file__", "") or "").stem
+    )
+    return not (
+        name.startswith("pytest") or name in ("py.test", "__main__", "__mp_main__", "runpy")
+    )
 
 
 def die_with_parent() -> None:
