@@ -137,11 +137,11 @@ def _log(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def begin_from(source: Path, target: Path, iteration: int = FIRST_SAVE) -> Path:
-    """A folder of checkpoints that holds the one of `iteration` alone."""
-    name = f"iter_{iteration:07d}"
+def begin_from(source: Path, target: Path) -> Path:
+    """A folder of checkpoints that holds the first alone."""
+    name = f"iter_{FIRST_SAVE:07d}"
     shutil.copytree(source / name, target / name)
-    (target / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    (target / "latest_checkpointed_iteration.txt").write_text(str(FIRST_SAVE))
     return target
 
 

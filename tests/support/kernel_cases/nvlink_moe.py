@@ -19,7 +19,7 @@ from megatron_fluid.moe.activations import Variant
 from megatron_fluid.moe.nvlink import buffers as nvlink_path
 from megatron_fluid.moe.nvlink import sent_rows
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
-from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
+from megatron_fluid.moe.nvlink.schedule import Schedule
 from tests.support.kernel_cases import NARROW, WIDE, KernelCase, cases_of
 from tests.support.simulated_workspace import SimulatedWorkspace
 
@@ -45,18 +45,9 @@ def _judged(case: KernelCase) -> KernelCase:
     return replace(case, wanted=WIDE, unwanted=(*NARROW, "ld.global.v4.b16"), spills=spills)
 
 
-def _buffers(
-    shape: MoECase,
-    schedule: Schedule = NO_OVERLAP,
-    tokens: int = TOKENS,
-    rank: int = 3,
-    ranks: int = RANKS,
-    **options: Any,
-) -> NvlinkBuffers:
-    space = SimulatedWorkspace(ranks).rank(rank)
-    buffers = NvlinkBuffers(
-        space, tokens, shape.hidden, shape.top_k, shape.experts, schedule=schedule, **options
-    )
+def _buffers(shape: MoECase, tokens: int = TOKENS, rank: int = 3, **options: Any) -> NvlinkBuffers:
+    space = SimulatedWorkspace(RANKS).rank(rank)
+    buffers = NvlinkBuffers(space, tokens, shape.hidden, shape.top_k, shape.experts, **options)
     buffers.stream_programs, buffers.stream_chunks = 48, 8  # as on a GPU
     buffers.plan_blocks = 128 if tokens > 1 else 1  # as of 4096 tokens
     buffers.sms = 132

@@ -35,11 +35,10 @@ def scheduler() -> WeightGradScheduler:
     return scheduler
 
 
-def layers(count: int, width: int = 5) -> list[nn.Parameter]:
+def layers(count: int) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(3)
-    shape = (width, width)
     return [
-        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
+        nn.Parameter(torch.randn(5, 5, generator=generator, dtype=torch.float64))
         for _ in range(count)
     ]
 

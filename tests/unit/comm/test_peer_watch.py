@@ -24,9 +24,9 @@ COLLECTIVE, OWN = ("all_reduce (megatron/a.py:1)", True), ("write (megatron/b.py
 class World:
     """Watches of all ranks on one store; their threads are the test."""
 
-    def __init__(self, ranks: int = 3, end: bool = True) -> None:
+    def __init__(self, end: bool = True) -> None:
         self.ended: list[PeerTimeoutError] = []
-        channels = agreements(ranks)
+        channels = agreements(3)
         on_all(channels, lambda w: w.barrier("begin"))
         self.watches = [
             PeerWatch(of, BOUND_S, end, on_timeout=self.ended.append, thread=-1) for of in channels

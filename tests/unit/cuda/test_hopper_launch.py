@@ -129,11 +129,11 @@ def _map(tensor: torch.Tensor, sizes: list[int], pitches: list[int], box: list[i
     return {"data": tensor.data_ptr(), "sizes": sizes, "pitches": pitches, "box": box}
 
 
-def _launch(module: HopperKernels, name: str = "grouped_forward", programs: int = 132) -> None:
+def _launch(module: HopperKernels, programs: int = 132) -> None:
     x = _rows()
     maps = (in_boxes(x, 32), token_boxes(x), (in_boxes(x, 64),))
     with sms_in_use(programs):
-        module.launch(name, maps, (6, 7, 8, 9, 1, 2, 3, 4, 1))
+        module.launch("grouped_forward", maps, (6, 7, 8, 9, 1, 2, 3, 4, 1))
 
 
 def test_a_launch_carries_maps_pointers_a_counter_and_sizes(driver: Driver) -> None:

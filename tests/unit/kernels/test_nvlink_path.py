@@ -92,11 +92,9 @@ def plan_of(case: Case, rank: int) -> PlanReference:
 class Ranks:
     """The buffers of all ranks, and after `plan` their handles: each step runs for all ranks."""
 
-    def __init__(
-        self, case: Case, hidden: int, schedule: Schedule = NO_OVERLAP, watched: bool = False
-    ) -> None:
+    def __init__(self, case: Case, hidden: int, schedule: Schedule = NO_OVERLAP) -> None:
         self.case, self.count, self.hidden = case, len(case.ids), hidden
-        self.world = SimulatedWorkspace(self.count, DEVICE, watched=watched)
+        self.world = SimulatedWorkspace(self.count, DEVICE)
         shape = (case.capacity, hidden, case.probs[0].shape[1], case.experts, torch.float32)
         self.buffers = [
             NvlinkBuffers(self.world.rank(r), *shape, schedule=schedule) for r in range(self.count)

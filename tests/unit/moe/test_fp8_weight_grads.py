@@ -34,9 +34,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch.setattr)
 
 
-def leaves_of(seed: int = 4) -> tuple[Tensor, list[Tensor], Tensor]:
+def leaves_of() -> tuple[Tensor, list[Tensor], Tensor]:
     """ids [T, K], bf16 leaves (x, probs, w1, w2), grad [T, H]; expert 1 has no rows."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(4)
     ids = torch.stack([torch.tensor([0, 2, 3])[torch.randperm(3, generator=g)[:K]]] * T)
     shapes = [(T, H), (T, K), (E, 2 * F, H), (E, H, F), (T, H)]
     *leaves, grad = (torch.randn(*shape, generator=g) * 0.1 for shape in shapes)

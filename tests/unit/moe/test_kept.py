@@ -35,15 +35,15 @@ class _Away:
 
 
 class _Offload:
-    def __init__(self, parts: Sequence[str], accepts: bool = True) -> None:
-        self.parts, self.accepts = parts, accepts
+    def __init__(self, parts: Sequence[str]) -> None:
+        self.parts = parts
         self.log: list[tuple[Any, ...]] = []
         self.seen: list[StorageWeakRef] = []
 
-    def put(self, part: str, tensors: Sequence[Tensor]) -> _Away | None:
+    def put(self, part: str, tensors: Sequence[Tensor]) -> _Away:
         self.log.append(("put", part, *(tuple(t.shape) for t in tensors)))
         self.seen += (StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
-        return _Away(part, tensors, self.log) if self.accepts else None
+        return _Away(part, tensors, self.log)
 
 
 def _leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
