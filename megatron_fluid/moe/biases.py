@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.kernels.grouped_gemm.launch import host_ends
 from megatron_fluid.moe.activations import Activation, RowBiases
 from megatron_fluid.moe.expert_weights import (
     ExpertWeights,
@@ -106,14 +107,17 @@ class ExpertBiases:
     def sums(self, rows: Tensor, groups: RowGroups, scale: Tensor | None = None) -> Tensor:
         """The sums of rows * scale over each expert, in fixed order: rows [N, D], gradients of what
         a bias was added to; scale as for add_to. [El, D] in fp32 or better"""
+        wide = _wide(rows.dtype)
+        if scale is not None:
+            scale = scale.to(wide)  # a router in fp64 gives fp64
         if _kernels_serve(rows, groups, rows, scale):
             from megatron_fluid.kernels.activation.biases import sum_by_expert
 
             return sum_by_expert(rows, groups.offsets, scale)
-        wide = _wide(rows.dtype)
         scaled = rows.to(wide) if scale is None else rows.to(wide) * scale[: len(rows), None]
-        sums = rows.new_zeros(len(self), rows.shape[1], dtype=wide)
-        return sums.index_add_(0, _experts_of(rows, groups), scaled.to(wide))
+        # Expert by expert: on a GPU index_add_ adds in another order each time.
+        ends = host_ends(groups.offsets, groups.ends)
+        return torch.stack([part.sum(0) for part in scaled.tensor_split(ends)[: len(self)]])
 
     def as_gradients(self, sums: Tensor) -> list[Tensor]:
         """One gradient for each of params: sums [El, D]."""

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from megatron_fluid import TransformerLayer
 from megatron_fluid.moe.activations import Variant, resolve_activation
+from megatron_fluid.moe.biases import ExpertBiases
+from megatron_fluid.moe.expert_weights import RowGroups
 from tests.support.captured import replayed
 from tests.support.expert_calls import expert_rows, local_moe
 from tests.support.machine import GPUS
@@ -122,6 +124,21 @@ def test_biases(group: dist.ProcessGroup, kind: str, dtype: torch.dtype) -> None
     check(found, call)
     same(call.run(group), found)
     same(call.run(group, recompute=("rows", "hidden")), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_bias_gradients_of_fp64_probabilities_repeat_their_bits(dtype: torch.dtype) -> None:
+    counts = [700, 0, 1, 900, 64, 33, 0, 1300]
+    offsets = torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32)
+    groups = RowGroups.of_counts(counts, offsets)
+    rows = torch.randn(sum(counts), 256, device="cuda").to(dtype)
+    scale = torch.rand(sum(counts), device="cuda", dtype=torch.float64)
+    biases = ExpertBiases(torch.zeros(8, 256, device="cuda"), 8, 256)
+    first = biases.sums(rows, groups, scale)
+    right = [part.sum(0) for part in (rows.double() * scale[:, None]).split(counts)]
+    torch.testing.assert_close(first.double(), torch.stack(right), rtol=1e-4, atol=1e-3)
+    for _ in range(100):
+        assert torch.equal(biases.sums(rows, groups, scale), first)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
