@@ -1,4 +1,5 @@
-"""The process groups of one half of tests/support/training_world.py, made again and again."""
+"""The process groups of one half of tests/support/training_world.py, made again and again, and what
+of a model's parameters lies on a rank of them."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["Groups"]
+__all__ = ["Groups", "shares_of"]
 
 
 class Groups:
@@ -63,3 +65,17 @@ class Groups:
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
         gc.collect()
+
+
+def shares_of(ddp: Any) -> dict[str, Tensor]:
+    """This rank's share of each bucket of parameters."""
+    from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+
+    shares = {}
+    for kind in ("buffers", "expert_parallel_buffers"):
+        for i, buffer in enumerate(getattr(ddp, kind)):
+            ranks, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
+            for j, bucket in enumerate(buffer.buckets):
+                share = shard_buffer(bucket.param_data, ranks)[rank]
+                shares[f"{kind} {i}, bucket {j}"] = share.detach().clone()
+    return shares

@@ -24,7 +24,7 @@ import megatron_fluid
 from megatron_fluid import patches
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.patches.cpu.replacements import CPU_PATCHES
-from tests.support.training_groups import Groups
+from tests.support.training_groups import Groups, shares_of
 from tests.support.training_world import PARTS, Done, Setup, Shape
 
 __all__ = ["serve"]
@@ -36,7 +36,8 @@ _STUCK_S = 150.0  # a rank that takes longer says where it stands, and ends
 
 
 class _Trainer:
-    """One rank of one half. Its public methods are what a test can ask for.
+    """One rank of one half. Its public methods are what a test can ask for; what one gives, else
+    `done`, is the answer.
 
     Args:
         fluid: whether this half is megatron_fluid's.
@@ -58,7 +59,7 @@ class _Trainer:
         self._usage: dict[int, str] = {}
         self._logging: list[Any] = []
 
-    def begin(self, setup: Setup) -> Done:
+    def begin(self, setup: Setup) -> None:
         """Make the model, from the same random numbers every time."""
         self._drop()
         self.__init__(self._fluid, self._groups)  # type: ignore[misc]
@@ -66,7 +67,6 @@ class _Trainer:
         if self._groups.expert_ranks != setup.expert_ranks:
             self._groups.make(setup.expert_ranks, whole=True)
         self._build()
-        return self._done()
 
     def train(
         self, shapes: Sequence[Shape], uneven: bool = False, spoiled: bool = False,
@@ -82,13 +82,13 @@ class _Trainer:
         losses = self._microbatches(shapes, uneven, synced=True, spoiled=spoiled, aborted=aborted)
         self._finalize([self._ddp])
         if spoiled and not self._setup.distributed:
-            return self._done(losses)  # no scaler: the caller leaves the step out
+            return self.done(losses)  # no scaler: the caller leaves the step out
         stepped, norm, _ = self._optimizer.step()
-        return self._done(losses, bool(stepped), None if norm is None else float(norm))
+        return self.done(losses, bool(stepped), None if norm is None else float(norm))
 
     def accumulate(self, shapes: Sequence[Shape]) -> Done:
         """Microbatches whose gradients the next iteration adds to."""
-        return self._done(self._microbatches(shapes, False, synced=False))
+        return self.done(self._microbatches(shapes, False, synced=False))
 
     def evaluate(self, shape: Shape, inference: bool) -> Done:
         """The loss, without gradients."""
@@ -99,56 +99,50 @@ class _Trainer:
             self._ddp.train()
         if inference:  # Megatron keeps a table that it could not recompute with
             self._model.rotary_pos_emb.forward.cache_clear()
-        return self._done(losses)
+        return self.done(losses)
 
     def regularise(
         self, part: str | tuple[str, ...] | None, scale: float = 0.0, when: str = "always"
-    ) -> Done:
+    ) -> None:
         """From now on the loss has a term of the weights of a part (of PARTS, or all words of their
         names), "always", in the "first" or the "last" microbatch only, or "before" the forward, so
         that its backward comes last; None: no more."""
         self._regulariser = None if part is None else (part, scale, when)
-        return self._done()
 
-    def freeze(self, part: str) -> Done:
-        return self._set_frozen(self._frozen | {part})
+    def freeze(self, part: str) -> None:
+        self._set_frozen(self._frozen | {part})
 
-    def thaw(self) -> Done:
-        return self._set_frozen(set())
+    def thaw(self) -> None:
+        self._set_frozen(set())
 
-    def clip(self, norm: float) -> Done:
+    def clip(self, norm: float) -> None:
         """Clip gradients to that norm; 0: not at all."""
         self._clip = norm
         for optimizer in (self._optimizer, *self._optimizers()):
             optimizer.config.clip_grad = norm
-        return self._done()
 
-    def recompute(self, on: bool) -> Done:
+    def recompute(self, on: bool) -> None:
         """Recompute whole layers in backward."""
         self._full_recompute = on
         self._set_recompute()
-        return self._done()
 
-    def use(self, layer: int, how: str) -> Done:
+    def use(self, layer: int, how: str) -> None:
         """Call an MoE layer "once", "twice", not at all ("skip") or not in the first microbatch
         ("skip first"), or by Megatron's own forward, as where its activations are logged
         ("megatron")."""
         self._usage[layer] = how
         self._set_usage()
-        return self._done()
 
-    def save(self) -> Done:
+    def save(self) -> None:
         """Keep parameters and the optimizer's state."""
         self._saved = self._snapshot()
-        return self._done()
 
-    def load(self) -> Done:
+    def load(self) -> None:
         """Go back to what `save` kept."""
         if self._saved is not None:
             self._restore(self._saved)
-        return self._done()
 
-    def restart(self, kind: str) -> Done:
+    def restart(self, kind: str) -> None:
         """Make the model again from its own parameters and state, with the same groups but what the
         package keeps for them ("resources"), with new groups of Megatron ("model parallel"), or
         after the process group was destroyed ("all")."""
@@ -163,9 +157,8 @@ class _Trainer:
             self._groups.make(self._setup.expert_ranks, whole=kind == "all")
         self._build()
         self._restore(snapshot)
-        return self._done()
 
-    def log_activations(self, on: bool) -> Done:
+    def log_activations(self, on: bool) -> None:
         """Keep inputs and outputs of linear layers and routers by the hooks of Megatron's logger,
         as --save-activations-interval does in single iterations. (Its list of modules cannot be
         read without Transformer Engine.)"""
@@ -181,12 +174,11 @@ class _Trainer:
             for name, module in self._model.named_modules()
             if on and isinstance(module, ColumnParallelLinear | RowParallelLinear | Router)
         ]
-        return self._done()
 
     def parameters(self) -> Done:
         """All parameters, gathered."""
         with self._gathered():
-            return dataclasses.replace(self._done(), params=self._named())
+            return dataclasses.replace(self.done(), params=self._named())
 
     def _drop(self) -> None:
         """Let go of what holds process groups: each has threads that wake again and again. (The
@@ -315,7 +307,7 @@ class _Trainer:
         for parameter in self._part(part):
             parameter.requires_grad_(required)
 
-    def _set_frozen(self, frozen: set[str]) -> Done:
+    def _set_frozen(self, frozen: set[str]) -> None:
         """With overlapped reductions Megatron waits for the gradients of every parameter that it
         was given, so the model is wrapped again, and the optimizer starts afresh."""
         if self._setup.overlap != "none":
@@ -324,7 +316,7 @@ class _Trainer:
             self._frozen = frozen
             self._build()
             self._restore(snapshot)
-            return self._done()
+            return
         for part in self._frozen - frozen:
             self._require_grad(part, True)
         changed, self._frozen = self._frozen ^ frozen, frozen
@@ -332,15 +324,12 @@ class _Trainer:
             self._require_grad(part, False)
         if self._fluid and "one expert" in changed:  # asked for where experts are no longer alike
             patches.reset_layers()
-        return self._done()
 
     def _set_recompute(self) -> None:
         config = self._config
-        if self._setup.recompute:
-            return
-        config.recompute_granularity = "full" if self._full_recompute else None
-        config.recompute_method = "uniform" if self._full_recompute else None
-        config.recompute_num_layers = 1 if self._full_recompute else None
+        if not self._setup.recompute:
+            how = ("full", "uniform", 1) if self._full_recompute else (None,) * 3
+            config.recompute_granularity, config.recompute_method, config.recompute_num_layers = how
 
     def _set_usage(self) -> None:
         for number, layer in enumerate(self._moe):
@@ -391,30 +380,16 @@ class _Trainer:
                     optimizer.optimizer.load_state_dict(pickle.loads(state))
             self._optimizer.reload_model_params()
 
-    def _done(
+    def done(
         self, losses: Sequence[float] = (), stepped: bool | None = None, norm: float | None = None
     ) -> Done:
+        """Parameters are as they are right now; gathered late: this rank's share."""
         from tests.support.tiny_gpt import expert_order
 
         served = all(expert_order(layer) is not None for layer in self._moe)
-        return Done(
-            list(losses), stepped, norm, self._current(), started=self._started, served=served
-        )
-
-    def _current(self) -> dict[str, Tensor]:
-        """Parameters as they are right now; where they are gathered late, this rank's share."""
-        if self._setup.overlap != "reduce and gather":
-            return self._named()
-        from megatron.core.distributed.param_and_grad_buffer import shard_buffer
-
-        shares = {}
-        for kind in ("buffers", "expert_parallel_buffers"):
-            for i, buffer in enumerate(getattr(self._ddp, kind)):
-                ranks, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
-                for j, bucket in enumerate(buffer.buckets):
-                    share = shard_buffer(bucket.param_data, ranks)[rank]
-                    shares[f"{kind} {i}, bucket {j}"] = share.detach().clone()
-        return shares
+        late = self._setup.overlap == "reduce and gather"
+        params = shares_of(self._ddp) if late else self._named()
+        return Done(list(losses), stepped, norm, params, started=self._started, served=served)
 
 
 def _twice(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -423,10 +398,6 @@ def _twice(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(first + hidden, *args, **kwargs)
 
     return twice
-
-
-def _accumulate(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
-    main_grad.addmm_(dy.t(), x)
 
 
 def serve(rank: int, world_size: int, ports: tuple[int, int, int]) -> None:
@@ -451,7 +422,9 @@ def serve(rank: int, world_size: int, ports: tuple[int, int, int]) -> None:
         cpu_mode = {patch.name for patch in CPU_PATCHES}
         patches.disable(*(p.name for p in patches.PATCHES if p.name not in cpu_mode))
     # Megatron's kernel (Apex) is for GPUs.
-    kernel = types.SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate)
+    kernel = types.SimpleNamespace(
+        wgrad_gemm_accum_fp32=lambda x, dy, main_grad: main_grad.addmm_(dy.t(), x)
+    )
     layers._grad_accum_fusion_available = True
     layers.fused_weight_gradient_mlp_cuda = kernel
 
@@ -466,7 +439,7 @@ def serve(rank: int, world_size: int, ports: tuple[int, int, int]) -> None:
         faulthandler.dump_traceback_later(_STUCK_S, exit=True)
         try:
             for name, arguments in asked:
-                done = getattr(trainer, name)(**arguments)
+                done = getattr(trainer, name)(**arguments) or trainer.done()
         except Exception:  # noqa: BLE001 (handed back)
             done = Done(error=traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
