@@ -66,39 +66,17 @@ class Run:
         return found[1]
 
 
-def environment() -> dict[str, str]:
-    """No GPU is shown to the ranks, so that every machine does the same."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_FLUID")
-    }
-    return kept | {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(ROOT),
-        "MEGATRON_FLUID_CPU": "1",
-    }
-
-
-def short_command(ranks: int, flags: Sequence[str]) -> list[str]:
-    """Train with short endings and a short log."""
-    launcher = [sys.executable, "-m", "megatron_fluid.cli", "run", "--nproc-per-node", str(ranks)]
-    return [*launcher, str(SCRIPT), *flags]
+VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MEGATRON_FLUID_CPU": "1"}
 
 
 def forked(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
-    """Train in ``folder`` with ``ranks`` processes and Megatron's full log."""
-    return forked_short(folder, ranks, [*flags, "--fluid-verbose"])
-
-
-def forked_short(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
-    """As :func:`forked`, with a short log."""
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MEGATRON_FLUID_CPU": "1"}
-    return Run(*run_program(SCRIPT, ranks, flags, folder, variables))
+    """Train in ``folder`` with ``ranks`` processes and a short log."""
+    return Run(*run_program(SCRIPT, ranks, flags, folder, VARIABLES))
 
 
 def succeed(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
-    """A run that must end well."""
-    done = forked(folder, ranks, flags)
+    """A run with Megatron's full log that must end well."""
+    done = forked(folder, ranks, [*flags, "--fluid-verbose"])
     assert done.code == 0, done.output[-6000:]
     return done
 
@@ -214,7 +192,7 @@ def errors(done: Run) -> list[str]:
 def test_a_run_is_never_overwritten(trained: Run, folder: Path) -> None:
     before = sorted(path.name for path in (folder / "c").iterdir())
     flags = [*TINY, "--text-path", "text", "--train-iters", "2", "--save", "c"]
-    done = forked_short(folder, 1, flags)
+    done = forked(folder, 1, flags)
     assert done.code == 2
     (line,) = errors(done)
     assert line.startswith("error: c holds a run (its last checkpoint: 10)") and "--resume" in line
@@ -223,7 +201,7 @@ def test_a_run_is_never_overwritten(trained: Run, folder: Path) -> None:
 
 def test_a_folder_that_takes_no_files_is_found_before_anything_long(folder: Path) -> None:
     (folder / "a_file").write_text("")
-    done = forked_short(folder, 1, [*TINY, "--save", "a_file/run"])
+    done = forked(folder, 1, [*TINY, "--save", "a_file/run"])
     assert done.code == 2
     (line,) = errors(done)
     assert line.startswith("error: a_file/run: this folder for the run cannot be written")
@@ -232,10 +210,12 @@ def test_a_folder_that_takes_no_files_is_found_before_anything_long(folder: Path
 
 def test_ctrl_c_saves_and_sums_up_and_the_run_resumes(folder: Path) -> None:
     flags = [*TINY, "--text-path", "text", "--save", "stopped", "--train-iters"]
+    launcher = [sys.executable, "-m", "megatron_fluid.cli", "run", "--nproc-per-node", "2"]
+    kept = {name: value for name, value in os.environ.items() if "MEGATRON_FLUID" not in name}
     with subprocess.Popen(
-        short_command(2, [*flags, "100000"]),
+        [*launcher, str(SCRIPT), *flags, "100000"],
         cwd=folder,
-        env=environment(),
+        env=kept | VARIABLES | {"CUDA_VISIBLE_DEVICES": ""},  # every machine does the same
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -257,7 +237,7 @@ def test_ctrl_c_saves_and_sums_up_and_the_run_resumes(folder: Path) -> None:
     assert 3 <= saved < 1000
     assert "--resume" in done.output.split("next ")[1].split("\n")[1]
 
-    resumed = forked_short(folder, 2, [*flags, str(saved + 2), "--resume"])
+    resumed = forked(folder, 2, [*flags, str(saved + 2), "--resume"])
     assert resumed.code == 0, resumed.output[-3000:]
     shown = [line for line in resumed.output.splitlines() if not line.startswith("INFO:")]
     assert len(shown) < 100, "the terminal shows little (pytest's forks INFO); the log has it all"
