@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from megatron_fluid import patches
 from megatron_fluid.errors import ConfigError
+from tests.distributed.test_rank_agreement import outcome_of
 from tests.support.launch import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -298,25 +298,16 @@ def test_the_result_is_megatrons_whatever_became_of_the_experts_or_it_is_refused
         assert ("reset_layers() on all ranks" in case["refused"]) == bool(case["refused"])
 
 
-def _outcome(layer: Any) -> tuple[str, str, float]:
-    start = time.monotonic()
-    try:
-        layer(torch.randn(4, 1, 32, dtype=torch.float64))
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "", "", time.monotonic() - start
-
-
 def _on_one_rank(rank: int, world_size: int) -> tuple[str, str, float]:
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
     with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=TIMEOUT_S):
         layer = _built()
-        _outcome(layer)
+        outcome_of(layer)
         if rank == 1:
             wrapper(layer)
-        return _outcome(layer)
+        return outcome_of(layer)
 
 
 def test_a_change_on_one_rank_alone_is_an_error_by_name_on_all() -> None:

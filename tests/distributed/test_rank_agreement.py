@@ -22,11 +22,11 @@ pytestmark = pytest.mark.skipif(
 TIMEOUT_S = 3.0
 
 
-def _call(layer: Any) -> tuple[str, str, float]:
+def outcome_of(layer: Any) -> tuple[str, str, float]:
     """The outcome of a forward on this rank: the error's class and text, and how long it took."""
     start = time.monotonic()
     try:
-        layer(torch.randn(4, 2, 32))
+        layer(torch.randn(4, 2, 32, dtype=next(layer.parameters()).dtype))
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "", "", time.monotonic() - start
@@ -44,21 +44,21 @@ def _disagree(rank: int, world_size: int) -> dict[str, Any]:
 
     for name, backends in (("named", ("rounds", "megatron")), ("auto", ("auto", "megatron"))):
         with tiny_gpt.plug_in(True, moe_backend=backends[rank], timeout_s=TIMEOUT_S):
-            found[name] = _call(build(backends[rank]))
+            found[name] = outcome_of(build(backends[rank]))
     with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=TIMEOUT_S + rank) as calls:
         layer = build("auto", **({"activation_func_fp8_input_store": True} if rank else {}))
-        outcome = _call(layer)
+        outcome = outcome_of(layer)
         outcome = (*outcome, moe_layer.backend_of(layer), moe_layer.experts_reason_of(layer))
         found["a reason of one rank"] = (*outcome, len(calls))
         layer = build("auto")
         find = moe_layer.DECISIONS.find
         if rank:
             moe_layer.DECISIONS.find = lambda *_: [][0]  # type: ignore[method-assign]
-        found["a rank that fails"] = _call(layer)
+        found["a rank that fails"] = outcome_of(layer)
         moe_layer.DECISIONS.find = find  # type: ignore[method-assign]
         layer = build("auto")
         if rank == 0:
-            found["a rank that stays away"] = _call(layer)
+            found["a rank that stays away"] = outcome_of(layer)
     return found
 
 
