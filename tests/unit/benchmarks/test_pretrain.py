@@ -25,6 +25,7 @@ from benchmarks.cases.pretrain import (
     common_flags,
     flags_of,
 )
+from benchmarks.harness.kernel_times import totals
 from benchmarks.suites import pretrain
 from benchmarks.tune import megatron_best
 
@@ -169,3 +170,12 @@ def test_a_variant_that_fails_is_named_and_leaves_no_row(
     assert pretrain.main([*words, "--output", str(output)]) == 1
     assert "failed: tiny fluid: exit code" in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_where_a_gpus_time_went_is_told_by_kind_and_by_kernel() -> None:
+    kernels = [("grouped_forward", 0.0, 2.0), ("grouped_forward", 1.0, 4.0), ("nccl_x", 6.0, 7.0)]
+    found = totals(kernels)
+    assert found["kinds"] == {"expert GEMMs of megatron_fluid": 5.0, "communication": 1.0}
+    assert found["kernels"]["grouped_forward"] == [5.0, 2]
+    assert (found["busy_ms"], found["span_ms"]) == (5.0, 7.0)
+    assert totals([])["span_ms"] == 0.0
