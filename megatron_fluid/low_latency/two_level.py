@@ -121,6 +121,7 @@ class TwoLevel:
         self._late = zeros(tokens, k)
         self._all_late = zeros(received, k)
         self._partial = zeros(received, layout.hidden_dim, dtype=layout.combine_dtype)
+        self._failure: PeerTimeoutError | None = None  # of the all-gather of weights
         synchronize(device)
 
     # ---- dispatch
@@ -204,6 +205,7 @@ class TwoLevel:
                 self._timeout_s,
             )()
         except PeerTimeoutError as error:
+            self._failure = error
             self._rename(error, self.rail)
         numbers = self._received[0, :, at : at + 4].view(torch.int32)[:, 0]
         # Rows behind the received ones hold anything.
@@ -237,6 +239,8 @@ class TwoLevel:
         return f", {self.sizes.domains} domains of {self.sizes.domain_size} ranks"
 
     def check_errors(self) -> None:
+        if self._failure is not None:  # ranks no longer know what others have sent
+            self._rename(self._failure.with_traceback(None), self.rail)
         for transport in (self.rail, self.domain):
             try:
                 transport.check_errors()

@@ -181,6 +181,23 @@ def test_late_weights_find_their_tokens_whether_or_not_the_bound_comes_with_them
     run_ranks(_bound_at_one_half, 4)
 
 
+def _weights_of_one_rank(rank: int, world: int) -> None:
+    ata = _open(rank, world, 4, 4, 1, 16, domain_size=1, timeout_s=2.0)
+    x, ids = torch.ones(4, 16).to(torch.bfloat16), torch.zeros(4, 1, dtype=torch.int32)
+    send(ata, x, ids)
+    out = receive(ata)[1]
+    if rank == 0:
+        lost = r"rank 0.*combine weights.*between domains"
+        with pytest.raises(PeerTimeoutError, match=lost):
+            send_back(ata, out, torch.ones(4, 1))
+        with pytest.raises(PeerTimeoutError, match=lost):
+            send(ata, x, ids)
+
+
+def test_after_lost_weights_every_call_fails() -> None:
+    run_ranks(_weights_of_one_rank, 2)
+
+
 def _by_hosts(rank: int, world: int) -> None:
     group = world_group()
     topology.socket.gethostname = lambda: f"host{rank // 2}"  # type: ignore[attr-defined]
