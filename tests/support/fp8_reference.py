@@ -24,6 +24,7 @@ __all__ = [
     "restore_companded",
     "restore_rows",
     "restore_weights",
+    "rows_of",
     "scaled_grouped_product",
     "swiglu_backward",
     "turn_rows",
@@ -32,6 +33,25 @@ __all__ = [
 ]
 
 _E4M3 = torch.float8_e4m3fn
+
+
+def rows_of(kind: str, rows: int, width: int) -> Tensor:
+    """fp32 [rows, width], normal but for what `kind` says."""
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(3))
+    if kind == "outliers":
+        x[::2, ::100] *= 3e4
+    if kind == "zeros":
+        x[:, :130], x[1], x[0, 7] = 0.0, 0.0, -0.0
+    if kind == "denormals":
+        x = x * 2.0**-130
+        x[0] *= 2.0**20
+    if kind == "huge":
+        x = x * 2.0**120
+    if kind == "one scale":
+        x = x.clamp(1.0, 3.0)
+    if kind == "one value":
+        x[:] = 448.0
+    return x
 
 
 def block_scale(blocks: Tensor) -> Tensor:

@@ -14,26 +14,22 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_fluid.attention import tables
-from megatron_fluid.attention.attention_kernels import CoreCase, run_sdpa
+from megatron_fluid.attention.attention_kernels import run_sdpa
 from megatron_fluid.attention.exchange import symmetric
 from megatron_fluid.attention.exchange.protocol import Projection
 from megatron_fluid.attention.exchange.symmetric import SymmetricExchange, choose_transport
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.overlap import AttentionCall, overlapped_attention
-from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.attention.tables import FUSED
 from megatron_fluid.errors import ConfigError, FluidError
-from tests.distributed.test_attention import Case, _layers
+from tests.distributed.test_attention import _layers
 from tests.support.machine import NEEDS_INTERPRETER
 from tests.support.simulated_driver import head_buffers
 from tests.support.simulated_workspace import SimulatedWorkspace
 from tests.support.thread_ranks import ThreadBuffers, run_threads
+from tests.unit.attention.test_symmetric_exchange import BASE, CORE, TRANSPORTS
 
 pytestmark = NEEDS_INTERPRETER
-
-CORE = CoreCase(8, torch.float64, "cpu")
-BASE = Case(head_dim=8, rotary=Rotary(8), heads=8, kv_heads=4, length=16)
-TRANSPORTS = pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 
 
 def test_a_receive_buffer_is_written_again_only_when_every_rank_has_read_it() -> None:

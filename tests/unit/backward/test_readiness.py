@@ -18,8 +18,11 @@ from megatron_fluid.moe.autograd import run_experts
 from megatron_fluid.moe.call import ExpertCall
 from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.local.transport import LocalPlan, LocalTransport
+from tests.support.moe_reference import moe_reference
 
 EXPERTS, HIDDEN, FFN, TOKENS = 3, 8, 4, 6
+IDS = torch.arange(TOKENS).view(TOKENS, 1) % (EXPERTS - 1)  # one expert has no token
+PROBS = torch.linspace(0.1, 0.9, TOKENS).view(TOKENS, 1)
 
 
 class Gate(ReadyGate):
@@ -94,24 +97,19 @@ class Model:
         self.experts, self.linear = self.params[:-1], self.params[-1]
 
     def layer(self, x: Tensor, scheduler: WeightGradScheduler) -> Tensor:
-        ids = torch.arange(TOKENS).view(TOKENS, 1) % (EXPERTS - 1)  # one expert has no token
-        probs = torch.linspace(0.1, 0.9, TOKENS).view(TOKENS, 1)
         x = deferred_linear(x, self.linear, scheduler=scheduler)
         fcs = self.experts[:EXPERTS], self.experts[EXPERTS:]
         weights = ExpertWeights(fcs[0], EXPERTS), ExpertWeights(fcs[1], EXPERTS)
-        transport = LocalTransport(LocalPlan.of(ids, EXPERTS))
+        transport = LocalTransport(LocalPlan.of(IDS, EXPERTS))
         given = {"w1": weights[0], "w2": weights[1], "num_experts": EXPERTS}
-        call = ExpertCall(x=x, probs=probs, scheduler=scheduler, **given)  # type: ignore[arg-type]
+        call = ExpertCall(x=x, probs=PROBS, scheduler=scheduler, **given)  # type: ignore[arg-type]
         return run_experts(call, transport)
 
     def plain(self, x: Tensor) -> Tensor:
         """The layer by autograd alone."""
         x = torch.nn.functional.linear(x, self.linear)
-        ids = torch.arange(TOKENS) % (EXPERTS - 1)
-        fc1, fc2 = (torch.stack(w)[ids] for w in (self.experts[:EXPERTS], self.experts[EXPERTS:]))
-        a, b = torch.einsum("tfh,th->tf", fc1, x).chunk(2, -1)
-        h = torch.nn.functional.silu(a) * b * torch.linspace(0.1, 0.9, TOKENS).view(TOKENS, 1)
-        return torch.einsum("thf,tf->th", fc2, h)
+        fc1, fc2 = (torch.stack(w) for w in (self.experts[:EXPERTS], self.experts[EXPERTS:]))
+        return moe_reference(x, IDS, PROBS, fc1, fc2, "swiglu")
 
     def penalty(self) -> Tensor:
         """Of some experts' weights, and the linear's."""

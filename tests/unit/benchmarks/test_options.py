@@ -9,7 +9,6 @@ import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -20,10 +19,6 @@ from benchmarks.report.descriptions import SUITES as WORDS
 from megatron_fluid.errors import ConfigError
 
 MODES = "found 'nosuch', allowed: some of forward, train, comma-separated"
-
-
-def _program(name: str) -> ModuleType:
-    return importlib.import_module(f"benchmarks.suites.{name}")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +43,7 @@ def test_an_unknown_or_idle_option_is_refused(
     suite: str, arguments: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        _program(suite).main(arguments.split())
+        importlib.import_module(f"benchmarks.suites.{suite}").main(arguments.split())
     assert caught.value.code == 2
     assert words in capsys.readouterr().err
 

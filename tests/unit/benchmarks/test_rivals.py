@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from benchmarks.cases.moe import MoECase
 from benchmarks.cases.moe_rivals import LigerCuteMoE, SonicMoE, TorchGroupedMoE, missing
+from tests.support.moe_reference import moe_reference
 
 CASE, CPU = MoECase(hidden=16, ffn=8, experts=4, top_k=2), torch.device("cpu")
 
@@ -34,12 +35,8 @@ def test_torchs_grouped_gemm_computes_what_its_words_say() -> None:
     layer.take(torch.randn(4, 16, 16) * 0.3, torch.randn(4, 16, 8) * 0.3)
     x = torch.randn(6, 16).bfloat16()
     ids, probs = torch.rand(6, 4).topk(2).indices, torch.rand(6, 2)
-    right = torch.zeros(6, 16)
-    w1, w2, tokens = layer.weight1.float(), layer.weight2.float(), x.float()
-    for t in range(6):
-        for expert, prob in zip(ids[t].tolist(), probs[t].tolist(), strict=True):
-            gate, up = (w1[expert] @ tokens[t]).chunk(2)
-            right[t] += prob * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
+    weights = layer.weight1.float(), layer.weight2.float()
+    right = moe_reference(x.float(), ids, probs, *weights, "swiglu")
     torch.testing.assert_close(layer.experts(x, ids, probs).float(), right, rtol=0.05, atol=0.05)
 
 

@@ -13,15 +13,13 @@ import torch
 from megatron_fluid.cuda import kernel_build, tensor_maps
 from megatron_fluid.cuda.tensor_maps import BOXES, GATED, TensorMaps, in_boxes, token_boxes
 from megatron_fluid.errors import FluidError
-from megatron_fluid.kernels.fused_gemm.launch import FUSED
-from megatron_fluid.kernels.grouped_gemm import launch as grouped_gemm
 from megatron_fluid.kernels.grouped_gemm.launch import GROUPED
 from megatron_fluid.kernels.sm90 import launch as sm90
 from megatron_fluid.kernels.sm90.launch import HopperKernels
 from tests.support.cuda_driver import FakeDriver, driver_in_place, word
 from tests.support.machine import sms_in_use
 
-KERNELS = (*GROUPED.kernels, *FUSED.kernels)
+KERNELS = tuple(GROUPED.kernels)
 
 
 class Driver(FakeDriver):
@@ -32,17 +30,13 @@ class Driver(FakeDriver):
         self.launches: list[dict[str, Any]] = []
         self.maps: list[dict[str, Any]] = []
         self.places: list[int] = []  # of the last launch's maps
-        self.modes: list[int] = []
         self.refusals: list[int] = []  # statuses of the next maps
         self.answers["cuModuleLoadData"] = lambda code: (code,)
         self.answers["cuModuleGetFunction"] = lambda module, name: (
             self.CUfunction(1 + KERNELS.index(name.decode())),
         )
-        self.answers["cuThreadExchangeStreamCaptureMode"] = self._exchange
-
-    def _exchange(self, mode: Any) -> tuple[Any]:
-        self.modes.append(int(mode))
-        return (self.CUstreamCaptureMode(0),)
+        mode = self.CUstreamCaptureMode(0)
+        self.answers["cuThreadExchangeStreamCaptureMode"] = lambda _: (mode,)
 
     def encode(  # type: ignore[no-untyped-def]
         self, place, element, rank, data, sizes, pitches, box, steps, inner, swizzle, l2, fill
@@ -69,14 +63,10 @@ class Driver(FakeDriver):
         assert extra == 0 and shared == sm90._DYNAMIC_SHARED
         told = {"name": int(function), "grid": (x, y, z), "block": (bx, by, bz)}
         told["stream"] = int(stream)
-        if list(FUSED.kernels).count(KERNELS[int(function) - 1]):  # by addresses, and a counter
-            told["addresses"] = [word(parameters + 8 * i) for i in range(2)]
-            told["counter"] = word(word(parameters + 16), 4)
-        else:
-            self.places = [word(parameters + 8 * i) for i in range(3)]
-            told["words"] = [word(word(parameters + 8 * i)) for i in range(3, 13)]
-            places = (*self.places, self.places[2] + 128)
-            told["maps"] = [self.map_at(place) for place in places]
+        self.places = [word(parameters + 8 * i) for i in range(3)]
+        told["words"] = [word(word(parameters + 8 * i)) for i in range(3, 13)]
+        places = (*self.places, self.places[2] + 128)
+        told["maps"] = [self.map_at(place) for place in places]
         self.launches.append(told)
         return self._call("cuLaunchKernel", arguments)
 
@@ -171,12 +161,6 @@ def test_what_tma_cannot_address_is_named(driver: Driver) -> None:
         TensorMaps(1).fill(0, in_boxes(torch.zeros(1, 16, 60, dtype=torch.bfloat16), *GATED))
 
 
-@pytest.mark.parametrize(("programs", "grid"), [(1, 2), (2, 2), (3, 2), (132, 132)])
-def test_there_is_always_a_cluster(driver: Driver, programs: int, grid: int) -> None:
-    _launch(HopperKernels(GROUPED, torch.bfloat16), programs=programs)
-    assert driver.launches[0]["grid"] == (grid, 1, 1)
-
-
 def test_launches_that_may_run_together_have_counters_of_their_own(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,79 +176,8 @@ def test_launches_that_may_run_together_have_counters_of_their_own(
     assert all(0 <= counter < 1 << 16 for counter in counters)
 
 
-def test_loading_inside_a_capture_is_allowed_and_the_mode_put_back(driver: Driver) -> None:
-    module = HopperKernels(GROUPED, torch.bfloat16)
-    _launch(module)
-    assert driver.modes == [2, 0]
-    _launch(module)
-    assert driver.modes == [2, 0], "loaded once"
-
-
-@pytest.fixture
-def as_on_hopper(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Grouped GEMMs of tensors on a CPU go to `driver`."""
-    module = HopperKernels(GROUPED, torch.bfloat16)
-    monkeypatch.setattr(grouped_gemm, "_rows_fit", lambda *tensors: True)
-    monkeypatch.setattr(grouped_gemm, "hopper_kernels", lambda source, dtype, index: module)
-    monkeypatch.setattr(sm90, "multiprocessors", lambda index: 132)
-    return driver
-
-
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_gated_product_reads_both_halves_and_writes_boxes_of_its_tiles(
-    as_on_hopper: Driver, monkeypatch: pytest.MonkeyPatch, wide: bool, keep: bool
-) -> None:
-    monkeypatch.setattr(grouped_gemm, "wide_tiles_pay", lambda ends, depth: wide)
-    x, w, out = _rows(96, 64), torch.zeros(2, 32, 64, dtype=torch.bfloat16), _rows(96, 16)
-    offsets, prob = torch.tensor([40, 96], dtype=torch.int32), torch.ones(96)
-    h = grouped_gemm.gated_matmul(x, w.transpose(1, 2), offsets, prob, out, keep, [40, 96])
-    [launch] = as_on_hopper.launches
-    own, rows, first, second = launch["maps"]
-    assert launch["name"] == 1 + KERNELS.index("grouped_wide" if wide else "grouped_gated")
-    assert own["data"] == w.data_ptr() and own["box"] == [64, 8, 2, 8, 1]
-    assert rows["data"] == x.data_ptr()
-    box = [32, 32 if wide else 64, 1]
-    assert second == _map(out, [16, 96, 1], [32, 3072], box)
-    assert (h is not None) == keep == (first is not None)
-    if h is not None:  # gate and up beside one another in a row
-        assert first == _map(h, [16, 96, 2], [64, 32], box)
-    places = [0 if h is None else h.data_ptr(), out.data_ptr(), offsets.data_ptr(), prob.data_ptr()]
-    assert launch["words"] == [*places, 2, 96, 32, 64, keep, 0]
-
-
-def test_weights_are_read_as_they_lie_and_looked_at_once(as_on_hopper: Driver) -> None:
-    x, w = _rows(96, 64), torch.zeros(2, 64, 64, dtype=torch.bfloat16)
-    offsets = torch.tensor([40, 96], dtype=torch.int32)
-    for weights, name, box in (
-        (w.transpose(1, 2), "grouped_forward", 128),
-        (w, "grouped_backward", 64),
-    ):
-        for _ in range(2):
-            grouped_gemm.grouped_matmul(x, weights, offsets)
-        first, second = as_on_hopper.launches[-2:]
-        described = [found for found in as_on_hopper.maps if found["data"] == w.data_ptr()]
-        assert [found["box"][1] for found in described].count(box) == 1, "encoded once"
-        assert first["name"] == second["name"] == 1 + KERNELS.index(name)
-        assert first["maps"][0] == _map(w, [64, 64, 2], [128, 8192], [64, box, 1])
-
-
 def test_a_map_in_a_thread_without_a_context_is_made_again(driver: Driver) -> None:
     driver.refusals, (maps, x) = [201], (TensorMaps(1), _rows())
     maps.fill(0, in_boxes(x, 32))
     assert [found["data"] for found in driver.maps] == [x.data_ptr()]
     assert word(maps.address) == 1 and driver.contexts_set == 1
-
-
-def test_a_kernel_is_started_with_addresses_and_a_counter_of_its_stream(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernels = HopperKernels(FUSED, torch.bfloat16)
-    for stream in (1, 2, 1):
-        monkeypatch.setattr(Machine, "stream", stream)
-        kernels.start("scatter_forward", 132, (1 << 40, 5 << 40))
-    name = 1 + KERNELS.index("scatter_forward")
-    assert all(launch["name"] == name for launch in driver.launches)
-    assert [launch["addresses"] for launch in driver.launches] == [[1 << 40, 5 << 40]] * 3
-    first, other, again = (launch["counter"] for launch in driver.launches)
-    assert first == again != other

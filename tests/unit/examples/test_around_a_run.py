@@ -10,17 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import next_commands as nc
+import pretrain_defaults as pd
 import pytest
+import run_output
 import torch
-
-EXAMPLES = str(Path(__file__).resolve().parents[3] / "examples")
-if EXAMPLES not in sys.path:
-    sys.path.insert(0, EXAMPLES)
-
-import next_commands as nc  # noqa: E402
-import pretrain_defaults as pd  # noqa: E402
-import run_output  # noqa: E402
-from run_folder import RunFolder  # noqa: E402
+from run_folder import RunFolder
 
 
 def _args(folder: Path, **given: Any) -> argparse.Namespace:

@@ -4,18 +4,12 @@ obeyed."""
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pretrain_defaults as pd
 import pytest
-
-EXAMPLES = str(Path(__file__).resolve().parents[3] / "examples")
-if EXAMPLES not in sys.path:
-    sys.path.insert(0, EXAMPLES)
-
-import pretrain_defaults as pd  # noqa: E402
 
 CPU = pd.Machine(
     ranks=2, cuda=False, transformer_engine=False, wgrad_kernel=False, softmax_kernel=False

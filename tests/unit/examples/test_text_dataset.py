@@ -4,7 +4,6 @@ ever."""
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,6 @@ import pytest
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("tqdm")
-
-EXAMPLES = str(Path(__file__).resolve().parents[3] / "examples")
-if EXAMPLES not in sys.path:
-    sys.path.insert(0, EXAMPLES)
 
 import text_dataset as td  # noqa: E402
 from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402

@@ -67,24 +67,33 @@ def test_a_missing_peer_is_named_and_the_next_wait_gives_up_at_once() -> None:
     assert simulated.rank(0).errors.abort.item() == 1
 
 
-def test_ranks_meet_before_and_after_memory_is_taken() -> None:
+def test_ranks_meet_around_growth_and_old_memory_goes_first() -> None:
     """Else a peer writes into memory that is still to be zeroed, or that somebody still reads."""
     steps: list[str] = []
 
     class Noted(Workspace):
+        old: weakref.ref[torch.Tensor] | None = None
+
         def _before_growth(self, name: str, nbytes: int) -> None:
             steps.append(f"before {nbytes}")
 
         def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+            assert self.old is None or self.old() is None
             steps.append("allocate")
-            return Buffer(torch.empty(numel, dtype=dtype), [], torch.empty(0), None)
+            local = torch.empty(numel, dtype=dtype)
+            self.old = weakref.ref(local)
+            return Buffer(local, [], torch.empty(0), None)
 
         def _after_growth(self) -> None:
             steps.append("after")
 
     space = Noted(0, 2, torch.device("cpu"), 1.0)
-    for numel in (4, 2, 8):
-        space.buffer("x", (numel,), torch.float32)
+    gc.disable()
+    try:
+        for numel in (4, 2, 8):
+            space.buffer("x", (numel,), torch.float32)
+    finally:
+        gc.enable()
     assert steps == ["before 16", "allocate", "after", "before 32", "allocate", "after"]
 
 
@@ -121,28 +130,6 @@ def test_attention_s_barrier_is_one_of_its_zone_and_of_an_open_workspace() -> No
     domains[1].workspace.close()
     with pytest.raises(FluidError, match="closed"):
         domains[1].barrier("heads")
-
-
-def test_old_memory_goes_before_new_memory_is_taken() -> None:
-    gone: list[bool] = []
-
-    class Watched(Workspace):
-        old: weakref.ref[torch.Tensor] | None = None
-
-        def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
-            gone.append(self.old is None or self.old() is None)
-            local = torch.empty(numel, dtype=dtype)
-            self.old = weakref.ref(local)
-            return Buffer(local, [], torch.empty(0), None)
-
-    space = Watched(0, 1, torch.device("cpu"), 1.0)
-    gc.disable()
-    try:
-        for numel in (4, 8):
-            space.reserve("x", numel, torch.float32)
-    finally:
-        gc.enable()
-    assert gone == [True, True]
 
 
 def test_closed_workspace_refuses() -> None:

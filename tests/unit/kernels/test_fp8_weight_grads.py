@@ -96,22 +96,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def rows_of(kind: str, rows: int, width: int) -> Fp8Rows:
-    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(3))
-    if kind == "outliers":
-        x[::2, ::100] *= 3e4
-        x[::3] *= 1e-3
-    if kind == "zeros":
-        x[:, :130], x[:131] = 0.0, 0.0
-        x[5, 7] = -0.0
-    if kind == "denormals":
-        x = x * 2.0**-130
-        x[0] *= 2.0**20
-    if kind == "huge":
-        x = x * 2.0**120
-    if kind == "one scale":
-        x = x.clamp(1.0, 3.0)
-    if kind == "one value":
-        x[:] = 448.0
+    x = reference.rows_of(kind, rows, width)
     if kind == "not finite":
         x[1, 130], x[140, 3], x[rows - 1, 200] = float("nan"), float("inf"), float("-inf")
     return Fp8Rows(*reference.cast_rows(x.to(DEVICE)))

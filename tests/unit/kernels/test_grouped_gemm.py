@@ -274,16 +274,6 @@ def test_weight_gradients_that_are_written_have_the_bits_of_those_added_to_zeros
         assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-def test_the_kernel_is_told_whether_sums_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[object] = []
-    monkeypatch.setattr(grouped_gemm, "_launch", lambda *arguments: told.append(arguments[-1]))
-    x, offsets = torch.ones(4, 8).bfloat16(), torch.tensor([2, 4], dtype=torch.int32)
-    addresses, outputs = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 8, 8)
-    add_weight_grads(x, x, offsets, addresses, outputs)
-    add_weight_grads(x, x, offsets, addresses, outputs, overwrite=True)
-    assert told == [False, True]
-
-
 @hopper_only
 @pytest.mark.parametrize("programs", [1, 2, 30, 131, 132])
 def test_any_number_of_sms_gives_the_same_bits(programs: int) -> None:

@@ -181,15 +181,11 @@ def test_rows_find_matrices_that_lie_in_descending_order(mode: str) -> None:
     [
         ([500, 520, 540] * 20, 7168, True),  # a second of 17 units would be cut in three
         ([500, 520, 540] * 20, 1024, False),  # too short for what a wide tile costs at its end
-        ([1000, 1030] * 16, 7168, True),
-        ([1000, 1030] * 16, 4096, False),
         ([280] * 64, 7168, True),
         ([280] * 64, 3072, False),  # fewer by as much, but too little to be won to be counted
         ([280] * 32 + [64] * 64, 7168, False),  # as long as nobody has measured so few rows
         ([512] * 64, 7168, False),  # whole tiles of eight: nothing to gain
-        ([96, 0, 32], 7168, False),
         ([0] * 8, 7168, False),
-        ([4100, 4200], 14336, False),
     ],
 )
 def test_wide_tiles_are_taken_where_they_are_fewer_by_enough(
@@ -263,46 +259,3 @@ def test_clusters_find_the_same_tiles_under_the_same_numbers(mode: str) -> None:
     whole = walk(mode, counts, *sizes)
     for cluster in range(7):
         assert walk(mode, counts, *sizes, first=cluster, step=7) == whole[cluster::7]
-
-
-_LOADS = """
-struct TensorMap { int word; };
-struct Load { const TensorMap* map; u32 to; int row; };
-Load loads[16];
-int loaded;
-void load_for_both(u32 to, const TensorMap* map, u64*, int, int row) {
-  loads[loaded++] = {map, to, row};
-}
-"""
-_LOADS_END = """
-extern "C" int load(int units, int block, int row, int* out) {
-  TensorMap boxes[3];
-  loaded = 0;
-  load_tokens(0, boxes, nullptr, 0, row, units, block);
-  for (int i = 0; i < loaded; i++) {
-    out[3 * i] = 32 << (loads[i].map - boxes);
-    out[3 * i + 1] = loads[i].to;
-    out[3 * i + 2] = loads[i].row;
-  }
-  return loaded;
-}
-"""
-
-
-@pytest.mark.parametrize("units", range(1, 10))
-def test_both_blocks_load_every_token_of_a_tile_once(units: int) -> None:
-    header = HEADER.read_text()
-    text = (
-        between(header, "typedef unsigned int u32;", "// What differs between the modes") + _LOADS
-    )
-    end = "__device__ __forceinline__ void store("
-    text += between(header, "// This block's share of `units`", end) + _LOADS_END
-    library = compile_for_host(text)
-    rows: list[int] = []
-    for block in range(2):
-        out = (ctypes.c_int * 48)()
-        for i in range(library.load(units, block, 1000, out)):
-            boxes, to, row = out[3 * i : 3 * i + 3]
-            assert to == (row - 1000) * 128, "a token lies where its tile is multiplied from"
-            rows += range(row, row + boxes)
-    assert sorted(rows) == list(range(1000, 1000 + 32 * units))

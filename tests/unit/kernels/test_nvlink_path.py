@@ -278,19 +278,23 @@ def test_origins_say_which_choice_a_row_is_of() -> None:
     assert torch.equal((origins >> 27) * 15 + (origins & (1 << 27) - 1), plan.row_entry.long())
 
 
+@pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("kind", ["balanced", "uneven"])
-def test_streamed_dispatch_gives_the_same_rows(kind: str) -> None:
+def test_streamed_and_narrow_rows_arrive_alike(kind: str, streamed: bool) -> None:
+    """In the buffers of wider rows, as packed fp8 tokens are."""
     case = make_case(11, kind)
     ranks = Ranks(case, 24)
     ranks.plan()
-    for turn in range(2):
-        xs = ranks.tokens(turn)
+    for turn, width in enumerate((24, 8)):
+        xs = [x[:, :width].contiguous() for x in ranks.tokens(turn)]
         for buffers, handle, x in zip(ranks.buffers, ranks.handles, xs, strict=True):
-            push(buffers, handle, x, streamed=True)
+            push(buffers, handle, x, streamed=streamed)
+        if not streamed:
+            ranks.synchronize("dispatch_flags")
         for r, (buffers, handle) in enumerate(zip(ranks.buffers, ranks.handles, strict=True)):
             plan = plan_of(case, r)
-            out = torch.full((plan.row_entry.numel(), 24), float("nan"), device=DEVICE)
-            scatter(buffers, handle, xs[r], out, streamed=True)
+            out = torch.full((plan.row_entry.numel(), width), float("nan"), device=DEVICE)
+            scatter(buffers, handle, xs[r], out, streamed=streamed)
             assert torch.equal(out.cpu(), dispatch_reference(padded(xs, case.capacity, 0), plan))
             ranks.world.rank(r).check_errors()
 

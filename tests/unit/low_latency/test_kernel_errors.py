@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
-from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.peer_memory import PeerMemory
 from megatron_fluid.low_latency.transport import CombineSend, DispatchReceive
@@ -140,30 +139,19 @@ def test_offsets_that_are_not_contiguous_are_refused() -> None:
         receive(ata, out=bf16(ata.packed_rows(), 16), out_expert_offsets=offsets)
 
 
-@pytest.fixture
-def dispatched() -> AllToAll:
-    """One rank that has dispatched 2 of at most 4 tokens in the packed layout."""
+def test_more_tokens_and_fewer_packed_rows_than_were_dispatched_are_refused() -> None:
     _, (ata,) = build(Layout(4, 2, 1, 1, 1, 16, 32, 0))
-    send(ata, torch.ones(2, 16, dtype=torch.bfloat16), torch.tensor([[0], [1]]), torch.ones(2, 1))
-    offsets, rows = torch.zeros(2, dtype=torch.int32), bf16(ata.packed_rows(8), 16)
-    receive(ata, out=rows, out_expert_offsets=offsets, alignment=8)
-    return ata
-
-
-def test_more_tokens_than_were_dispatched_are_refused(dispatched: AllToAll) -> None:
-    y = torch.ones(dispatched.packed_rows(8), 16, dtype=torch.bfloat16)
-    out, ids = torch.zeros(3, 16), torch.zeros(3, 1, dtype=torch.int64)
+    rows, ids = ata.packed_rows(8), torch.tensor([[0], [1]])
+    send(ata, torch.ones(2, 16, dtype=torch.bfloat16), ids, torch.ones(2, 1))
+    offsets = torch.zeros(2, dtype=torch.int32)
+    receive(ata, out=bf16(rows, 16), out_expert_offsets=offsets, alignment=8)
+    y, out = torch.ones(rows, 16, dtype=torch.bfloat16), torch.zeros(3, 16)
     with pytest.raises(ConfigError, match="out_tokens: found '3 tokens', allowed: at most the 2"):
-        dispatched.combine(out, ids, None, y)
-    send_back(dispatched, y)
-    receive_back(dispatched, out[:2], torch.tensor([[0], [1]]))
-    assert torch.equal(out[:2], torch.ones(2, 16))
-
-
-def test_too_few_packed_rows_are_refused(dispatched: AllToAll) -> None:
-    rows = dispatched.packed_rows(8)
+        ata.combine(out, torch.zeros(3, 1, dtype=torch.int64), None, y)
     with pytest.raises(ConfigError, match=f"expert_y: found '{rows - 1} packed rows'"):
-        send_back(dispatched, bf16(rows - 1, 16))
+        send_back(ata, y[1:])
+    send_back(ata, y)
+    assert torch.equal(receive_back(ata, out[:2], ids), torch.ones(2, 16))
 
 
 def test_weights_of_too_many_entries_belong_to_the_dispatch() -> None:

@@ -16,7 +16,7 @@ from megatron_fluid.moe.biases import BiasedExperts
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
 from megatron_fluid.moe.local import transport
 from tests.support.expert_calls import local_moe
-from tests.support.moe_reference import moe_reference
+from tests.support.moe_reference import moe_reference, routing
 
 T, K, E, H, F = 11, 2, 5, 16, 8
 GPT_OSS = resolve_activation("quick_geglu", variant=Variant(0.5, 1.0))
@@ -39,11 +39,10 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def _make(gated: bool, stacked: bool = True) -> tuple[Tensor, list[Tensor], Tensor]:
+def _make(gated: bool) -> tuple[Tensor, list[Tensor], Tensor]:
     """ids [T, K], some dropped; leaves x, probs, w1, w2, b1, b2; grad [T, H]."""
     g = torch.Generator().manual_seed(4)
-    ids = torch.rand(T, E, generator=g).topk(K, -1).indices
-    ids[torch.rand(ids.shape, generator=g) < 0.2] = -1
+    ids = routing("dropped", T, E, K, g)
     ids[ids == 2] = -1  # an expert without rows
     wide = 2 * F if gated else F
     shapes = [(T, H), (T, K), (E, wide, H), (E, H, F), (E, wide), (E, H), (T, H)]

@@ -4,6 +4,7 @@ and against the recipe in plain torch."""
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -134,18 +135,9 @@ def test_outputs_and_every_gradient_follow_the_recipe(
 @pytest.mark.interpreter
 @pytest.mark.parametrize("capacity", [None, T * K])
 def test_over_nvlink_the_same_numbers(emulated: None, capacity: int | None) -> None:
-    from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
-    from megatron_fluid.moe.nvlink.schedule import Schedule
-    from tests.support.expert_calls import nvlink_moe
-    from tests.support.simulated_workspace import SimulatedWorkspace
-
     ids, leaves, grad = make()
-    x, probs, w1, w2 = leaves
-    expected = gradients(local_moe(x, ids, probs, w1, w2, fp8=True), leaves, grad)
-    workspace = SimulatedWorkspace(1, torch.device("cpu")).rank(0)
-    schedule = Schedule(sent_rows=capacity is None)
-    buffers = NvlinkBuffers(workspace, T, H, K, E, torch.bfloat16, schedule=schedule)
-    y = nvlink_moe(buffers, x, ids, probs.float(), w1, w2, capacity=capacity, fp8=True)
+    expected = gradients(over_one_rank("local", ids, leaves), leaves, grad)
+    y = over_one_rank("nvlink", ids, leaves, sent_rows=capacity is None, capacity=capacity)
     for value, right in zip(gradients(y, leaves, grad), expected, strict=True):
         assert gap(value, right) < 0.012
 
@@ -176,7 +168,8 @@ def test_tokens_cast_before_they_are_dispatched_give_the_bits_of_rows_cast_after
     def results(before: bool, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
         for kind in (transport.LocalTransport, NvlinkTransport):
             monkeypatch.setattr(kind, "carries_packed_rows", before)
-        y = over_one_rank(over, ids, leaves, recompute, fp8_weight_grads)
+        settings = {"recompute": recompute, "fp8_weight_grads": fp8_weight_grads}
+        y = over_one_rank(over, ids, leaves, **settings)
         return gradients(y, leaves, grad)
 
     found, after = results(True, leaves, grad), results(False, leaves, grad)
@@ -194,31 +187,26 @@ def test_tokens_cast_before_they_are_dispatched_give_the_bits_of_rows_cast_after
 
 
 def over_one_rank(
-    over: str,
-    ids: Tensor,
-    leaves: list[Tensor],
-    recompute: tuple[str, ...],
-    fp8_weight_grads: bool = True,
+    over: str, ids: Tensor, leaves: list[Tensor], sent_rows: bool = False, **settings: Any
 ) -> Tensor:
     x, probs, w1, w2 = leaves
-    fp8 = {"fp8": True, "fp8_weight_grads": fp8_weight_grads}
     if over == "local":
-        return local_moe(x, ids, probs, w1, w2, recompute=recompute, **fp8)
+        return local_moe(x, ids, probs, w1, w2, fp8=True, **settings)
     from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+    from megatron_fluid.moe.nvlink.schedule import Schedule
     from tests.support.expert_calls import nvlink_moe
     from tests.support.simulated_workspace import SimulatedWorkspace
 
-    workspace = SimulatedWorkspace(1, torch.device("cpu")).rank(0)
-    buffers = NvlinkBuffers(workspace, T, H, K, E, torch.bfloat16)
-    given = buffers, x, ids, probs.float(), w1, w2
-    return nvlink_moe(*given, recompute=recompute, **fp8)
+    workspace, schedule = SimulatedWorkspace(1).rank(0), Schedule(sent_rows=sent_rows)
+    buffers = NvlinkBuffers(workspace, T, H, K, E, torch.bfloat16, schedule=schedule)
+    return nvlink_moe(buffers, x, ids, probs.float(), w1, w2, fp8=True, **settings)
 
 
 def test_no_tokens(emulated: None) -> None:
     _, leaves, _ = make()
     none = [leaves[0][:0].detach().requires_grad_(), leaves[1][:0].detach().requires_grad_()]
     ids = torch.zeros(0, K, dtype=torch.int64)
-    y = over_one_rank("local", ids, [*none, *leaves[2:]], ())
+    y = over_one_rank("local", ids, [*none, *leaves[2:]])
     found = gradients(y, [*none, *leaves[2:]], torch.zeros_like(y))
     assert y.shape == (0, H) and not any(bool(value.any()) for value in found)
 
@@ -311,17 +299,15 @@ def test_what_fp8_cannot_do_is_named() -> None:
         layer(x)
     with pytest.raises(ConfigError, match="bf16 parameters"):
         MoELayer(config | {"fp8_recipe": "blockwise"})(x.float())
-    with pytest.raises(ConfigError, match="swiglu"):
-        MoELayer(config | {"fp8_recipe": "blockwise", "activation": "geglu"}, dtype=torch.bfloat16)(
-            x
-        )
-    narrow = config | {"ffn_hidden_size": 64, "fp8_recipe": "blockwise"}
-    with pytest.raises(ConfigError, match="128 columns"):
-        MoELayer(narrow, dtype=torch.bfloat16)(x)
+    for change, named in (
+        ({"activation": "geglu"}, "swiglu"),
+        ({"ffn_hidden_size": 64}, "128 columns"),
+        ({"backend": "rounds"}, "None over rounds"),
+    ):
+        layer = MoELayer(config | {"fp8_recipe": "blockwise"} | change, dtype=torch.bfloat16)
+        with pytest.raises(ConfigError, match=named):
+            layer(x)
     with pytest.raises(ConfigError, match="found 'delayed', allowed: blockwise, or None"):
         MoEConfig.of(config | {"fp8_recipe": "delayed"})
     with pytest.raises(ConfigError, match="MoEBaseline"):
         MoEBaseline(config | {"fp8_recipe": "blockwise"}, dtype=torch.bfloat16)
-    rounds = config | {"fp8_recipe": "blockwise", "backend": "rounds"}
-    with pytest.raises(ConfigError, match="None over rounds"):
-        MoELayer(rounds, dtype=torch.bfloat16)(x)

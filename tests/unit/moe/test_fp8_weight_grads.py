@@ -18,39 +18,22 @@ from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.moe import fp8_experts
 from megatron_fluid.moe.activations import resolve_activation
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
-from megatron_fluid.moe.local import transport
 from tests.support import fp8_reference as reference
 from tests.support.expert_calls import expert_rows, local_moe
-from tests.support.fp8_emulation import emulate
+from tests.unit.moe.test_fp8_experts import H, emulated, gap, make
 
-T, K, E, H, F = 9, 2, 4, 128, 256
-COUNTS = [5, 0, 130, 3]
+__all__ = ["emulated"]
 
+pytestmark = pytest.mark.usefixtures("emulated")
 
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts in fp8 run on a CPU, with casts by their reference."""
-    monkeypatch.setattr(transport, "_kernels_serve", lambda *given: False)
-    emulate(monkeypatch.setattr)
-
-
-def leaves_of() -> tuple[Tensor, list[Tensor], Tensor]:
-    """ids [T, K], bf16 leaves (x, probs, w1, w2), grad [T, H]; expert 1 has no rows."""
-    g = torch.Generator().manual_seed(4)
-    ids = torch.stack([torch.tensor([0, 2, 3])[torch.randperm(3, generator=g)[:K]]] * T)
-    shapes = [(T, H), (T, K), (E, 2 * F, H), (E, H, F), (T, H)]
-    *leaves, grad = (torch.randn(*shape, generator=g) * 0.1 for shape in shapes)
-    return ids, [leaf.bfloat16().requires_grad_() for leaf in leaves], grad.bfloat16()
+COUNTS = [5, 0, 130]
+E = len(COUNTS)
 
 
 def rows_of(counts: list[int], width: int, seed: int) -> Tensor:
     x = torch.randn(sum(counts), width, generator=torch.Generator().manual_seed(seed))
     x[::3, ::40] *= 50.0
     return x
-
-
-def gap(found: Tensor, right: Tensor) -> float:
-    return float((found.float() - right.float()).norm() / right.float().norm())
 
 
 def exact(dy: Tensor, x: Tensor, counts: list[int]) -> Tensor:
@@ -88,7 +71,7 @@ def test_one_projection(counts: list[int], layout: str) -> None:
     assert not bool(found[1].any())
     if sum(counts):
         # e4m3's rounding of both operands, 2^-4 at most and 0.026 in the mean square.
-        assert 0.02 < gap(found, given.right) < 0.05
+        assert 0.02 < gap(found.float(), given.right) < 0.05
     else:
         assert not bool(found.any())
 
@@ -122,10 +105,10 @@ def test_a_gradient_for_main_grads_of_fp32_is_not_rounded() -> None:
 
 
 def gradients_of(recompute: tuple[str, ...] = (), **settings: Any) -> Any:
-    ids, (x, probs, w1, w2), grad = leaves_of()
+    ids, (x, probs, w1, w2), grad = make()
     y = local_moe(x, ids, probs, w1, w2, fp8=True, recompute=recompute, **settings)
     y.backward(grad)
-    return x.grad, probs.grad, w1.grad, w2.grad
+    return [leaf.grad.float() for leaf in (x, probs, w1, w2)]
 
 
 @pytest.mark.parametrize("recompute", [(), ("hidden",), ("rows",), ("rows", "hidden")])
@@ -136,46 +119,9 @@ def test_what_is_recomputed_gives_the_same_gradients(recompute: tuple[str, ...])
         assert torch.equal(found, right) if same else gap(found, right) < 0.06
 
 
-def test_rows_are_turned_when_a_weight_gradient_is_computed_and_never_in_bf16(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    turned: list[int] = []
-    plain = fp8_experts.turn_rows
-
-    def turn_rows(x: Fp8Rows, offsets: Tensor) -> Any:
-        turned.append(x.values.shape[1])
-        return plain(x, offsets)
-
-    monkeypatch.setattr(fp8_experts, "turn_rows", turn_rows)
-    in_fp8: list[bool] = []
-    casts: list[int] = []
-    backward, pack_rows = fp8_experts.swiglu_backward_cast, fp8_experts.pack_rows
-    monkeypatch.setattr(
-        fp8_experts,
-        "swiglu_backward_cast",
-        lambda *given: in_fp8.append(given[-1]) or backward(*given),
-    )
-    monkeypatch.setattr(
-        fp8_experts, "pack_rows", lambda *given: casts.append(1) or pack_rows(*given)
-    )
-    gradients_of()
-    assert turned == [H, F, 2 * F, H]  # dy, a, dh, x
-    assert in_fp8 == [True] and len(casts) == 2  # x and dy
-    turned.clear()
-    in_bf16 = gradients_of(fp8_weight_grads=False)
-    assert turned == [] and in_fp8 == [True, False]
-    for found, right in zip(gradients_of()[2:], in_bf16[2:], strict=True):
-        assert 0.015 < gap(found, right) < 0.06
-    turned.clear()
-    ids, (x, probs, w1, w2), grad = leaves_of()
-    w1.requires_grad_(False)
-    local_moe(x, ids, probs, w1, w2, fp8=True).backward(grad)
-    assert turned == [H, F]
-
-
 @pytest.mark.parametrize("counts", [COUNTS, [0] * E])
 def test_rows_without_probabilities_and_no_rows_at_all(counts: list[int]) -> None:
-    _, (_, _, w1, w2), _ = leaves_of()
+    _, (_, _, w1, w2), _ = make()
     found = []
     for probs in (None, torch.ones(sum(counts))):
         x = rows_of(counts, H, 7).bfloat16().requires_grad_()

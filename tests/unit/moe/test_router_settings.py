@@ -15,6 +15,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency import InferenceMoELayer
 from megatron_fluid.moe.router import TopKRouter
 from tests.support.launch import run_ranks
+from tests.support.moe_reference import moe_reference
 
 BF16 = torch.bfloat16
 SIZES: dict[str, Any] = {
@@ -40,7 +41,7 @@ def tokens(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def reference(layer: Any, x: Tensor, dtype: torch.dtype, scaling: float) -> Tensor:
-    """All experts for all tokens in plain torch, weighed by probabilities of logits in dtype."""
+    """The layer in plain torch, with probabilities of logits in dtype."""
     config = layer.config
     scores = x.to(dtype) @ layer.router.weight.to(dtype).t()
     if config.pre_softmax:
@@ -48,10 +49,7 @@ def reference(layer: Any, x: Tensor, dtype: torch.dtype, scaling: float) -> Tens
     else:
         best, ids = scores.topk(config.top_k, -1)
         probs = best.softmax(-1)
-    share = torch.zeros_like(scores).scatter(-1, ids, probs * scaling)
-    gate, up = torch.einsum("th,efh->etf", x, layer.weight1).chunk(2, -1)
-    rows = (torch.nn.functional.silu(gate) * up) @ layer.weight2.transpose(1, 2)
-    return torch.einsum("eth,te->th", rows.to(dtype), share).to(x.dtype)
+    return moe_reference(x, ids, probs * scaling, layer.weight1, layer.weight2, "swiglu")
 
 
 @each_layer
