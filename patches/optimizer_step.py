@@ -284,13 +284,16 @@ class _OnePass:
             self._scale = None
 
     def run(self) -> None:
-        """Clip, step, and copy into the model."""
-        config, name = self._optimizer.config, "optimizer-inner-step"
-        if config.timers is not None:
-            config.timers(name, log_level=1).start(barrier=config.barrier_with_L1_time)
-        _hooked_step(self._inner, self)
-        if config.timers is not None:
-            config.timers(name).stop()
+        """Clip, step, and copy into the model. All timers of Megatron's step start, although one
+        launch does it all: a start may be a barrier, and other ranks' steps may be Megatron's."""
+        config = self._optimizer.config
+        for name in ("optimizer-inner-step", "optimizer-copy-main-to-model-params"):
+            if config.timers is not None:
+                config.timers(name, log_level=1).start(barrier=config.barrier_with_L1_time)
+            if name == "optimizer-inner-step":
+                _hooked_step(self._inner, self)
+            if config.timers is not None:
+                config.timers(name).stop()
 
     def step(self) -> None:
         """FusedAdam.step, and the copies."""

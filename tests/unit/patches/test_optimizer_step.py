@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -205,6 +206,26 @@ def test_hooks_of_the_optimizer_run_around_every_step(patched: Any) -> None:
 
     _runs(patched, torch.bfloat16, between)
     assert seen == ["before", "after"] * 12
+
+
+@pytest.mark.interpreter
+def test_a_step_in_one_launch_starts_the_timers_of_megatrons(patched: Any) -> None:
+    """Each start is a barrier of all ranks, and another rank's step may be Megatron's."""
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+    optimizer, timers = ShardedOptimizer([40], torch.bfloat16), mock.MagicMock()
+    step = patched.step_in_one_pass(ShardedOptimizer.step)
+    for _ in range(2):
+        optimizer.config.timers = timers  # the first step is the stand-in's, without timers
+        optimizer.fill()
+        step(optimizer)
+    assert optimizer.optimizer.steps == 1
+    theirs = mock.MagicMock()
+    stub = SimpleNamespace(
+        config=SimpleNamespace(timers=theirs, barrier_with_L1_time=False), is_stub_optimizer=True
+    )
+    MixedPrecisionOptimizer.step_with_ready_grads(stub)
+    assert timers.mock_calls == theirs.mock_calls != []
 
 
 @pytest.mark.interpreter
