@@ -128,6 +128,9 @@ def _say(text: str) -> None:
 
 def start(units: Iterable[Unit]) -> list[Future[bytes]]:
     """Begin to compile what is in no cache, in the background. Return futures of machine code."""
+    # Not first in the threads: an import fails there if the main thread is importing a submodule.
+    import triton  # noqa: F401
+
     futures = []
     with _lock:
         for unit in units:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -126,3 +128,24 @@ def test_the_key_holds_all_that_the_code_depends_on(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("megatron_fluid.cuda.kernel_build.version", lambda: (13, 1))
     keys.add(Unit(*[getattr(units[0], n) for n in ("name", "text", "headers", "options")]).key)
     assert len(keys) == 6
+
+
+_IMPORTS_MEANWHILE = """
+from megatron_fluid.cuda import kernel_build
+
+units = [kernel_build.Unit(name, b"", (), ()) for name in "abc"]
+kernel_build.Unit.key = property(lambda unit: unit.name)
+kernel_build.Unit.compile = lambda unit: b"code"
+futures = kernel_build.start(units)
+import triton.language
+assert [future.result() for future in futures] == [b"code"] * 3
+"""
+
+
+def test_triton_may_be_imported_while_kernels_compile(tmp_path: Path) -> None:
+    """In a process in which nothing has imported it before a layer is built."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", _IMPORTS_MEANWHILE], env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
