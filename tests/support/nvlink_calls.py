@@ -58,6 +58,25 @@ def buffers_of(
     return NvlinkBuffers(space, tokens, hidden, top_k, experts, schedule=chosen)
 
 
+def spread_routing(
+    kind: str, tokens: int, experts: int, top_k: int, rank: int, ranks: int, g: torch.Generator
+) -> Tensor:
+    """ids [T, K] of one of KINDS, of at most so many tokens of a rank; on the device of `g`."""
+    if kind == "uneven":
+        tokens = [0, tokens, 7, tokens // 2][rank % 4]
+    scores = torch.rand(tokens, experts, generator=g, device=g.device)
+    if kind == "hot":
+        scores[:, 1] += 10.0
+    if kind == "empty":
+        scores[:, ::2] -= 10.0
+    if kind == "one rank":
+        scores = scores[:, : max(top_k, experts // ranks)]
+    ids = scores.topk(top_k, -1).indices
+    if kind == "dropped":
+        ids[torch.rand(ids.shape, generator=g, device=g.device) < 0.5] = -1
+    return torch.full_like(ids, -1) if kind == "nothing" else ids
+
+
 @dataclass
 class Call:
     """One rank's arguments: x [T, H], ids [T, K], probs [T, K], w1 [El, F1, H], w2 [El, H, F], grad
@@ -84,21 +103,8 @@ def make_call(
     gated: bool = True,
 ) -> Call:
     g = torch.Generator(device="cuda").manual_seed(1000 * seed + rank)
-    if kind == "uneven":
-        tokens = [0, tokens, 7, tokens // 2][rank % 4]
-    scores = torch.rand(tokens, experts, generator=g, device="cuda")
-    if kind == "hot":
-        scores[:, 1] += 10.0
-    if kind == "empty":
-        scores[:, ::2] -= 10.0
-    ids = scores.topk(top_k, -1).indices
-    if kind == "dropped":
-        ids[torch.rand(ids.shape, generator=g, device="cuda") < 0.5] = -1
-    if kind == "one rank":
-        ids = scores[:, : max(top_k, experts // ranks)].topk(top_k, -1).indices
-    if kind == "nothing":
-        ids = torch.full_like(ids, -1)
-    bf16 = torch.bfloat16
+    ids = spread_routing(kind, tokens, experts, top_k, rank, ranks, g)
+    tokens, bf16 = len(ids), torch.bfloat16
     local = experts // ranks
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:

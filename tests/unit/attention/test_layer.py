@@ -51,8 +51,7 @@ def test_recomputation_gives_the_same_gradients(overlap: bool, reentrant: bool) 
         y = checkpoint(layer, x, use_reentrant=reentrant) if recompute else layer(x)
         results.append(_gradients(layer, y, x))
     assert len(results[0]) == 3
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_a_retained_graph_can_be_used_twice_and_another_says_so() -> None:
@@ -152,8 +151,7 @@ def test_hooks_for_saved_tensors_put_all_of_attention_away(
         results.append(_gradients(layer, y, x))
         assert all(storage.expired() for storage in storages)
     assert len(results[0]) == 5
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("deferred", [True, False])
@@ -289,8 +287,7 @@ def test_the_chain_of_nodes_has_the_bits_of_the_one_node(
     layer.zero_grad()
     x = _input()
     y = overlap.overlapped_attention(x, layer.weights(), call)
-    for a, b in zip(found, [y, *_gradients(layer, y, x)], strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(found, [y, *_gradients(layer, y, x)], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("rotary", [None, Rotary(4)])
@@ -304,8 +301,7 @@ def test_rows_that_are_not_contiguous_are_attended_like_others(rotary: Rotary | 
     assert torch.equal(same, y)
     turned, *found = _gradients(layer, same, leaf)
     assert torch.equal(turned.transpose(0, 1), dx)
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_a_call_is_made_again_only_where_something_changed() -> None:

@@ -108,5 +108,4 @@ def test_packing_in_one_pass_is_packing(
     by_kernel = pack_in_one_pass(gradients, part, table, normed, norm, raw)
     by_torch = pack_backward(gradients, part, table, found, norm, raw)
     assert by_kernel is not None and by_torch is not None
-    for a, b in zip((normed, *by_kernel), (found, *by_torch), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close((normed, *by_kernel), (found, *by_torch), rtol=1e-12, atol=1e-12)

@@ -17,6 +17,7 @@ from megatron_fluid.backward.deferred_linear import deferred_linear
 from megatron_fluid.backward.main_grad import add_product_to_main_grad, mark_added_to_main_grad
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, deliver_gradients
 from megatron_fluid.errors import ConfigError
+from tests.support.backward import acts_in_backward
 
 
 class Exchange:
@@ -160,20 +161,6 @@ def test_weights_that_are_frozen_before_the_backward_get_none(
     same(weights[::2], expected(3, inputs(1))[::2])
 
 
-class _Beside(torch.autograd.Function):
-    """Whose backward runs a function."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, act: Callable[[], None]) -> Tensor:
-        ctx.act = act
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.act()
-        return grad, None
-
-
 def test_another_threads_tasks_are_left_to_its_own_backward(scheduler: WeightGradScheduler) -> None:
     queued, looked, ran = threading.Event(), threading.Event(), []
     (weight,) = layers(1)
@@ -184,7 +171,7 @@ def test_another_threads_tasks_are_left_to_its_own_backward(scheduler: WeightGra
         assert looked.wait(30)
 
     def go_through(act: Callable[[], None]) -> None:
-        _Beside.apply(torch.ones(2, requires_grad=True), act).sum().backward()
+        acts_in_backward(torch.ones(2, requires_grad=True), act).sum().backward()
 
     other = threading.Thread(target=go_through, args=(queue,))
     other.start()
@@ -194,16 +181,6 @@ def test_another_threads_tasks_are_left_to_its_own_backward(scheduler: WeightGra
     other.join()
     assert ran == [0]
     assert weight.grad is not None and torch.equal(weight.grad, torch.ones_like(weight))
-
-
-class _Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise ArithmeticError("overflow in backward")
 
 
 def test_a_backward_that_is_recorded_defers_nothing(scheduler: WeightGradScheduler) -> None:
@@ -219,8 +196,12 @@ def test_a_backward_that_is_recorded_defers_nothing(scheduler: WeightGradSchedul
 def test_a_failed_backward_leaves_nothing_behind(scheduler: WeightGradScheduler) -> None:
     weights = layers(4)
     x = run(weights[:2], inputs(1)[0].requires_grad_(), scheduler)
+
+    def fail() -> None:
+        raise ArithmeticError("overflow in backward")
+
     with pytest.raises(ArithmeticError) as caught:
-        run(weights[2:], _Failing.apply(x), scheduler).sum().backward()
+        run(weights[2:], acts_in_backward(x, fail), scheduler).sum().backward()
     del x
     gc.collect()
     assert scheduler.pending() == 0
@@ -232,22 +213,11 @@ def test_a_failed_backward_leaves_nothing_behind(scheduler: WeightGradScheduler)
     assert caught.value.__traceback__ is not None
 
 
-class _Submit(torch.autograd.Function):
+def submits(
+    x: Tensor, weight: Tensor, compute: Any, after: Any, scheduler: WeightGradScheduler
+) -> Tensor:
     """Submits `compute` for `weight` in backward, then calls `after`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: list[Tensor], compute: Any, after: Any, scheduler: Any
-    ) -> Tensor:
-        ctx.arguments = (weight, compute, after, scheduler)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (weight,), compute, after, scheduler = ctx.arguments
-        scheduler.submit("task", [weight], compute)
-        after()
-        return grad, None, None, None, None
+    return acts_in_backward(x, lambda: (scheduler.submit("task", [weight], compute), after()))  # type: ignore[func-returns-value]
 
 
 def test_a_failing_task_takes_the_rest_of_its_backward_with_it(
@@ -263,9 +233,9 @@ def test_a_failing_task_takes_the_rest_of_its_backward_with_it(
         ran.append(1)
         return [torch.ones_like(weights[1])]
 
-    x = _Submit.apply(inputs(1)[0].requires_grad_(), [weights[1]], fine, lambda: None, scheduler)
+    x = submits(inputs(1)[0].requires_grad_(), weights[1], fine, lambda: None, scheduler)
     with pytest.raises(ArithmeticError, match="no dW") as caught:
-        _Submit.apply(x, [weights[0]], fail, lambda: None, scheduler).sum().backward()
+        submits(x, weights[0], fail, lambda: None, scheduler).sum().backward()
     scheduler.finish_batch()
     assert not ran and scheduler.pending() == 0
     assert caught.value.__traceback__ is not None  # its frames hold the failed backward's queue
@@ -288,19 +258,16 @@ def test_run_during_runs_while_the_exchange_is_in_flight(scheduler: WeightGradSc
     x = inputs(1)[0].requires_grad_()
     # Backward goes from the last to the first.
     # Nothing in flight: nothing runs.
-    x = _Submit.apply(x, [weights[4]], task(4), beside([], None), scheduler)
+    x = submits(x, weights[4], task(4), beside([], None), scheduler)
     # It ends after one task.
-    x = _Submit.apply(x, [weights[3]], task(3), beside([Exchange(1)], None), scheduler)
-    x = _Submit.apply(x, [weights[2]], task(2), nothing, scheduler)
-    x = _Submit.apply(x, [weights[1]], task(1), beside([Exchange()], 1), scheduler)
-    x = _Submit.apply(x, [weights[0]], task(0), nothing, scheduler)
+    x = submits(x, weights[3], task(3), beside([Exchange(1)], None), scheduler)
+    x = submits(x, weights[2], task(2), nothing, scheduler)
+    x = submits(x, weights[1], task(1), beside([Exchange()], 1), scheduler)
+    x = submits(x, weights[0], task(0), nothing, scheduler)
     x.sum().backward()
     assert counts == [-1, 1, -1, 1, 0]
     assert ran == [0, 1, 2, 3, 4], "oldest first"
-    for i, weight in enumerate(weights):
-        assert weight.grad is not None and torch.equal(
-            weight.grad, torch.full_like(weight, float(i))
-        )
+    assert all(torch.equal(w.grad, torch.full_like(w, float(i))) for i, w in enumerate(weights))  # type: ignore[arg-type]
 
 
 def test_outside_of_backward_and_after_disable_tasks_run_at_once(
@@ -316,9 +283,8 @@ def test_outside_of_backward_and_after_disable_tasks_run_at_once(
         seen.append(weights[1].grad is not None)
 
     x = inputs(1)[0].requires_grad_()
-    _Submit.apply(
-        x, [weights[1]], lambda: [torch.ones_like(weights[1])], after, scheduler
-    ).sum().backward()
+    ones = torch.ones_like(weights[1])
+    submits(x, weights[1], lambda: [ones], after, scheduler).sum().backward()
     assert seen == [True] and not scheduler.is_enabled()
     with pytest.raises(RuntimeError, match="odd: 2 gradients for 1 parameters"):
         scheduler.submit("odd", [weights[0]], lambda: [torch.ones(1), torch.ones(1)])

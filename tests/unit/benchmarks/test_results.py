@@ -79,11 +79,8 @@ def test_a_wrong_document_is_refused(
 
 def test_a_sample_is_that_of_the_slowest_rank() -> None:
     found = slowest_rank({"a": [[1.0, 5.0, 3.0], [2.0, 4.0, 3.0]]})["a"]
-    assert (found.p10_ms, found.median_ms, found.p90_ms) == (
-        quantile([2.0, 3.0, 5.0], 0.1),
-        3.0,
-        pytest.approx(4.6),
-    )
+    assert (found.p10_ms, found.median_ms) == (quantile([2.0, 3.0, 5.0], 0.1), 3.0)
+    assert found.p90_ms == pytest.approx(4.6)
 
 
 def test_a_command_does_not_tell_where_its_files_were_put(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -32,6 +33,12 @@ def _all_to_all(rank: int, tokens: int) -> None:
     AllToAll.intranode(tokens, 4, 2, rank, 2, 1, 8, 16, 0)
 
 
+def _refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    return str(caught.value)
+
+
 def _differing(rank: int, world: int) -> list[str]:
     """What each of some pairs of layers that differ between the ranks is refused with."""
     group = dist.group.WORLD
@@ -44,49 +51,37 @@ def _differing(rank: int, world: int) -> list[str]:
         ),
         lambda: _all_to_all(rank, 4 + rank),
     )
-    texts = []
     started = time.monotonic()
-    for case in cases:
-        with pytest.raises(ConfigError) as caught:
-            case()
-        texts.append(str(caught.value))
+    texts = [_refusal(case) for case in cases]
     own: dict[str, Any] = {"timeout_s": 50.0 + rank, "profile_dir": f"/host{rank}"}
+
+    def agree(key: str) -> None:
+        exchange(Finding(None), group, FluidConfig(**own), "overlapped MoE layer", key)
+
     set_config(FluidConfig(dx_chunks=1 + rank, **own))
-    with pytest.raises(ConfigError) as caught:
-        _moe()
-    texts.append(str(caught.value))
+    texts.append(_refusal(_moe))
     with mock.patch.object(megatron_fluid, "__version__", f"0.{rank}"):
         set_config(FluidConfig(**own))
-        with pytest.raises(ConfigError) as caught:
-            _moe()
-        texts.append(str(caught.value))
-        with pytest.raises(ConfigError) as caught:
-            exchange(Finding(None), group, FluidConfig(**own), "overlapped MoE layer", "1")
-        texts.append(str(caught.value))
-    exchange(Finding(None), group, FluidConfig(**own), "overlapped MoE layer", "2")
+        texts += [_refusal(_moe), _refusal(lambda: agree("1"))]
+    agree("2")
     assert time.monotonic() - started < 30, "differences are not waited for"
     return texts
 
 
 def test_every_rank_names_the_settings_that_differ() -> None:
     first, second = run_ranks(_differing, 2)
-    assert [text.partition(": ")[2] for text in first] == [
-        text.partition(": ")[2] for text in second
-    ]
-    for text, words in zip(
-        first,
-        (
-            "MoELayer: top_k: found '2' on rank 0, '3' on rank 1; allowed: the same on all ranks",
-            "layer: found 'MoELayer' on rank 0, 'MoEBaseline' on rank 1",
-            "dtype: found 'torch.float32' on rank 0, 'torch.float64' on rank 1",
-            "SelfAttention: window: found 'None' on rank 0, '3' on rank 1",
-            "AllToAll: max_num_tokens: found '4' on rank 0, '5' on rank 1",
-            "MoELayer: FluidConfig.dx_chunks: found '1' on rank 0, '2' on rank 1; allowed",
-            "MoELayer: FluidConfig.version: found '0.0' on rank 0, '0.1' on rank 1; allowed",
-            "overlapped MoE layer: version: found '0.0' on rank 0, '0.1' on rank 1; allowed",
-        ),
-        strict=True,
-    ):
+    assert [t.partition(": ")[2] for t in first] == [t.partition(": ")[2] for t in second]
+    named = (
+        "MoELayer: top_k: found '2' on rank 0, '3' on rank 1; allowed: the same on all ranks",
+        "layer: found 'MoELayer' on rank 0, 'MoEBaseline' on rank 1",
+        "dtype: found 'torch.float32' on rank 0, 'torch.float64' on rank 1",
+        "SelfAttention: window: found 'None' on rank 0, '3' on rank 1",
+        "AllToAll: max_num_tokens: found '4' on rank 0, '5' on rank 1",
+        "MoELayer: FluidConfig.dx_chunks: found '1' on rank 0, '2' on rank 1; allowed",
+        "MoELayer: FluidConfig.version: found '0.0' on rank 0, '0.1' on rank 1; allowed",
+        "overlapped MoE layer: version: found '0.0' on rank 0, '0.1' on rank 1; allowed",
+    )
+    for text, words in zip(first, named, strict=True):
         assert words in text
     assert not any("timeout_s" in text or "profile_dir" in text for text in first)
 

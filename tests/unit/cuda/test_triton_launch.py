@@ -77,9 +77,15 @@ class _Started:
         self.compiled.packed_metadata = None
         self.compiled.run = lambda *arguments: self.through_triton.append(arguments)
         self.through_triton: list[tuple[Any, ...]] = []
+        self.arg_names = tuple(signature)
+        self.first: list[tuple[Any, ...]] = []  # grid, arguments, keywords of launches by Triton
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments, **keywords: self.compiled
+        def launch(*arguments: Any, **keywords: Any) -> Any:
+            self.first.append((grid, arguments, keywords))
+            return self.compiled
+
+        return launch
 
 
 def test_launch_leaves_out_what_has_become_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,15 +126,8 @@ def test_a_launcher_compiles_for_each_type_alignment_and_constant_once(
 ) -> None:
     driver = _Driver([8, 4, 8, 8])
     monkeypatch.setattr(driver_api, "driver", lambda: driver)
-    compiled: list[tuple[object, ...]] = []
-
-    class _Counting(_Started):
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *arguments, **keywords: (
-                compiled.append((grid, *keywords.values())) or self.compiled
-            )
-
-    launcher = Launcher(_Counting({"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}), 4)
+    kernel = _Started({"x": "*fp32", "n": "i32", "BLOCK": "constexpr"})
+    launcher = Launcher(kernel, 4)
     memory = torch.zeros(64)
     aligned = memory[-memory.data_ptr() // 4 % 4 :]
     assert aligned.data_ptr() % 16 == 0
@@ -136,6 +135,7 @@ def test_a_launcher_compiles_for_each_type_alignment_and_constant_once(
     for seen in (1, 2):
         for way, (x, block) in enumerate(ways):
             launcher(5, (x, 7 + way), BLOCK=block)
+        compiled = [(grid, *keywords.values()) for grid, _, keywords in kernel.first]
         assert compiled == [((5, 1), block, 4) for _, block in ways], "at the first calls alone"
         assert len(driver.launches) == len(ways) * (seen - 1)
     launcher(0, (aligned, 7), BLOCK=64)
@@ -143,24 +143,11 @@ def test_a_launcher_compiles_for_each_type_alignment_and_constant_once(
     launcher(5, (aligned, 1 << 31), BLOCK=64)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 3)
     launcher(5, (aligned, 7), BLOCK=64)
-    assert len(compiled) == len(ways) + 2, "a wide integer and another device are compiled for"
+    assert len(kernel.first) == len(ways) + 2, "a wide integer and another device are compiled for"
     assert [values[:2] for _, values in driver.launches[:2]] == [
         [aligned.data_ptr(), 7],
         [aligned.data_ptr() + 4, 8],
     ]
-
-
-class _Aligned(_Started):
-    """A kernel of the parameters of _SIGNATURE; `x` and `y` are its fixed tensors' neighbours."""
-
-    arg_names = tuple(_SIGNATURE)
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def first(*arguments: Any, **keywords: Any) -> Any:
-            self.first = arguments
-            return self.compiled
-
-        return first
 
 
 def test_an_aligned_start_takes_absent_tensors_and_integers_behind_the_fixed_ones(
@@ -168,14 +155,15 @@ def test_an_aligned_start_takes_absent_tensors_and_integers_behind_the_fixed_one
 ) -> None:
     driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8])
     monkeypatch.setattr(driver_api, "driver", lambda: driver)
-    kernel = _Aligned(_SIGNATURE)
+    kernel = _Started(_SIGNATURE)
     memory = torch.zeros(64)
     aligned = memory[-memory.data_ptr() // 4 % 4 :][:32]
     fixed = (torch.zeros(1), torch.zeros(1))
     launch = Launch(kernel, 4, {"BLOCK": 64}, fixed, words=("x",), unaligned=("y",))
     for y in (aligned, aligned[1:]):
         launch.start_aligned(9, (aligned, None, y), (128, 5_000_000_000))
-    assert [getattr(a, "dtype", a) for a in kernel.first[:3]] == [torch.int32, None, torch.float32]
+    ((_, given, _),) = kernel.first
+    assert [getattr(a, "dtype", a) for a in given[:3]] == [torch.int32, None, torch.float32]
     ((shape, values),) = driver.launches
     assert shape == [77, 9, 1, 1, 128, 1, 1, 2048, 33]
     addresses = [tensor.data_ptr() for tensor in (aligned, aligned[1:], *fixed)]

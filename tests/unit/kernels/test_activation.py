@@ -27,7 +27,8 @@ VARIANTS = [
     Variant(0.5, 0.25, 2),
 ]
 GATED = [name for name, (_, gated) in ACTIVATIONS.items() if gated]
-CASES = [resolve_activation(name) for name in ACTIVATIONS]
+OWN = resolve_activation(torch.nn.functional.softplus)
+CASES = [OWN, *(resolve_activation(name) for name in ACTIVATIONS)]
 CASES += [resolve_activation(name, variant=variant) for name in GATED for variant in VARIANTS]
 
 
@@ -80,6 +81,8 @@ def test_the_expert_of_each_row_follows_from_the_offsets() -> None:
 def test_forward_and_backward_agree_with_autograd(
     way: str, activation: Activation, weighted: bool
 ) -> None:
+    if way == "kernels" and activation is OWN:
+        pytest.skip("the kernels have no function of a caller's")
     rows, n = _make(activation, torch.float32, way), sum(COUNTS)
     probs = rows.probs if weighted else None
     whole = _sum(rows).requires_grad_()
@@ -135,15 +138,3 @@ def test_the_sum_with_the_bias_is_not_rounded_to_the_rows_dtype(
             assert off < 0.01, off
         else:
             assert torch.equal(found, value)
-
-
-def test_a_caller_s_own_function_takes_a_bias() -> None:
-    activation = resolve_activation(torch.nn.functional.softplus)
-    rows = _make(activation, torch.float32, "torch")
-    whole = _sum(rows).requires_grad_()
-    right = torch.nn.functional.softplus(whole)
-    (dwhole,) = torch.autograd.grad(right, whole, rows.da)
-    a = activation_forward(activation, rows.h, None, None, rows.bias)
-    torch.testing.assert_close(a, right.detach())
-    dh, *_ = activation_backward(activation, rows.h, rows.da, None, rows.groups, bias=rows.bias)
-    torch.testing.assert_close(dh, dwhole)

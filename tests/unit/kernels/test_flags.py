@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_fluid.comm.workspace import Buffer, Workspace
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from tests.support.machine import INTERPRETED
-from tests.support.simulated_driver import head_buffers
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -109,27 +108,6 @@ def test_buffers_keep_their_address_and_are_seen_by_peers() -> None:
     assert first == second
     with pytest.raises(ConfigError, match="no-such"):
         simulated.rank(0).peer_pointers("no-such")
-
-
-@pytest.mark.interpreter
-def test_attention_s_barrier_is_one_of_its_zone_and_of_an_open_workspace() -> None:
-    simulated = SimulatedWorkspace(2, DEVICE)
-    domains = [head_buffers(simulated.rank(rank)) for rank in range(2)]
-    for generation in (1, 2, 3):
-        # The first gives up on the second, which is late in a sequential run.
-        for domain in domains:
-            domain.barrier("heads")
-            domain.workspace.errors.abort.zero_()
-        domains[1].workspace.check_errors()
-        for domain in domains:
-            assert domain.workspace.flags("attention heads").flags.tolist() == [generation] * 2
-    domains[1].barrier("rows 0")
-    assert [simulated.rank(r).flags("attention rows 0").flags.tolist() for r in range(2)] == [
-        [0, 1]
-    ] * 2
-    domains[1].workspace.close()
-    with pytest.raises(FluidError, match="closed"):
-        domains[1].barrier("heads")
 
 
 def test_closed_workspace_refuses() -> None:

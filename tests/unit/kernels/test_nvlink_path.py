@@ -32,6 +32,7 @@ from tests.support.kernel_references import (
     publish_reference,
     reduce_reference,
 )
+from tests.support.nvlink_calls import KINDS, spread_routing
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 pytestmark = pytest.mark.interpreter
@@ -58,21 +59,9 @@ def make_case(
     experts = ranks * local_experts
     ids, probs = [], []
     for rank in range(ranks):
-        tokens = capacity
-        if kind == "uneven":
-            tokens = [0, capacity, 7][rank % 3]
-        scores = torch.rand(tokens, experts, generator=g)
-        if kind == "hot":
-            scores[:, 1] += 10.0
-        if kind == "empty":
-            scores[:, ::2] -= 10.0
-        chosen = scores.topk(top_k, -1).indices
-        if kind == "dropped":
-            chosen[torch.rand(chosen.shape, generator=g) < 0.5] = -1
-        if kind == "one rank":
-            chosen = chosen % local_experts
+        chosen = spread_routing(kind, capacity, experts, top_k, rank, ranks, g)
         ids.append(chosen.to(DEVICE))
-        probs.append(torch.rand(tokens, top_k, generator=g).to(DEVICE))
+        probs.append(torch.rand(chosen.shape, generator=g).to(DEVICE))
     return Case(ids, probs, experts, capacity)
 
 
@@ -179,9 +168,6 @@ def test_every_rank_learns_from_the_plan_that_the_tokens_of_one_do_not_fit() -> 
             assert buffers.read_offsets() == plan.offsets.tolist()
             assert torch.equal(handles[r].inverse.cpu(), plan.inverse)
             assert buffers.most_wanted() == (None if late is None else more)
-
-
-KINDS = ["balanced", "hot", "empty", "dropped", "uneven", "one rank"]
 
 
 @pytest.mark.parametrize(("kind", "count"), [*((kind, 3) for kind in KINDS), ("uneven", 9)])

@@ -33,6 +33,7 @@ from tests.support.all_to_all_calls import (
 from tests.support.fake_nvshmem import FakeNvshmem, fake_nvshmem
 from tests.support.launch import run_ranks, world_group
 from tests.support.machine import NEEDS_INTERPRETER
+from tests.support.moe_reference import routing
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 __all__ = ["fake_nvshmem"]
@@ -56,27 +57,13 @@ def _build(fake: FakeNvshmem, sizes: TwoLevelLayout) -> list[TwoLevel]:
     return found
 
 
-def _order(sizes: TwoLevelLayout) -> list[int]:
-    """Ranks in the order in which their tokens take slots: by index in the domain, then by
-    domain."""
-    return [
-        n * sizes.domain_size + g for g in range(sizes.domain_size) for n in range(sizes.domains)
-    ]
-
-
 def _tokens(layout: Layout, turn: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     generator = torch.Generator().manual_seed(turn)
     x, ids, weights = [], [], []
     for _ in range(layout.world_size):
         m = int(torch.randint(0, layout.max_num_tokens + 1, (1,), generator=generator))
-        table = (
-            torch.rand(m, layout.num_experts, generator=generator)
-            .topk(layout.experts_per_token, -1)
-            .indices.int()
-        )
-        table[torch.rand(table.shape, generator=generator) < 0.2] = -1
         x.append(torch.randn(m, layout.hidden_dim, generator=generator).to(torch.bfloat16))
-        ids.append(table)
+        ids.append(routing("dropped", m, layout.num_experts, layout.experts_per_token, generator))
         weights.append(torch.rand(m, layout.experts_per_token, generator=generator))
     return x, ids, weights
 
@@ -90,7 +77,8 @@ def test_simulated_ranks_match_the_reference(
     layout = Layout(3, local * world, k, world, 1, hidden, hidden * 2, 0)
     sizes = TwoLevelLayout(layout, size)
     ranks = _build(fake_nvshmem, sizes)
-    order = _order(sizes)
+    # Tokens take slots by their ranks' indices in the domain, then by domain.
+    order = [n * size + g for g in range(size) for n in range(domains)]
     slot = {rank: i for i, rank in enumerate(order)}
     for turn in range(3):
         x, ids, weights = _tokens(layout, turn)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack
 from megatron_fluid.moe import experts
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
 from megatron_fluid.moe.experts import add_to_main_grads
@@ -60,22 +59,6 @@ def test_output_and_every_gradient(order: str, activation: str, kind: str) -> No
     for found, expected in zip(*pairs, strict=True):
         assert float(expected.abs().max()) > 0 or expected.shape[0] in (wide, H)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_weights_in_descending_order_are_one_stack_from_call_to_call() -> None:
-    params = _matrices("descending", 3, 2, 1)
-    first = ExpertWeights(params, El)
-    again = ExpertWeights(params, El, kept=first.kept)
-    for weights in (first, again):
-        assert weights.stack is None
-        both = (weights.forward_matrices, True), (weights.backward_matrices, False)
-        for matrices, turned in both:
-            assert isinstance(matrices, ReversedStack) and len(matrices) == El
-            for e, param in enumerate(params):
-                right = param.t() if turned else param
-                assert matrices[e].data_ptr() == param.data_ptr()
-                torch.testing.assert_close(matrices[e], right.detach())
-    assert ExpertWeights(_matrices("separate", 3, 2, 1), El).reverse is None
 
 
 def test_counts_that_are_not_the_rows_are_refused_by_name() -> None:

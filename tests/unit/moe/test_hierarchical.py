@@ -13,6 +13,7 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.moe.hierarchical.plan import HierarchicalPlan, chunks_for, make_plan
 from megatron_fluid.moe.hierarchical.transport import _HierarchicalExchange
 from megatron_fluid.topology import HostLayout
+from tests.support.backward import acts_in_backward
 
 LAYOUTS = [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 0, 1), (0, 1, 2, 2), (0, 0, 1, 1, 2, 2, 2, 3)]
 LAYOUTS += [(0, 1, 2, 3), (1, 0, 2)]  # a rank a host
@@ -84,21 +85,13 @@ def test_all_weight_gradients_run_while_the_last_dx_crosses() -> None:
     crossing: Any = SimpleNamespace(pending=SimpleNamespace(done=lambda: False))
     exchange._returning = {1: crossing}
 
-    class Layer(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
+    def submit() -> None:
+        for name in ("fc2", "fc1"):
+            scheduler.submit(name, [], lambda name=name: ran.append(name))  # type: ignore[misc]
 
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            def submit() -> None:
-                for name in ("fc2", "fc1"):
-                    scheduler.submit(name, [], lambda name=name: ran.append(name))  # type: ignore[misc]
+    def backward() -> None:
+        exchange.run_queued(scheduler, submit)
+        assert ran == ["fc2", "fc1"]
 
-            exchange.run_queued(scheduler, submit)
-            assert ran == ["fc2", "fc1"]
-            return grad
-
-    x = torch.ones(1, requires_grad=True)
-    Layer.apply(x).backward()  # type: ignore[no-untyped-call]
+    acts_in_backward(torch.ones(1, requires_grad=True), backward).backward()
     assert ran == ["fc2", "fc1"]

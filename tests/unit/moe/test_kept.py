@@ -96,8 +96,7 @@ def test_parts_go_away_alone_and_come_back_for_the_same_bits(
     kept = set(shapes) - set(parts) - set(recompute)
     assert _saved(y) == {shapes[part] for part in kept}
     found = _results(y, leaves)
-    for value, right in zip(found, _results(*call()), strict=True):
-        assert torch.equal(value, right)
+    torch.testing.assert_close(found, _results(*call()), rtol=0, atol=0)
     done = offload.log[len(parts) :]
     # Of both parts the later comes back first.
     back = tuple(reversed(parts))

@@ -37,8 +37,7 @@ def make(kind: str, gated: bool = True) -> tuple[Tensor, list[Tensor], Tensor]:
 
 
 def check(found: list[Tensor], expected: list[Tensor]) -> None:
-    for value, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(value, right, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def expected_of(kind: str, activation: str = "swiglu") -> list[Tensor]:
