@@ -14,6 +14,10 @@ what it returns.
     def test_something() -> None:
         results = run_ranks(body, 4, 128, timeout_s=60)         # results[rank]
 
+    @on_ranks(4)                                                # a test that runs on every rank
+    def test_another(rank: int, world_size: int) -> None:
+        ...
+
 A rank that raises, dies or outlives the timeout fails the call: `RankError` holds every rank's
 traceback, the first failure first, and, after a timeout, where each rank's threads stood. No
 process outlives the call.
@@ -25,6 +29,8 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
+import functools
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -44,7 +50,15 @@ import torch.distributed as dist
 
 from tests.support.templates import Template, die_with_parent, template_for
 
-__all__ = ["RankError", "RankOutcome", "run_ranks", "run_ranks_outcomes", "take_gpu", "world_group"]
+__all__ = [
+    "RankError",
+    "RankOutcome",
+    "on_ranks",
+    "run_ranks",
+    "run_ranks_outcomes",
+    "take_gpu",
+    "world_group",
+]
 
 _UNPATCHED = "tests.support.before_patches"  # looks at Megatron before it imports the package
 _choosing = threading.Lock()
@@ -115,6 +129,27 @@ def run_ranks(
     if failed:
         raise RankError(_describe(fn, world_size, failed), outcomes)
     return [outcome.value for outcome in outcomes]
+
+
+def on_ranks(
+    world_size: int, **options: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on `world_size` ranks: it takes its rank, their number, and then parameters of the
+    test, which must be picklable. options: those of run_ranks."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**parameters: Any) -> None:
+            run_ranks(body, world_size, *parameters.values(), **options)
+
+        taken = list(inspect.signature(body).parameters.values())[2:]
+        test.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+        # Functions travel to ranks by name, and the test has taken this one's.
+        body.__name__ = body.__qualname__ = f"on_a_rank_{body.__name__}"
+        body.__globals__[body.__name__] = body  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def run_ranks_outcomes(

@@ -15,7 +15,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.layer import MoEBaseline, MoELayer
 from megatron_fluid.tensor_parallel.ops import all_gather_matmul
 from megatron_fluid.transformer_layer import TransformerLayer
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 from tests.support.moe_reference import moe_reference
 
 MOE: dict[str, Any] = {
@@ -75,12 +75,9 @@ def test_one_of_several_ranks_is_not_alone(monkeypatch: pytest.MonkeyPatch) -> N
         MoELayer(MOE)
 
 
-def _initialised(rank: int, world: int) -> bool:
-    return group_or_lone_rank(None) is dist.group.WORLD
-
-
-def test_a_world_of_one_rank_is_taken() -> None:
-    assert run_ranks(_initialised, 1) == [True]
+@on_ranks(1)
+def test_a_world_of_one_rank_is_taken(rank: int, world: int) -> None:
+    assert group_or_lone_rank(None) is dist.group.WORLD
 
 
 def test_an_input_of_another_dtype_or_device_is_refused_by_name() -> None:

@@ -20,7 +20,7 @@ from megatron_fluid.low_latency.all_to_all import AllToAll
 from megatron_fluid.moe.layer import MoEBaseline, MoELayer
 from megatron_fluid.patches.overlap_decision import Finding, exchange
 from megatron_fluid.transformer_layer import TransformerLayer
-from tests.support.launch import run_ranks, run_ranks_outcomes
+from tests.support.launch import on_ranks, run_ranks, run_ranks_outcomes
 
 MOE: dict[str, Any] = {"hidden_size": 8, "ffn_hidden_size": 8, "num_experts": 4, "top_k": 2}
 
@@ -101,7 +101,10 @@ def test_a_layer_that_only_one_rank_builds_is_named() -> None:
     assert where in str(outcomes[0].error) and where in outcomes[1].value
 
 
-def _alike(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_layers_that_are_alike_are_compared_once_and_a_lost_rank_is_named(
+    rank: int, world: int
+) -> None:
     _moe()
     with mock.patch.object(Agreement, "gather", side_effect=AssertionError):
         _moe()
@@ -109,10 +112,6 @@ def _alike(rank: int, world: int) -> None:
     if rank == 0:
         with pytest.raises(PeerTimeoutError, match="a new layer .*: rank 1 did not come"):
             _moe(top_k=3)
-
-
-def test_layers_that_are_alike_are_compared_once_and_a_lost_rank_is_named() -> None:
-    run_ranks(_alike, 2)
 
 
 def test_a_difference_names_values_and_ranks() -> None:

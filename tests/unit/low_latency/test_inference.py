@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_fluid import MoELayer
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency import InferenceMoELayer
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 from tests.support.moe_reference import moe_reference
 
 # The weights are applied before the second GEMM here and after it there, in bf16 between.
@@ -64,7 +64,8 @@ def test_it_computes_what_the_training_layer_does(changes: dict[str, object]) ->
     run_ranks(_same_as_training, 3 if not changes else 2, changes)
 
 
-def _own_routing(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_routing_may_come_from_outside_with_masks_and_a_bound(rank: int, world: int) -> None:
     generator = torch.Generator().manual_seed(1)
     weight1 = torch.randn(2, 2 * 16, 8, generator=generator).to(torch.bfloat16)
     weight2 = torch.randn(2, 8, 16, generator=generator).to(torch.bfloat16)
@@ -87,11 +88,8 @@ def _own_routing(rank: int, world: int) -> None:
     layer.destroy()
 
 
-def test_routing_may_come_from_outside_with_masks_and_a_bound() -> None:
-    run_ranks(_own_routing, 2)
-
-
-def _misfits(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_what_cannot_be_is_refused_by_name(rank: int, world: int) -> None:
     weight1, weight2 = torch.zeros(2, 32, 8).bfloat16(), torch.zeros(2, 8, 16).bfloat16()
     sizes = {"max_num_tokens": 4, "experts_per_token": 1}
     for first, second, activation, named in (
@@ -103,7 +101,3 @@ def _misfits(rank: int, world: int) -> None:
     ):
         with pytest.raises(ConfigError, match=named):
             InferenceMoELayer(first, second, None, activation=activation, **sizes)  # type: ignore[arg-type]
-
-
-def test_what_cannot_be_is_refused_by_name() -> None:
-    run_ranks(_misfits, 1)

@@ -31,7 +31,7 @@ from tests.support.all_to_all_calls import (
     send_back,
 )
 from tests.support.fake_nvshmem import FakeNvshmem, fake_nvshmem
-from tests.support.launch import run_ranks, world_group
+from tests.support.launch import on_ranks, run_ranks, world_group
 from tests.support.machine import NEEDS_INTERPRETER
 from tests.support.moe_reference import routing
 from tests.support.simulated_workspace import SimulatedWorkspace
@@ -152,7 +152,10 @@ def _open(rank: int, world: int, *sizes: int, **named: Any) -> AllToAll:
     return AllToAll.internode(c, experts, k, rank, world, 1, hidden, hidden * 2, 0, **named)
 
 
-def _bound_at_one_half(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_late_weights_find_their_tokens_whether_or_not_the_bound_comes_with_them(
+    rank: int, world: int
+) -> None:
     ata = _open(rank, world, 4, 4, 1, 16)
     x, weights = torch.full((4, 16), 1.0 + rank).to(torch.bfloat16), torch.full((4, 1), 2.0**rank)
     ids, bound = torch.tensor([[0], [1 << 40], [0], [0]]), torch.tensor([2], dtype=torch.int32)
@@ -165,11 +168,8 @@ def _bound_at_one_half(rank: int, world: int) -> None:
     ata.destroy()
 
 
-def test_late_weights_find_their_tokens_whether_or_not_the_bound_comes_with_them() -> None:
-    run_ranks(_bound_at_one_half, 4)
-
-
-def _weights_of_one_rank(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_after_lost_weights_every_call_fails(rank: int, world: int) -> None:
     ata = _open(rank, world, 4, 4, 1, 16, domain_size=1, timeout_s=2.0)
     x, ids = torch.ones(4, 16).to(torch.bfloat16), torch.zeros(4, 1, dtype=torch.int32)
     send(ata, x, ids)
@@ -182,11 +182,8 @@ def _weights_of_one_rank(rank: int, world: int) -> None:
             send(ata, x, ids)
 
 
-def test_after_lost_weights_every_call_fails() -> None:
-    run_ranks(_weights_of_one_rank, 2)
-
-
-def _by_hosts(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_hosts_are_the_domains_where_no_size_is_given(rank: int, world: int) -> None:
     group = world_group()
     topology.socket.gethostname = lambda: f"host{rank // 2}"  # type: ignore[attr-defined]
     assert open_transport.domain_size_of(group, None) == 2
@@ -211,10 +208,6 @@ def _by_hosts(rank: int, world: int) -> None:
     topology.socket.gethostname = lambda: f"host{min(rank, 1)}"  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="hosts that hold the same number of consecutive ranks"):
         open_transport.domain_size_of(group, None)
-
-
-def test_hosts_are_the_domains_where_no_size_is_given() -> None:
-    run_ranks(_by_hosts, 4)
 
 
 def _reopened(rank: int, world: int, between: str) -> None:

@@ -25,7 +25,7 @@ from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP
 from megatron_fluid.moe.nvlink.transport import NvlinkBackend
 from megatron_fluid.moe.transport import LayerShape
 from megatron_fluid.plan.machine import REFERENCE
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, world_group
 
 GPU = torch.device("cuda")
 
@@ -186,7 +186,10 @@ def gelu(h: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.elu(h)
 
 
-def _asked_for(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_a_callable_that_bears_the_name_of_a_kernel_is_not_taken_for_it(
+    rank: int, world: int
+) -> None:
     config = {"hidden_size": 8, "ffn_hidden_size": 8, "num_experts": 2, "top_k": 2}
     for activation, named in (
         ("gelu", "gelu"),
@@ -198,10 +201,6 @@ def _asked_for(rank: int, world: int) -> None:
             with mock.patch.object(backends, "nvlink_layer_reason", return_value="no") as asked:
                 choose_backend(each, "auto")
             assert asked.call_args.args[1] == named
-
-
-def test_a_callable_that_bears_the_name_of_a_kernel_is_not_taken_for_it() -> None:
-    run_ranks(_asked_for, 1)
 
 
 def test_the_first_forward_sizes_the_buffers_by_the_rank_with_most_tokens() -> None:
@@ -274,15 +273,10 @@ def test_rows_are_sent_by_gemms_of_the_types_that_can(monkeypatch: pytest.Monkey
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has what is missing here")
-def test_a_machine_without_gpus_is_refused_by_name() -> None:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        assert dist.group.WORLD is not None
-        with pytest.raises(ConfigError, match=r"symmetric memory: found .*CUDA is not available"):
-            nvlink_buffers.shared_buffers(dist.group.WORLD, 8, 64, 32, 2, 4)
-    finally:
-        dist.destroy_process_group()
+@on_ranks(1)
+def test_a_machine_without_gpus_is_refused_by_name(rank: int, world: int) -> None:
+    with pytest.raises(ConfigError, match=r"symmetric memory: found .*CUDA is not available"):
+        nvlink_buffers.shared_buffers(world_group(), 8, 64, 32, 2, 4)
 
 
 def test_a_dispatch_is_streamed_where_the_wire_takes_longer_than_moving_tokens() -> None:

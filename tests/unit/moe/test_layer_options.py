@@ -19,7 +19,7 @@ from megatron_fluid.moe.layer import MoEBaseline, MoELayer
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.room import graph_room
 from megatron_fluid.moe.router import TopKRouter, route
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 from tests.support.machine import NEEDS_INTERPRETER
 from tests.support.simulated_workspace import SimulatedWorkspace
 
@@ -49,7 +49,25 @@ def gradients(layer: MoELayer) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
 
 
-def _options(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_a_layer_whose_row_counts_the_host_reads_is_not_captured(rank: int, world: int) -> None:
+    x = torch.randn(TOKENS, 16)
+    layers = [
+        nvlink_layer(graph=True),
+        *(
+            kind({**CONFIG, "backend": "rounds"}, dist.group.WORLD)
+            for kind in (MoELayer, MoEBaseline)
+        ),
+    ]
+    captures = dict.fromkeys(("is_initialized", "is_current_stream_capturing"), lambda: True)
+    with mock.patch.multiple(torch.cuda, **captures):
+        for layer in layers:
+            with pytest.raises(FluidError, match=r"CUDA graph .* inside graph_room\(\)"):
+                layer(x)
+
+
+@on_ranks(1)
+def test_bounded_mode_and_recomputation_of_a_layer(rank: int, world: int) -> None:
     expected = gradients(MoELayer({**CONFIG, "backend": "rounds"}, dist.group.WORLD))
     for options in (
         {"capacity_factor": 2.0},
@@ -75,30 +93,6 @@ def _options(rank: int, world: int) -> None:
     with pytest.raises(FluidError, match="again outside of graph_room"):
         graphed.check_overflow()
     gradients(graphed)  # outside there is room for all
-
-
-def _captured(rank: int, world: int) -> None:
-    x = torch.randn(TOKENS, 16)
-    layers = [
-        nvlink_layer(graph=True),
-        *(
-            kind({**CONFIG, "backend": "rounds"}, dist.group.WORLD)
-            for kind in (MoELayer, MoEBaseline)
-        ),
-    ]
-    captures = dict.fromkeys(("is_initialized", "is_current_stream_capturing"), lambda: True)
-    with mock.patch.multiple(torch.cuda, **captures):
-        for layer in layers:
-            with pytest.raises(FluidError, match=r"CUDA graph .* inside graph_room\(\)"):
-                layer(x)
-
-
-def test_a_layer_whose_row_counts_the_host_reads_is_not_captured() -> None:
-    run_ranks(_captured, 1)
-
-
-def test_bounded_mode_and_recomputation_of_a_layer() -> None:
-    run_ranks(_options, 1)
 
 
 def test_the_setting_of_recomputation() -> None:

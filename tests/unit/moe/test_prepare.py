@@ -22,7 +22,7 @@ from megatron_fluid.moe.rounds.all_to_all import AllToAllTransport
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.rounds.transport import RoundsTransport
 from megatron_fluid.moe.transport import TokenTransport
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 from tests.support.machine import NEEDS_INTERPRETER
 
 pytestmark = NEEDS_INTERPRETER
@@ -96,8 +96,9 @@ def _step(name: str, leaves: list[Tensor], ids: Tensor) -> list[Tensor]:
     return [value.detach() for value in found]
 
 
-def _autocast(rank: int, world: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+@on_ranks(1)
+def test_under_autocast_every_transport_computes_in_its_dtype(rank: int, world: int) -> None:
+    """Weights and tokens of 32 bits: as if they had been cast before, bit for bit."""
     ids, wide = _leaves()
     # Probabilities stay in fp32, as under autocast.
     narrow = [leaf.detach().to(leaf.dtype if i == 1 else BF16) for i, leaf in enumerate(wide)]
@@ -106,18 +107,8 @@ def _autocast(rank: int, world: int) -> dict[str, Any]:
         with torch.autocast("cpu", dtype=BF16):
             mine = _step(name, wide, ids)
         assert mine[0].dtype == BF16
-        found[name] = [
-            bool(torch.equal(a.to(b.dtype), b)) for a, b in zip(mine, right, strict=True)
-        ]
-    return found
-
-
-def test_under_autocast_every_transport_computes_in_its_dtype() -> None:
-    """Weights and tokens of 32 bits: as if they had been cast before, bit for bit."""
-    (found,) = run_ranks(_autocast, 1)
-    assert set(found) == {*TOKENS, *ROWS}
-    for name, equal in found.items():
-        assert all(equal), (name, equal)
+        for number, (a, b) in enumerate(zip(mine, right, strict=True)):
+            assert torch.equal(a.to(b.dtype), b), (name, number)
 
 
 def _tensors(of: object) -> Iterator[Tensor]:
@@ -138,7 +129,8 @@ def _tensors(of: object) -> Iterator[Tensor]:
         todo += gc.get_referents(held)
 
 
-def _evaluated_first(rank: int, world: int) -> dict[str, Any]:
+@on_ranks(1)
+def test_what_a_layer_keeps_of_an_evaluation_is_no_inference_tensor(rank: int, world: int) -> None:
     """Layers of which the first call is one of torch.inference_mode."""
     from unittest import mock
 
@@ -146,7 +138,6 @@ def _evaluated_first(rank: int, world: int) -> dict[str, Any]:
     from megatron_fluid.moe.nvlink import shared
     from tests.support.simulated_workspace import SimulatedWorkspace
 
-    found: dict[str, Any] = {}
     for backend in ("local", "rounds", "nvlink"):
         config = {"hidden_size": H, "ffn_hidden_size": F, "num_experts": E, "top_k": K}
         layer = MoELayer({**config, "backend": backend}, dist.group.WORLD)
@@ -159,16 +150,9 @@ def _evaluated_first(rank: int, world: int) -> dict[str, Any]:
             made.close = lambda space: None
             with torch.inference_mode():
                 layer(x)
-            held = [t for t in _tensors(layer) if t.is_inference()]
+            assert not [t.shape for t in _tensors(layer) if t.is_inference()], backend
             layer(x).sum().backward()
         assert layer.weight1.grad is not None
-        found[backend] = [list(t.shape) for t in held]
-    return found
-
-
-def test_what_a_layer_keeps_of_an_evaluation_is_no_inference_tensor() -> None:
-    (found,) = run_ranks(_evaluated_first, 1)
-    assert found == {"local": [], "rounds": [], "nvlink": []}
 
 
 def test_parameters_that_are_moved_in_an_evaluation_can_be_trained() -> None:

@@ -14,7 +14,7 @@ from megatron_fluid import MoEBaseline, MoELayer, TransformerLayer
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency import InferenceMoELayer
 from megatron_fluid.moe.router import TopKRouter
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 from tests.support.moe_reference import moe_reference
 
 BF16 = torch.bfloat16
@@ -67,7 +67,8 @@ def test_top_1_with_softmax_after_the_choice_is_refused(make: Callable[..., Any]
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
-def _inference(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_the_layer_for_decoding_takes_no_such_router_either(rank: int, world: int) -> None:
     layer = MoELayer({**SIZES, "top_k": 1, "pre_softmax": True}, dtype=BF16)
     low = InferenceMoELayer.of(layer, max_num_tokens=64)
     x = tokens(BF16).detach()
@@ -78,10 +79,6 @@ def _inference(rank: int, world: int) -> None:
             layer.weight1, layer.weight2, TopKRouter(32, 8, 1, dtype=BF16), max_num_tokens=64,
             experts_per_token=1,
         )  # fmt: skip
-
-
-def test_the_layer_for_decoding_takes_no_such_router_either() -> None:
-    run_ranks(_inference, 1)
 
 
 @each_layer
