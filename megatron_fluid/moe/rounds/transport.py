@@ -159,6 +159,7 @@ class P2PExchange(Exchange):
             self.complete()
             return
         self.transport.returning = self
+        self.sent = ()  # all is dispatched, and the layers below need the memory
         # Its node in the graph waits, unless autograd was asked for other inputs only.
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
         engine.queue_callback(self.transport.wait_returning)

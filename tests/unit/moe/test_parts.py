@@ -10,12 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import activations, experts, permute, router
 from megatron_fluid.moe.config import MoEConfig, MoEConfigDict
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups, grouped_product
 from megatron_fluid.moe.rounds.plan import ExactPlan
+from megatron_fluid.moe.rounds.transport import RoundsTransport
+from tests.support.expert_calls import overlapped_moe
 
 F64 = torch.float64
 
@@ -319,6 +323,31 @@ def test_plans_that_contradict_themselves() -> None:
         ExactPlan(0, ((1,), (2,)), ((3,), (2,)))
     with pytest.raises(ConfigError, match="num_experts: found 6, allowed: a multiple of the 4"):
         permute.local_experts(6, 4)
+
+
+def test_a_gradient_that_was_sent_is_let_go_while_dx_travels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backward, wait = RoundsTransport.backward, RoundsTransport.wait_returning
+    sent: list[StorageWeakRef] = []
+    let_go: list[bool] = []
+
+    def watched(self: RoundsTransport, grad: Tensor, keep: bool) -> object:
+        sent.append(StorageWeakRef(grad.untyped_storage()))
+        return backward(self, grad, keep)
+
+    def waited(self: RoundsTransport) -> None:
+        let_go.append(sent[0].expired())
+        wait(self)
+
+    monkeypatch.setattr(RoundsTransport, "backward", watched)
+    monkeypatch.setattr(RoundsTransport, "wait_returning", waited)
+    ids, rounds = torch.tensor([[0, 1], [1, 2]]), shared_rounds(None)
+    x, probs = normal(2, 8, seed=1, grad=True), normal(2, 2, seed=2)
+    weights = normal(3, 8, 8, seed=3, grad=True), normal(3, 8, 4, seed=4, grad=True)
+    plan = ExactPlan.from_topk(ids, 3, rounds)
+    overlapped_moe(x, probs, plan, *weights, "swiglu", rounds).sum().backward()
+    assert let_go[0]
 
 
 def test_layer_settings() -> None:
