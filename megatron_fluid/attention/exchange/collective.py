@@ -21,19 +21,25 @@ from megatron_fluid.attention.exchange.rounds import HeadsByPeer
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.tables import position_order
 from megatron_fluid.comm.waits import group_waits
+from megatron_fluid.errors import ConfigError
 
 __all__ = ["CollectiveExchange"]
 
 
 class CollectiveExchange(HeadExchange):
     """``HeadExchange`` over ``all_to_all_single``, in one head group. The connection is the
-    context-parallel group."""
+    context-parallel group.
+
+    Raises:
+        ConfigError: more head groups than one.
+    """
 
     def __init__(
         self, connection: dist.ProcessGroup, heads: HeadLayout, sequence: SequenceLayout
     ) -> None:
         super().__init__(connection, heads, sequence)
-        assert heads.groups == 1, "one collective moves all heads"
+        if heads.groups != 1:  # one collective moves all heads
+            raise ConfigError.of("head_groups", heads.groups, "1 with overlap=False")
         self.group, self.rank = connection, connection.rank()
         self._parts = [heads.part(rank) for rank in range(heads.world)]
         self._rows = [sequence.local_length(rank) for rank in range(heads.world)]

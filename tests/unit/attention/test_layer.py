@@ -16,7 +16,7 @@ from megatron_fluid.attention import layer as layer_module
 from megatron_fluid.attention import overlap
 from megatron_fluid.attention.attention_kernels import CoreCase, run_sdpa
 from megatron_fluid.attention.layer import SelfAttention
-from megatron_fluid.attention.layouts import HeadPart
+from megatron_fluid.attention.layouts import HeadLayout, HeadPart
 from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import ConfigError, FluidError
@@ -268,6 +268,14 @@ def test_head_groups_can_be_given_after_construction() -> None:
         layer.head_groups = wrong
         with pytest.raises(ConfigError, match="groups"):
             layer(x)
+
+
+def test_head_groups_given_later_to_a_layer_without_overlap_are_named() -> None:
+    layer, x = _layer(overlap=False), _input()
+    layer.heads, layer.exchange = HeadLayout(4, 4, 4, 2), "collective"  # as on two ranks
+    layer.head_groups = 2
+    with pytest.raises(ConfigError, match="head_groups: found 2, allowed: 1 with overlap=False"):
+        layer(x)
 
 
 @pytest.mark.parametrize("rotary", [None, Rotary(4)])
