@@ -27,11 +27,11 @@ def of(case: str, mode: str, times: Mapping[str, float]) -> list[Row]:
     return [Row(case, mode, variant, ms, ms, ms, 7) for variant, ms in times.items()]
 
 
-def on_gpus(path: Path, suite: str, rows: Iterable[Row], gpus: int) -> None:
-    """A result file as H200s would have written it."""
+def on_gpus(path: Path, suite: str, rows: Iterable[Row], gpus: int, **changes: str) -> None:
+    """A result file as H200s would have written it, with changes of its head."""
     write_results(suite, rows, gpus, path, command=f"bench {suite}")
-    document = json.loads(path.read_text())
-    path.write_text(json.dumps(document | {"gpu": "NVIDIA H200", "cuda": "13.0"}))
+    document = json.loads(path.read_text()) | {"gpu": "NVIDIA H200", "cuda": "13.0", **changes}
+    path.write_text(json.dumps(document))
 
 
 def test_an_moe_layer_is_compared_with_megatrons_own_paths_inside_megatron_and_alone(
@@ -70,11 +70,11 @@ def test_an_moe_layer_is_compared_with_megatrons_own_paths_inside_megatron_and_a
 
 
 def test_a_file_of_todays_code_is_shown_before_one_of_more_gpus(tmp_path: Path) -> None:
-    on_gpus(tmp_path / "moe_layer.json", "moe_layer", of("olmoe", "train", {"fluid": 1.0}), 4)
-    on_gpus(tmp_path / "moe_layer-2gpu.json", "moe_layer", of("olmoe", "train", {"fluid": 2.0}), 2)
+    rows = of("olmoe", "train", {"fluid": 1.0})
+    for gpus in (4, 2):
+        on_gpus(tmp_path / f"moe_layer-{gpus}gpu.json", "moe_layer", rows, gpus)
     assert "**moe_layer, 4 H200.**" in summary(tmp_path)
-    older = json.loads((tmp_path / "moe_layer.json").read_text()) | {"code": "another"}
-    (tmp_path / "moe_layer.json").write_text(json.dumps(older))
+    on_gpus(tmp_path / "moe_layer-4gpu.json", "moe_layer", rows, 4, code="another")
     assert "**moe_layer, 2 H200.**" in summary(tmp_path)
 
 
@@ -91,9 +91,7 @@ def test_the_first_screen_marks_figures_of_older_code_and_leaves_out_those_of_a_
     tmp_path: Path,
 ) -> None:
     def write(name: str, suite: str, rows: list[Row], **changes: str) -> None:
-        on_gpus(tmp_path / name, suite, rows, 2)
-        document = json.loads((tmp_path / name).read_text())
-        (tmp_path / name).write_text(json.dumps(document | changes))
+        on_gpus(tmp_path / name, suite, rows, 2, **changes)
 
     trained = of("olmoe", "train", {"megatron": 8.0, "fluid": 5.0})
     write("pretrain.json", "pretrain", trained)
@@ -146,9 +144,7 @@ def test_a_release_takes_figures_of_todays_code_at_one_commit_alone(
     monkeypatch.setenv("FLUID_COMMIT", "a" * 40 + "-dirty")
     on_gpus(tmp_path / "attention-2gpu.json", "attention", rows, 2)
     for name in ("attention-1gpu", "moe_layer"):
-        on_gpus(tmp_path / f"{name}.json", name.partition("-")[0], rows, 1)
-        older = json.loads((tmp_path / f"{name}.json").read_text()) | {"code": "another"}
-        (tmp_path / f"{name}.json").write_text(json.dumps(older))
+        on_gpus(tmp_path / f"{name}.json", name.partition("-")[0], rows, 1, code="another")
     assert release_check.main([], tmp_path) == 1
     said = capsys.readouterr().err
     assert "attention-1gpu.json: of older code" in said and "moe_layer.json: of older" in said

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import struct
-from collections.abc import Iterator
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,16 +16,20 @@ import triton
 from megatron_fluid.cuda import driver_api
 from megatron_fluid.cuda.triton_launch import Launch, Launcher
 from megatron_fluid.errors import ConfigError
-from tests.support.cuda_driver import FakeDriver, driver_in_place, word
 
 
-class _Driver(FakeDriver):
-    """Records launches; a kernel's parameters have the widths given."""
+class _Driver:
+    """cuda.bindings.driver, but that launches are recorded; a kernel's parameters have the
+    `widths`."""
 
-    def __init__(self, widths: list[int]) -> None:
-        super().__init__()
+    def __init__(self) -> None:
         self.launches: list[tuple[list[int], list[int]]] = []
-        self.widths = widths
+        self.widths: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        from cuda.bindings import driver
+
+        return getattr(driver, name)
 
     def cuFuncGetParamInfo(self, function: Any, index: int) -> tuple[Any, ...]:
         if index >= len(self.widths):
@@ -34,19 +39,25 @@ class _Driver(FakeDriver):
     def cuLaunchKernel(self, *arguments: Any) -> tuple[Any, ...]:
         function, *shape, stream, parameters, extra = arguments
         assert extra == 0
-        values = [word(word(parameters + 8 * i), width) for i, width in enumerate(self.widths)]
+        values = [_word(_word(parameters + 8 * i), width) for i, width in enumerate(self.widths)]
         self.launches.append(([int(function), *shape, int(stream)], values))
-        return self._call("cuLaunchKernel", arguments)
+        return (self.CUresult(0),)
+
+
+def _word(address: int, width: int = 8) -> int:
+    """The unsigned integer of so many bytes at `address`."""
+    return int.from_bytes(ctypes.string_at(address, width), sys.byteorder)
 
 
 @pytest.fixture(autouse=True)
-def one_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def driver(monkeypatch: pytest.MonkeyPatch) -> _Driver:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 33, raising=False)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    with driver_in_place(FakeDriver()):
-        yield
+    found = _Driver()
+    monkeypatch.setattr(driver_api, "driver", lambda: found)
+    return found
 
 
 def _compiled(signature: dict[str, str]) -> SimpleNamespace:
@@ -88,9 +99,8 @@ class _Started:
         return launch
 
 
-def test_launch_leaves_out_what_has_become_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = _Driver([8, 4, 8, 8, 8])
-    monkeypatch.setattr(driver_api, "driver", lambda: driver)
+def test_launch_leaves_out_what_has_become_a_constant(driver: _Driver) -> None:
+    driver.widths = [8, 4, 8, 8, 8]
     kernel = _Started(
         {"x": "*fp32", "n": "i32", "table": "*i64", "one": "constexpr", "BLOCK": "constexpr"}
     )
@@ -107,10 +117,9 @@ def test_launch_leaves_out_what_has_become_a_constant(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("widths", [[8, 4, 8], [8, 8, 8, 8], []])  # it takes 8, 4, 8, 8
 def test_launch_of_a_kernel_with_other_parameters_goes_through_triton(
-    monkeypatch: pytest.MonkeyPatch, widths: list[int]
+    driver: _Driver, widths: list[int]
 ) -> None:
-    driver = _Driver(widths)
-    monkeypatch.setattr(driver_api, "driver", lambda: driver)
+    driver.widths = widths
     kernel = _Started({"x": "*fp32", "n": "i32", "BLOCK": "constexpr"})
     x, prepared = torch.zeros(4), Launch(kernel, 4, {"BLOCK": 64}, (9,))
     stream: Any = SimpleNamespace(cuda_stream=33)
@@ -122,10 +131,9 @@ def test_launch_of_a_kernel_with_other_parameters_goes_through_triton(
 
 
 def test_a_launcher_compiles_for_each_type_alignment_and_constant_once(
-    monkeypatch: pytest.MonkeyPatch,
+    driver: _Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = _Driver([8, 4, 8, 8])
-    monkeypatch.setattr(driver_api, "driver", lambda: driver)
+    driver.widths = [8, 4, 8, 8]
     kernel = _Started({"x": "*fp32", "n": "i32", "BLOCK": "constexpr"})
     launcher = Launcher(kernel, 4)
     memory = torch.zeros(64)
@@ -151,10 +159,9 @@ def test_a_launcher_compiles_for_each_type_alignment_and_constant_once(
 
 
 def test_an_aligned_start_takes_absent_tensors_and_integers_behind_the_fixed_ones(
-    monkeypatch: pytest.MonkeyPatch,
+    driver: _Driver,
 ) -> None:
-    driver = _Driver([8, 8, 8, 8, 4, 8, 8, 8])
-    monkeypatch.setattr(driver_api, "driver", lambda: driver)
+    driver.widths = [8, 8, 8, 8, 4, 8, 8, 8]
     kernel = _Started(_SIGNATURE)
     memory = torch.zeros(64)
     aligned = memory[-memory.data_ptr() // 4 % 4 :][:32]
