@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.report.iterations import iterations
 from megatron_fluid.cli import main, plan
 from megatron_fluid.cli.models import MODELS, model_of_flags
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.plan.machine import REFERENCE, Machine
+from megatron_fluid.plan.machine import REFERENCE, Machine, machine_named
 from tests.support.machine import GPUS
 from tests.support.recipe_flags import RECIPES, printed
 
@@ -124,3 +126,46 @@ def test_attention_is_overlapped_unless_linears_hide_their_own_gathers() -> None
     parts = list(plan.parts_of(dataclasses.replace(model, tensor=2), REFERENCE["h200"]))
     assert parts[0].taken.startswith("exchanged") and "sequence parallelism" in parts[0].why
     assert len(parts) == 5
+
+
+# ---- figures of a machine: their names, and what a file of them may hold
+
+
+def test_names_give_reference_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, machine in REFERENCE.items():
+        assert machine_named(name) is machine
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gpu, name in (("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("A", "h200")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu=gpu: gpu)
+        assert machine_named("auto") is machine_named("reference") is REFERENCE[name]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"flops_per_s": 0},
+        {"flops_per_s": "fast"},
+        {"bytes_per_s": float("nan")},
+        {"wire_bytes_per_s": None},
+        {"bytes_per_s": True},
+        {"device": 3},
+        {"another": 1},
+    ],
+)
+def test_a_file_with_a_figure_out_of_range_is_refused_by_name(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(dataclasses.asdict(REFERENCE["cpu"]) | change))
+    with pytest.raises(ConfigError, match=f"machine: {path}: found .*, allowed: a file that"):
+        Machine.read(str(path))
+
+
+def test_a_file_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    for text in ("[]", "not JSON"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="allowed: a file that"):
+            Machine.read(str(path))
+    with pytest.raises(ConfigError, match="machine: found .*absent.* allowed: auto, reference"):
+        Machine.read(str(tmp_path / "absent"))

@@ -15,55 +15,38 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_fluid.comm.workspace import Buffer, Workspace
 from megatron_fluid.errors import ConfigError, FluidError, PeerTimeoutError
 from tests.support.machine import INTERPRETED
+from tests.support.simulated_driver import head_buffers
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
-def _barrier(simulated: SimulatedWorkspace, rank: int) -> None:
-    from megatron_fluid.kernels.flags import barrier_kernel
-
-    space = simulated.rank(rank)
-    region = space.flags("barrier")
-    barrier_kernel[(1,)](
-        0,
-        0,
-        region.flags,
-        region.addresses,
-        region.counter,
-        space.errors.words,
-        space.errors.abort,
-        rank,
-        region.operation,
-        7,
-        space.timeout_ns,
-        W=space.world_size,
-        SLOT=0,
-        MARK=False,
-    )
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()  # errors are read from the host's memory
-
-
 @pytest.mark.interpreter
 def test_signals_reach_every_rank_and_generations_grow() -> None:
     simulated = SimulatedWorkspace(3, DEVICE)
+    domains = [head_buffers(simulated.rank(rank)) for rank in range(3)]
     for generation in (1, 2, 3):
-        for rank in range(3):
-            _barrier(simulated, rank)
-            simulated.rank(rank).errors.abort.zero_()  # in a sequential run others are late
-        for rank in range(3):
-            assert simulated.rank(rank).flags("barrier").flags.tolist() == [generation] * 3
+        for domain in domains:
+            domain.barrier("heads")
+            domain.workspace.errors.abort.zero_()  # in a sequential run others are late
+        domains[2].workspace.check_errors()
+        for domain in domains:
+            assert domain.workspace.flags("attention heads").flags.tolist() == [generation] * 3
+    domains[2].workspace.close()
+    with pytest.raises(FluidError, match="closed"):
+        domains[2].barrier("heads")
 
 
 @pytest.mark.interpreter
 def test_a_missing_peer_is_named_and_the_next_wait_gives_up_at_once() -> None:
-    simulated = SimulatedWorkspace(3, DEVICE)
-    _barrier(simulated, 0)  # ranks 1 and 2 never arrive
-    with pytest.raises(PeerTimeoutError, match=r"rank 0.*peer 1.*barrier, round 7") as caught:
-        simulated.rank(0).check_errors()
+    space = SimulatedWorkspace(3, DEVICE).rank(0)
+    head_buffers(space).barrier("heads")  # ranks 1 and 2 never arrive
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()  # errors are read from the host's memory
+    with pytest.raises(PeerTimeoutError, match=r"rank 0.*peer 1.*attention heads") as caught:
+        space.check_errors()
     assert "expected generation 1, seen 0" in str(caught.value)
-    assert simulated.rank(0).errors.abort.item() == 1
+    assert space.errors.abort.item() == 1
 
 
 def test_ranks_meet_around_growth_and_old_memory_goes_first() -> None:
