@@ -167,7 +167,7 @@ def _te_overlapped(
     group = linear._tp_group
     if not linear.sequence_parallel or not _wanted(group):
         return None
-    bias = linear.bias if linear.use_bias else None
+    bias = getattr(linear, "bias", None) if linear.use_bias else None
     added, returned = (None, bias) if linear.te_return_bias else (bias, None)
     weight, fused = getattr(linear, "weight", None), linear.fuse_wgrad_accumulation
     reason = _te_reason(linear, weight, x)

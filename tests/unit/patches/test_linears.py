@@ -143,6 +143,25 @@ def test_what_on_leaves_out_is_never_left_out_without_a_word(serving: list[str])
     assert serving == []
 
 
+def test_a_linear_of_several_parameters_keeps_transformer_engines_path(serving: list[str]) -> None:
+    """parameters_split gives each part of the output a weight and a bias of its own."""
+
+    class Split:
+        __module__ = "transformer_engine.pytorch"
+
+    linear: Any = Split()
+    vars(linear).update(
+        **vars(_linear()), _tp_group=_linear().tp_group, parallel_mode="column",
+        sequence_parallel=True, use_bias=True, te_return_bias=False, te_quant_params=None,
+        fuse_wgrad_accumulation=False, query_weight=MEGATRONS, query_bias=MEGATRONS,
+    )  # fmt: skip
+    linear.config.tp_comm_overlap = linear.config.fp8 = linear.config.fp4 = False
+    for wrap in (linears.te_linear_forward, linears.te_layer_norm_column_forward):
+        forward = wrap(lambda *_: (MEGATRONS, None))
+        assert forward(linear, torch.zeros(4, 2, 4))[0] is MEGATRONS
+        assert serving.pop().endswith("in several parameters") and not serving
+
+
 def test_a_linear_is_counted_once_with_what_was_last_true_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
