@@ -66,6 +66,10 @@ def _method(base: Any, patch: patches.Patch) -> tuple[str, Callable[..., Any]]:
     @functools.wraps(getattr(base, attribute), assigned=("__name__", "__doc__"))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         stock = getattr(base, attribute)
+        if attribute == "__init__":  # of a class with two bases, that of the other one
+            mro = type(self).__mro__
+            own: Any = next(kind for kind in mro if vars(kind).get("__init__") is method)
+            stock = super(own, type(self)).__init__
         run = stock if patches.is_applied(patch.name) else replace(stock)
         return run(self, *args, **kwargs)
 

@@ -199,3 +199,25 @@ def _graphed_router(rank: int, world_size: int, modules: list[str]) -> dict[str,
             [inputs[0].grad, *(p.grad for p in layer.parameters())],
         ),
     }
+
+
+def test_a_class_of_the_spec_builds_the_other_base_of_a_class_with_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from megatron_fluid import patches
+    from megatron_fluid.patches.layer_specs import FluidMoELayer
+
+    monkeypatch.setattr(MoELayer, "__init__", torch.nn.Module.__init__)
+    monkeypatch.setattr(patches, "is_applied", lambda name: True)
+
+    class Other(MoELayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.built = True
+
+    class Both(FluidMoELayer, Other):  # type: ignore[misc, valid-type]
+        pass
+
+    assert Both().built
