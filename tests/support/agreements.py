@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.agreement import Agreement
 
-__all__ = ["FrozenStore", "agreements", "on_all"]
+__all__ = ["FrozenStore", "agreements", "joined", "on_all"]
 
 
 def agreements(
@@ -20,6 +20,13 @@ def agreements(
     """A new session of a group: the agreement of each rank."""
     store = dist.HashStore() if store is None else store
     return [Agreement(store, group, rank, range(ranks), lambda: timeout_s) for rank in range(ranks)]
+
+
+def joined(ranks: int, group: str = "group") -> list[Agreement]:
+    """The same, of ranks that have met once."""
+    channels = agreements(ranks, group=group)
+    on_all(channels, lambda w: w.barrier("begin"))
+    return channels
 
 
 def on_all(channels: Sequence[Agreement], call: Callable[[Agreement], Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from megatron_fluid.comm.agreement import Agreement, agreement
 from megatron_fluid.comm.groups import close_group
 from megatron_fluid.comm.p2p_rounds import detect_hosts
 from megatron_fluid.errors import FluidError, PeerTimeoutError
-from tests.support.agreements import FrozenStore, agreements, on_all
+from tests.support.agreements import FrozenStore, agreements, joined, on_all
 from tests.support.launch import run_ranks
 
 PACKAGE = Path(__file__).resolve().parents[3]
@@ -96,8 +96,7 @@ def test_ranks_in_different_operations_are_told_apart_at_once() -> None:
 
 @pytest.mark.parametrize("failed", [0, 1])
 def test_a_failure_of_one_rank_ends_the_waits_of_the_others(failed: int) -> None:
-    channels = agreements(2)
-    on_all(channels, lambda w: w.barrier("begin"))
+    channels = joined(2)
     channels[failed].report_failure(None, "the experts of this rank have changed")
     error = on_all([channels[1 - failed]], lambda w: w.barrier("next"))[0]
     assert isinstance(error, FluidError) and "experts of this rank have changed" in str(error)

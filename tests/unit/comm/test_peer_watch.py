@@ -15,7 +15,7 @@ from megatron_fluid.comm import peer_watch
 from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.comm.peer_watch import PeerWatch, place_of, watched_peers
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
-from tests.support.agreements import FrozenStore, agreements, on_all
+from tests.support.agreements import FrozenStore, agreements, joined
 
 BOUND_S = 10.0  # beats are 1 s apart
 COLLECTIVE, OWN = ("all_reduce (megatron/a.py:1)", True), ("write (megatron/b.py:2)", False)
@@ -26,10 +26,8 @@ class World:
 
     def __init__(self, end: bool = True) -> None:
         self.ended: list[PeerTimeoutError] = []
-        channels = agreements(3)
-        on_all(channels, lambda w: w.barrier("begin"))
         self.watches = [
-            PeerWatch(of, BOUND_S, end, on_timeout=self.ended.append, thread=-1) for of in channels
+            PeerWatch(of, BOUND_S, end, on_timeout=self.ended.append, thread=-1) for of in joined(3)
         ]
         for watch in self.watches:
             self.stand(watch, COLLECTIVE, 0.0)

@@ -17,7 +17,7 @@ from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.comm.waits import GroupWaits, explain
 from megatron_fluid.comm.watcher import Watcher
 from megatron_fluid.errors import PeerTimeoutError
-from tests.support.agreements import agreements, on_all
+from tests.support.agreements import agreements, joined
 
 HAPPENED, NEVER = (lambda: True), (lambda: False)
 
@@ -57,8 +57,7 @@ def test_the_clock_of_each_lane_starts_when_its_first_unfinished_wait_does(
 
 
 def test_another_ranks_failure_ends_the_wait_early(watcher: Watcher) -> None:
-    channels = agreements(2)
-    on_all(channels, lambda w: w.barrier("begin"))
+    channels = joined(2)
     failed = channels[0].failed
     watcher.watch("a", HAPPENED, NEVER, 300.0, lambda: lost(4), lambda: bool(failed()))
     watcher.look(0.0)
@@ -100,12 +99,6 @@ def explained(channels: Agreement, error: PeerTimeoutError) -> str:
     return explain(error, channels, grace_s=0)
 
 
-def joined(ranks: int) -> list[Agreement]:
-    channels = agreements(ranks)
-    on_all(channels, lambda w: w.barrier("begin"))
-    return channels
-
-
 def test_the_root_cause_is_found_along_the_chain() -> None:
     """0 waits for 1, which waits for 2, which waits for 3, which says nothing. They may report it
     in any order."""
@@ -138,9 +131,7 @@ def test_a_wait_for_the_whole_group_names_who_is_missing_and_where_the_others_ar
 
 def test_a_failure_is_told_to_all_groups_of_the_rank() -> None:
     """0 waits in a group with 1, which waits in another group for a rank that is lost."""
-    of_both = agreements(2, group="other")
-    on_all(of_both, lambda w: w.barrier("begin"))
-    channels = joined(2)
+    of_both, channels = joined(2, "other"), joined(2)
     with mock.patch.object(waits, "live_agreements", return_value=[channels[1]]):
         explain(PeerTimeoutError(0, 1, "attention", None, 5.0), of_both[0], grace_s=0)
     assert "attention" in channels[0].failed()

@@ -5,6 +5,7 @@ interpreter."""
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,13 +112,6 @@ def test_dispatch_and_combine_match_the_reference(
             check_close(out, wanted[s] + (2.0 if turn == 1 else 0.0))
 
 
-class _Group:
-    """Enough of a process group to open a transport."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-
 @NEEDS_INTERPRETER
 def test_two_objects_of_one_group_share_neither_buffers_nor_flags(
     monkeypatch: pytest.MonkeyPatch,
@@ -128,16 +122,17 @@ def test_two_objects_of_one_group_share_neither_buffers_nor_flags(
 
     worlds, opened = [SimulatedWorkspace(2), SimulatedWorkspace(2)], [0, 0]
 
-    def workspace(group: _Group, timeout_s: float, flag_words: int) -> object:
+    def workspace(group: Any, timeout_s: float, flag_words: int) -> object:
         opened[group.rank] += 1
         return worlds[opened[group.rank] - 1].rank(group.rank)
 
     monkeypatch.setattr(open_transport, "SymmetricWorkspace", workspace)
     layouts = [Layout(4, 4, 2, 2, 1, hidden, 2 * hidden, 0) for hidden in (16, 48)]
+    groups = [SimpleNamespace(rank=rank) for rank in range(2)]
     objects = [
-        AllToAll(layout, *open_transport.open_transport("nvlink", layout, _Group(r), 5.0))  # type: ignore[arg-type]
+        AllToAll(layout, *open_transport.open_transport("nvlink", layout, group, 5.0))  # type: ignore[arg-type]
         for layout in layouts
-        for r in range(2)
+        for group in groups
     ]
     assert opened == [2, 2]
     halves = torch.full((4, 2), 0.5)
