@@ -27,9 +27,8 @@ gate.release()
 
 
 def _said(before: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM.format(before=before)], capture_output=True, timeout=600
-    )
+    program = [sys.executable, "-c", _PROGRAM.format(before=before)]
+    done = subprocess.run(program, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode()
 

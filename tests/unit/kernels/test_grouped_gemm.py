@@ -8,9 +8,8 @@ seen everywhere.
 from __future__ import annotations
 
 import functools
+import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +39,7 @@ from megatron_fluid.kernels.grouped_gemm.launch import (
     takes_main_grads,
 )
 from megatron_fluid.kernels.sm90.launch import HopperKernels, Source
+from tests.support.fresh_program import run_code
 from tests.support.machine import sms_in_use
 
 GPU = torch.cuda.is_available()
@@ -365,9 +365,7 @@ assert torch.equal(found, expected) and bool(found.any())
 
 @hopper_only
 def test_the_first_use_may_be_captured() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _FIRST_IN_A_CAPTURE], capture_output=True, text=True, timeout=600
-    )
+    done = run_code(_FIRST_IN_A_CAPTURE, environment=os.environ)
     assert done.returncode == 0, done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from unittest import mock
 
@@ -11,11 +12,11 @@ import torch.distributed as dist
 
 from megatron_fluid.comm import workspace as workspace_module
 from megatron_fluid.comm.agreement import Agreement, agreement
-from megatron_fluid.errors import ConfigError, PeerTimeoutError
+from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import open_transport
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.open_transport import collective_backend
-from tests.support.launch import run_ranks, world_group
+from tests.support.launch import run_ranks, run_ranks_outcomes, world_group
 from tests.support.machine import NEEDS_INTERPRETER
 from tests.support.simulated_workspace import LoneWorkspace
 
@@ -103,11 +104,8 @@ def test_closing_never_hangs_and_all_ranks_do_the_same() -> None:
     assert run_ranks(_close, 2, "rank 1 is lost") == [(False, True)] * 2
 
 
-def _asked_for_where_one_cannot(rank: int, world: int) -> None:
-    with pytest.raises(ConfigError, match=r"found 'nvlink\+nccl'.*cannot access the memory"):
-        _auto(rank, world, 3, "nvlink+nccl")
-
-
 def test_two_levels_by_name_are_refused_on_every_rank_where_one_domain_cannot() -> None:
     assert set(run_ranks(_auto, 4, None, "nvlink+nccl")) == {("nvlink+nccl", "")}
-    run_ranks(_asked_for_where_one_cannot, 4)
+    for outcome in run_ranks_outcomes(_auto, 4, 3, "nvlink+nccl"):
+        said = str(outcome.error)
+        assert re.search(r"ConfigError: .*found 'nvlink\+nccl'.*cannot access the memory", said)

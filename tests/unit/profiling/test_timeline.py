@@ -12,19 +12,17 @@ from megatron_fluid.profiling.draw import draw_picture, page
 from megatron_fluid.profiling.timeline import STEP, Timeline, read_timeline
 
 
-def kernel(name: str, begin: float, length: float, stream: int) -> dict[str, Any]:
-    args = {"device": 0, "stream": stream}
-    return {"ph": "X", "cat": "kernel", "name": name, "ts": begin, "dur": length, "args": args}
-
-
-def mark(begin: float, length: float) -> dict[str, Any]:
-    return {"ph": "X", "cat": "user_annotation", "name": STEP, "ts": begin, "dur": length}
+def _event(
+    name: str, category: str, begin: float, end: float, thread: int = 0, **args: int
+) -> dict[str, Any]:
+    span = {"ts": begin, "dur": end - begin, "tid": thread}
+    return {"ph": "X", "name": name, "cat": category, **span, "args": {"device": 0, **args}}
 
 
 def a_trace(*more: dict[str, Any]) -> dict[str, Any]:
     """A GEMM of 100 us, and an all-to-all of 100 us that begins in the middle of it."""
-    gemm = kernel("sm90_gemm_bf16", 1000.0, 100.0, 7)
-    moved = kernel("ncclDevKernel_SendRecv", 1050.0, 100.0, 8)
+    gemm = _event("sm90_gemm_bf16", "kernel", 1000.0, 1100.0, stream=7)
+    moved = _event("ncclDevKernel_SendRecv", "kernel", 1050.0, 1150.0, stream=8)
     return {"traceEvents": [gemm, moved, *more], "deviceProperties": [{"name": "NVIDIA H200"}]}
 
 
@@ -46,17 +44,14 @@ def test_communication_is_exposed_where_nothing_computes() -> None:
 
 
 def test_threads_of_gloo_share_a_lane() -> None:
-    def of_cpu(name: str, begin: float, thread: int, category: str) -> dict[str, Any]:
-        return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": 50.0, "tid": thread}
-
     named = [
         {"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": "pt_gloo_runloop"}}
         for tid in (5, 6)
     ]
     events = [
-        of_cpu("aten::mm", 0.0, 1, "cpu_op"),
-        of_cpu("gloo:all_to_all", 20.0, 5, "user_annotation"),
-        of_cpu("gloo:all_to_all", 90.0, 6, "user_annotation"),
+        _event("aten::mm", "cpu_op", 0.0, 50.0, 1),
+        _event("gloo:all_to_all", "user_annotation", 20.0, 70.0, 5),
+        _event("gloo:all_to_all", "user_annotation", 90.0, 140.0, 6),
     ]
     timeline = read_timeline({"traceEvents": [*named, *events]}, "with the package")
     lanes = [(lane.name, len(lane.events)) for lane in timeline.lanes]
@@ -64,8 +59,9 @@ def test_threads_of_gloo_share_a_lane() -> None:
 
 
 def test_of_several_steps_the_one_of_median_length_is_read() -> None:
-    late = kernel("sm90_gemm_bf16", 5000.0, 10.0, 7)
-    marks = [mark(990.0, 200.0), mark(4000.0, 3000.0), mark(9000.0, 1.0)]
+    late = _event("sm90_gemm_bf16", "kernel", 5000.0, 5010.0, stream=7)
+    spans = (990.0, 1190.0), (4000.0, 7000.0), (9000.0, 9001.0)
+    marks = [_event(STEP, "user_annotation", *span) for span in spans]
     assert read(late, *marks).length == pytest.approx(150.0)
 
 
@@ -87,13 +83,6 @@ def test_the_picture_is_a_png_with_a_panel_a_variant(tmp_path: Path) -> None:
 
 
 # ---- which events count, as what, and what they add up to
-
-
-def _event(
-    name: str, category: str, begin: float, end: float, device: int = 0
-) -> dict[str, object]:
-    span = {"ts": begin, "dur": end - begin}
-    return {"ph": "X", "name": name, "cat": category, **span, "args": {"device": device}}
 
 
 def test_hidden_is_what_computation_covers() -> None:
@@ -127,7 +116,7 @@ def test_a_gemm_on_a_cpu_computes_although_it_has_inner_operators() -> None:
         _event("aten::resolve_conj", "cpu_op", 1000, 1100),
         _event("gloo:send", "user_annotation", 3000, 6000),
     ]
-    timeline = read_timeline({"traceEvents": [{**e, "tid": 1} for e in events]}, "a trace")
+    timeline = read_timeline({"traceEvents": events}, "a trace")
     figures = dict(timeline.figures)
     assert figures["computation"] == "4.00 ms"
     assert figures["hidden share"] == "66.7%"
