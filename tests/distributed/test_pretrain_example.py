@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.forked_program import run_program
-from tests.unit.examples.test_text_files import tokenizer_folder
+from tests.unit.examples.test_text_dataset import tokenizer_folder
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("tqdm")

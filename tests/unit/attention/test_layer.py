@@ -322,5 +322,3 @@ def test_a_call_is_made_again_only_where_something_changed() -> None:
     assert layer.train().call(x).case.dropout == 0.5
     layer.dx_chunks = 3
     assert layer.call(x).dx_chunks == 3
-    layer.head_groups = 2
-    assert layer.call(x).exchange.heads.groups == 2
