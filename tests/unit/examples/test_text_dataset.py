@@ -280,7 +280,7 @@ def megatron_tokenizer(folder: Path) -> Any:
     )
 
 
-def tokenizer_folder(folder: Path, end: str | None = "<end>") -> Path:
+def tokenizer_folder(folder: Path, vocabulary: int = 300, end: str | None = "<end>") -> Path:
     """A byte-pair tokenizer trained on the spot, in the folder form that ``transformers`` reads."""
     tokenizers = pytest.importorskip("tokenizers")
     pytest.importorskip("transformers")
@@ -288,7 +288,7 @@ def tokenizer_folder(folder: Path, end: str | None = "<end>") -> Path:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
+        vocab_size=vocabulary,
         special_tokens=[end] if end else [],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
