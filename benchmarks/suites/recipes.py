@@ -30,6 +30,7 @@ from benchmarks.harness.options import chosen
 from benchmarks.harness.results import Row, result_path, write_results
 from benchmarks.harness.timing import quantile
 from megatron_fluid.cli.compare import read_log
+from megatron_fluid.profiling.compare_page import Comparison
 
 __all__ = ["FEWER", "command_of", "main", "rows_of"]
 
@@ -66,21 +67,21 @@ def command_of(recipe: str, ranks: int, script: Path) -> list[str]:
 def rows_of(recipe: str, folder: Path, warm_up: int, ranks: int) -> list[Row]:
     """Rows of a comparison, from the logs of its three runs."""
     logs = {name: read_log((folder / f"{name}.log").read_text(errors="replace")) for name in _RUNS}
-    losses = {name: [step.loss for step in log.steps] for name, log in logs.items()}
-
-    def apart(one: str) -> float:
-        pairs = zip(losses[one], losses["off"], strict=False)
-        return statistics.fmean(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
-
+    off, on, again = (logs[name].steps for name in _RUNS)
+    compared = Comparison(
+        off=off, on=on, again=again, warm_up=warm_up, tolerance=0.0,
+        memory_mib=(None, None), started=(), command=(),
+    )  # fmt: skip
     shared = {"fewer": " ".join(FEWER[recipe]), "microbatches": MICROBATCHES}
     shared |= {"expert_parallel": str(ranks), "routing": "real"}
     rows = []
     for variant, names in (("megatron", ("off", "off_again")), ("fluid", ("on",))):
         times = [step.ms for name in names for step in logs[name].steps[warm_up:]]
-        config: dict[str, Any] = {**shared, "losses": losses[names[0]]}
+        losses = [step.loss for step in logs[names[0]].steps]
+        config: dict[str, Any] = {**shared, "losses": losses}
         config["peak_gib"] = (logs[names[0]].memory_mib or 0.0) / 1024
         if variant == "fluid":
-            config |= {"difference": apart("on"), "noise": apart("off_again")}
+            config |= {"difference": compared.made, "noise": compared.noise}
         spread = statistics.median(times), quantile(times, 0.1), quantile(times, 0.9)
         rows.append(Row(recipe, "train", variant, *spread, len(times), config))
     return rows
