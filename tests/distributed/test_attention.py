@@ -24,7 +24,7 @@ from megatron_fluid.attention.layouts import SequenceLayout
 from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from tests.support.attention_reference import reference_attention
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,10 @@ def test_accumulation_over_microbatches(scheduler: bool) -> None:
     check(4, Case(layers=2, scheduler=scheduler, microbatches=3, kv_heads=1))
 
 
-def _inputs_alone(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_the_gradient_of_the_input_alone_leaves_deferred_weights_as_they_are(
+    rank: int, world: int
+) -> None:
     torch.manual_seed(rank)
     layer = SelfAttention(16, 4, group=dist.group.WORLD, rotary=Rotary(4), dtype=torch.float64)
     x = torch.randn(4, 2, 16, dtype=torch.float64).requires_grad_()
@@ -345,7 +348,3 @@ def _inputs_alone(rank: int, world: int) -> None:
     )
     y.backward()
     assert all(parameter.grad is not None for parameter in layer.parameters())
-
-
-def test_the_gradient_of_the_input_alone_leaves_deferred_weights_as_they_are() -> None:
-    run_ranks(_inputs_alone, 2)

@@ -3,6 +3,7 @@ the number of ranks, over every transport, in training layers and in the inferen
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid import MoEBaseline, MoELayer
+from megatron_fluid import MoEBaseline, MoELayer, patches
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency import InferenceMoELayer
 from tests.support.batch_invariance import bits_in_batches, tokens_seen
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 from tests.support.symmetric_files import nvlink_over_files
 
 # Widths of no power of two, and experts whose rows fill no tile.
-CONFIG: dict[str, Any] = {
-    "hidden_size": 72,
-    "ffn_hidden_size": 56,
-    "num_experts": 8,
-    "top_k": 3,
-    "init_std": 0.3,
-    "batch_invariant": True,
-}
+CONFIG: dict[str, Any] = {"hidden_size": 72, "ffn_hidden_size": 56, "num_experts": 8, "top_k": 3}
+CONFIG |= {"init_std": 0.3, "batch_invariant": True}
 LAYERS: dict[str, dict[str, Any]] = {
     "swiglu": {"shared_ffn_hidden_size": 20},
     "sigmoid": {"score_function": "sigmoid", "activation": "gelu", "scaling": 2.5},
@@ -53,17 +48,19 @@ def _training(rank: int, world: int, kinds: tuple[str, ...], dtype: str) -> dict
     return found
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_token_has_the_same_bits_in_every_batch_over_every_transport(dtype: str) -> None:
-    ranks: list[dict[str, Tensor]] = []
-    for world, kinds in ((1, ("local", "rounds", "baseline")), (4, _SEVERAL)):
-        ranks += run_ranks(_training, world, kinds, dtype)
-    for name in LAYERS:
+def _check(ranks: list[dict[str, Tensor]], names: Iterable[str]) -> None:
+    """Of all that ranks found, what begins with the same name has the same bits."""
+    for name in names:
         seen = [bits for found in ranks for key, bits in found.items() if key.startswith(name)]
         assert tokens_seen(seen) == 1, name
 
 
-_SEVERAL = ("rounds", "baseline")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_token_has_the_same_bits_in_every_batch_over_every_transport(dtype: str) -> None:
+    ranks: list[dict[str, Tensor]] = []
+    for world, kinds in ((1, ("local", "rounds", "baseline")), (4, ("rounds", "baseline"))):
+        ranks += run_ranks(_training, world, kinds, dtype)
+    _check(ranks, LAYERS)
 
 
 def _without(rank: int, world: int) -> Tensor:
@@ -89,12 +86,11 @@ def _inference(rank: int, world: int) -> dict[str, Tensor]:
 
 def test_the_inference_layer_gives_the_bits_of_the_training_layer() -> None:
     ranks = [found for world in (1, 4) for found in run_ranks(_inference, world)]
-    for name in LAYERS:
-        seen = [bits for found in ranks for key, bits in found.items() if key.startswith(name)]
-        assert tokens_seen(seen) == 1, name
+    _check(ranks, LAYERS)
 
 
-def _refused(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_transport_that_sums_before_it_sends_is_refused_by_name(rank: int, world: int) -> None:
     layer = _layer("hierarchical", dtype="fp32")
     with pytest.raises(ConfigError, match="auto or rounds, because batch_invariant is on"):
         layer(torch.zeros(2, 72))
@@ -104,18 +100,11 @@ def _refused(rank: int, world: int) -> None:
         InferenceMoELayer(*weights, None, transport="nvshmem", **sizes)  # type: ignore[arg-type]
 
 
-def test_a_transport_that_sums_before_it_sends_is_refused_by_name() -> None:
-    run_ranks(_refused, 2)
-
-
-def _by_setting(rank: int, world: int) -> tuple[bool, bool]:
+@on_ranks(1)
+def test_a_layer_takes_the_setting_where_its_config_has_none(rank: int, world: int) -> None:
     set_config(FluidConfig(batch_invariant=True))
     layers = [_layer("local", dtype="fp32", batch_invariant=given) for given in (None, False)]
-    return layers[0].batch_invariant, layers[1].batch_invariant
-
-
-def test_a_layer_takes_the_setting_where_its_config_has_none() -> None:
-    assert run_ranks(_by_setting, 1) == [(True, False)]
+    assert [layer.batch_invariant for layer in layers] == [True, False]
 
 
 # The interpreter has other exponentials than torch, and does not round to bf16.
@@ -185,12 +174,13 @@ def _megatron(rank: int, world: int) -> dict[str, Tensor]:
 def test_layers_of_megatron_have_it_by_the_flag_or_by_megatrons_mode() -> None:
     pytest.importorskip("megatron.core")
     ranks = [found for world in (1, 4) for found in run_ranks(_megatron, world)]
-    for name in MEGATRON:
-        seen = [bits for found in ranks for key, bits in found.items() if key.startswith(name)]
-        assert tokens_seen(seen) == 1, name
+    _check(ranks, MEGATRON)
 
 
-def _kept_by_megatron(rank: int, world: int) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode")
+@pytest.mark.skipif(not patches.megatron_installed(), reason="megatron-core is not installed")
+@on_ranks(1)
+def test_a_layer_that_stays_megatrons_is_refused_under_the_flag(rank: int, world: int) -> None:
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel()
@@ -203,9 +193,3 @@ def _kept_by_megatron(rank: int, world: int) -> None:
             pytest.raises(ConfigError, match=named),
         ):
             tiny_gpt.moe_layer(config)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode")
-def test_a_layer_that_stays_megatrons_is_refused_under_the_flag() -> None:
-    pytest.importorskip("megatron.core")
-    run_ranks(_kept_by_megatron, 1)

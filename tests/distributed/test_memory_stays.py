@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode")
@@ -40,7 +40,9 @@ def _held() -> tuple[int, int, int]:
     return mallinfo().uordblks, sys.getallocatedblocks(), files
 
 
-def _train(rank: int, world: int) -> list[int]:
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
+@on_ranks(2, timeout_s=300, env={"TORCH_FR_BUFFER_SIZE": "8", "TORCH_NCCL_TRACE_BUFFER_SIZE": "8"})
+def test_iterations_leave_nothing_behind(rank: int, world: int) -> None:
     from tests.support import tiny_gpt
 
     tiny_gpt.parallel(expert_model_parallel_size=world)
@@ -62,13 +64,7 @@ def _train(rank: int, world: int) -> list[int]:
         before = _held()
         for _ in range(ITERATIONS):
             iterate()
-        return [after - first for after, first in zip(_held(), before, strict=True)]
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
-def test_iterations_leave_nothing_behind() -> None:
-    env = {"TORCH_FR_BUFFER_SIZE": "8", "TORCH_NCCL_TRACE_BUFFER_SIZE": "8"}
-    for malloc, blocks, files in run_ranks(_train, 2, timeout_s=300, env=env):
-        assert malloc < LEAST_LEAK * ITERATIONS
-        assert blocks < 10 * ITERATIONS
-        assert files <= 0
+        malloc, blocks, files = (now - then for now, then in zip(_held(), before, strict=True))
+    assert malloc < LEAST_LEAK * ITERATIONS
+    assert blocks < 10 * ITERATIONS
+    assert files <= 0

@@ -21,7 +21,7 @@ from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.moe.activations import resolve_activation
 from megatron_fluid.moe.router import load_balancing_loss, route
 from megatron_fluid.moe.sharding import local_part
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 from tests.support.moe_layers import CONFIG, F64, LIMIT_S, close, group, tokens_of
 from tests.support.moe_reference import moe_reference
 
@@ -64,7 +64,7 @@ def plain_layer(
     return main, shared, forward
 
 
-def layer_body(rank: int, world: int, kind: str, deferred: bool, extra: dict[str, Any]) -> None:
+def check_layer(rank: int, world: int, kind: str, deferred: bool, extra: dict[str, Any]) -> None:
     scheduler = get_backward_scheduler()
     if deferred:
         scheduler.enable()
@@ -104,20 +104,10 @@ def layer_body(rank: int, world: int, kind: str, deferred: bool, extra: dict[str
 LAYERS = [
     {},
     {"shared_ffn_hidden_size": 10, "activation": "gelu", "aux_loss_coefficient": 0.3},
-    {
-        "score_function": "sigmoid",
-        "scaling": 2.5,
-        "activation": "relu2",
-        "top_k": 4,
-        "aux_loss_coefficient": 0.1,
-    },
+    {"score_function": "sigmoid", "scaling": 2.5, "activation": "relu2"}
+    | {"top_k": 4, "aux_loss_coefficient": 0.1},
     {"pre_softmax": True, "activation": "geglu", "shared_ffn_hidden_size": 4},
 ]
-
-
-def all_layers_body(rank: int, world: int, kind: str, deferred: bool) -> None:
-    for extra in LAYERS:
-        layer_body(rank, world, kind, deferred, extra)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -126,8 +116,10 @@ def all_layers_body(rank: int, world: int, kind: str, deferred: bool) -> None:
     [("overlapped", False), ("overlapped", True), ("baseline", False)],
     ids=str,
 )
-def test_layers_against_plain_torch(kind: str, deferred: bool, world: int) -> None:
-    run_ranks(all_layers_body, world, kind, deferred, timeout_s=LIMIT_S)
+@on_ranks(timeout_s=LIMIT_S)
+def test_layers_against_plain_torch(rank: int, world: int, kind: str, deferred: bool) -> None:
+    for extra in LAYERS:
+        check_layer(rank, world, kind, deferred, extra)
 
 
 def same_start_body(rank: int, world: int) -> list[float]:
@@ -151,10 +143,10 @@ def test_layers_start_alike_on_any_number_of_ranks() -> None:
     assert found[2] == pytest.approx(found[0])
 
 
-# ---- the seed's function
-
-
-def seed_body(rank: int, world: int, folded: bool, train: bool) -> None:
+@pytest.mark.parametrize("folded", [False, True], ids=["stacked", "folded"])
+@pytest.mark.parametrize(("world", "train"), [(1, True), (2, False), (3, True)])
+@on_ranks(timeout_s=LIMIT_S)
+def test_the_seeds_function(rank: int, world: int, folded: bool, train: bool) -> None:
     local, hidden, ffn, experts = 2, 8, 12, 2 * world
     generator = torch.Generator().manual_seed(5)
     w1 = torch.randn(experts, hidden, ffn, generator=generator, dtype=F64) * 0.4
@@ -208,9 +200,3 @@ def seed_body(rank: int, world: int, folded: bool, train: bool) -> None:
     close(tokens.grad, gradients[0][rows])
     close(weight1.grad, gradients[1][mine].reshape(weight1.shape))
     close(weight2.grad, gradients[2][mine].reshape(weight2.shape))
-
-
-@pytest.mark.parametrize("folded", [False, True], ids=["stacked", "folded"])
-def test_the_seeds_function(folded: bool) -> None:
-    for world, train in ((1, True), (2, False), (3, True)):
-        run_ranks(seed_body, world, folded, train, timeout_s=LIMIT_S)

@@ -17,7 +17,7 @@ from megatron_fluid.comm.p2p_rounds import (
 )
 from megatron_fluid.comm.waits import WaitName
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
-from tests.support.launch import run_ranks, run_ranks_outcomes
+from tests.support.launch import on_ranks, run_ranks_outcomes
 
 LIMIT_S = 200.0  # on ranks that hang; a busy machine takes its time
 
@@ -29,7 +29,9 @@ def payload(source: int, target: int, salt: int = 0) -> torch.Tensor:
     return torch.full((rows, 3), float(100 * source + target + 1000 * salt))
 
 
-def exchange_all(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@on_ranks(timeout_s=LIMIT_S)
+def test_every_pair_gets_its_bytes(rank: int, world: int) -> None:
     rounds = P2PRounds(dist.group.WORLD, timeout_s=LIMIT_S)
     for repeat in range(3):
         pending, received = [], []
@@ -53,12 +55,8 @@ def exchange_all(rank: int, world: int) -> None:
             assert torch.equal(buffer, payload(peer, rank, salt))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-def test_every_pair_gets_its_bytes(world: int) -> None:
-    run_ranks(exchange_all, world, timeout_s=LIMIT_S)
-
-
-def several_tensors(rank: int, world: int) -> None:
+@on_ranks(2, timeout_s=LIMIT_S)
+def test_several_tensors_and_types_in_one_round(rank: int, world: int) -> None:
     rounds = shared_rounds(dist.group.WORLD)
     assert shared_rounds(dist.group.WORLD) is rounds
     shared_rounds(dist.group.WORLD, 7.0)
@@ -72,11 +70,8 @@ def several_tensors(rank: int, world: int) -> None:
     assert all(torch.equal(t, torch.full_like(t, peer)) for t in theirs)
 
 
-def test_several_tensors_and_types_in_one_round() -> None:
-    run_ranks(several_tensors, 2, timeout_s=LIMIT_S)
-
-
-def subgroup_errors(rank: int, world: int) -> str:
+@on_ranks(4, timeout_s=LIMIT_S)
+def test_subgroups_name_global_ranks(rank: int, world: int) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     rounds = P2PRounds(groups[rank % 2], timeout_s=30)
     assert rounds.world_size == 2 and rounds.rank == rank // 2
@@ -84,18 +79,13 @@ def subgroup_errors(rank: int, world: int) -> str:
     other = torch.zeros(2)
     rounds.start("x", 0, [one], [other]).wait()
     assert other.tolist() == [float((rank + 2) % 4)] * 2
-    return str(rounds.waits.failure(WaitName("x", 0, 1 - rounds.rank), 1.0))
+    failure = str(rounds.waits.failure(WaitName("x", 0, 1 - rounds.rank), 1.0))
+    said = f"rank {rounds.rank}: no answer from peer {1 - rounds.rank} in x, round 0 after 1 s: "
+    assert f"{said}global ranks {rank} and {(rank + 2) % 4}" in failure
 
 
-def test_subgroups_name_global_ranks() -> None:
-    messages = run_ranks(subgroup_errors, 4, timeout_s=LIMIT_S)
-    assert (
-        "rank 0: no answer from peer 1 in x, round 0 after 1 s: global ranks 1 and 3" in messages[1]
-    )
-    assert "global ranks 2 and 0" in messages[2]
-
-
-def refusals(rank: int, world: int) -> None:
+@on_ranks(3, timeout_s=LIMIT_S)
+def test_refusals_name_what_is_wrong(rank: int, world: int) -> None:
     rounds = P2PRounds(dist.group.WORLD, timeout_s=30)
     bye = rounds.partners.index(None)
     with pytest.raises(ConfigError, match=f"rank {rank} has a bye"):
@@ -112,11 +102,8 @@ def refusals(rank: int, world: int) -> None:
         MultiCardOverlapContext("cpu", ep_size=4).rounds(dist.group.WORLD)
 
 
-def test_refusals_name_what_is_wrong() -> None:
-    run_ranks(refusals, 3, timeout_s=LIMIT_S)
-
-
-def context_body(rank: int, world: int) -> None:
+@on_ranks(3, timeout_s=LIMIT_S)
+def test_a_context_takes_the_rounds_of_its_group(rank: int, world: int) -> None:
     context = MultiCardOverlapContext(torch.device("cpu"), ep_size=world)
     with pytest.raises(ConfigError, match="no process group"):
         context.rounds()
@@ -124,23 +111,16 @@ def context_body(rank: int, world: int) -> None:
     assert context.rounds() is rounds
     assert MultiCardOverlapContext("cpu", group=dist.group.WORLD).rounds() is rounds
 
-
-def test_context() -> None:
-    run_ranks(context_body, 3, timeout_s=LIMIT_S)
     with pytest.raises(ConfigError, match="neither ep_size nor group"):
         MultiCardOverlapContext("cpu")
 
 
-def domains_body(rank: int, world: int) -> tuple[list[int], list[int | None]]:
+@on_ranks(4, timeout_s=LIMIT_S)
+def test_domains_are_agreed_and_near_pairs_come_first(rank: int, world: int) -> None:
     os.environ["MEGATRON_FLUID_NVLINK_DOMAIN"] = "even" if rank % 2 == 0 else "odd"
     rounds = P2PRounds(dist.group.WORLD, timeout_s=30)
-    return detect_hosts(dist.group.WORLD)[0], rounds.partners
-
-
-def test_domains_are_agreed_and_near_pairs_come_first() -> None:
-    for rank, (domains, partners) in enumerate(run_ranks(domains_body, 4, timeout_s=LIMIT_S)):
-        assert domains == [0, 1, 0, 1]
-        assert partners[0] == (rank + 2) % 4
+    assert detect_hosts(dist.group.WORLD)[0] == [0, 1, 0, 1]
+    assert rounds.partners[0] == (rank + 2) % 4
 
 
 def stay_silent(survivors: int) -> int:

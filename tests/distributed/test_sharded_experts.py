@@ -31,7 +31,7 @@ from megatron_fluid import (
 )
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.sharding import is_sharded, local_part
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 F64 = torch.float64
 KINDS = MoELayer, MoEBaseline
@@ -115,7 +115,8 @@ def trained(
     return optimizers
 
 
-def training_body(rank: int, world: int) -> None:
+@on_ranks(4, timeout_s=200)
+def test_training_with_clipping_and_adam_equals_one_process(rank: int, world: int) -> None:
     one = alone(rank, world)
     for adam in ({}, {"foreach": True}, {"fused": True}):
         reference = Model(one)
@@ -129,10 +130,6 @@ def training_body(rank: int, world: int) -> None:
                 torch.testing.assert_close(whole(value), expected[name], rtol=1e-6, atol=1e-8)
             assert is_sharded(optimizers[0].state[model.moe.weight1]["exp_avg"])
         get_backward_scheduler().disable()
-
-
-def test_training_with_clipping_and_adam_equals_one_process() -> None:
-    run_ranks(training_body, 4, timeout_s=200)
 
 
 def model_on(world: int, ep: int) -> Model:
@@ -200,7 +197,15 @@ def test_checkpoints_load_on_other_numbers_of_ranks_bit_for_bit(
                 assert torch.equal(found[name], value), f"{name} on {world} ranks, ep {ep}"
 
 
-def fsdp_body(rank: int, world: int, half: bool, wide: bool) -> None:
+@pytest.mark.parametrize(
+    ("half", "wide"),
+    [(True, False), (False, True)],
+    ids=["bf16, kept", "fp32, from meta, resharded"],
+)
+@on_ranks(4, timeout_s=200)
+def test_fully_shard_over_data_and_expert_parallel_ranks(
+    rank: int, world: int, half: bool, wide: bool
+) -> None:
     mesh = mesh_of(world, 2)
     model = Model(mesh["ep"], device="meta" if wide else "cpu", dtype=torch.float32)
     policy = MixedPrecisionPolicy(torch.bfloat16 if half else None, torch.float32)
@@ -240,16 +245,8 @@ def fsdp_body(rank: int, world: int, half: bool, wide: bool) -> None:
     torch.optim.AdamW(model.parameters()).step()
 
 
-@pytest.mark.parametrize(
-    ("half", "wide"),
-    [(True, False), (False, True)],
-    ids=["bf16, kept", "fp32, from meta, resharded"],
-)
-def test_fully_shard_over_data_and_expert_parallel_ranks(half: bool, wide: bool) -> None:
-    run_ranks(fsdp_body, 4, half, wide, timeout_s=200)
-
-
-def ddp_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_data_parallel_refuses_experts_by_name_or_leaves_them_alone(rank: int, world: int) -> None:
     model = Model(dist.group.WORLD)
     before = {name: local_part(p).clone() for name, p in model.named_parameters()}
     for each in (model, model.block, model.moe, model.baseline):
@@ -268,10 +265,6 @@ def ddp_body(rank: int, world: int) -> None:
         torch.testing.assert_close(whole(p.grad) * scale, q.grad, rtol=1e-9, atol=1e-9)
 
 
-def test_data_parallel_refuses_experts_by_name_or_leaves_them_alone() -> None:
-    run_ranks(ddp_body, 2)
-
-
 def made(kind: type[nn.Module], layer_id: int = 0, **options: Any) -> Any:
     group, options = dist.group.WORLD, {"dtype": F64, **options}
     if kind is SelfAttention:
@@ -283,7 +276,11 @@ def made(kind: type[nn.Module], layer_id: int = 0, **options: Any) -> Any:
     return kind(SIZES, group, **options)
 
 
-def replaced_body(rank: int, world: int, kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("kind", [*KINDS, SelfAttention, TransformerLayer])
+@on_ranks(2)
+def test_what_replaces_parameters_keeps_them_sharded(
+    rank: int, world: int, kind: type[nn.Module]
+) -> None:
     layer = made(kind)
     expected = layer(tokens(rank)[:5])
     full = {name: whole(value) for name, value in layer.state_dict().items()}
@@ -322,16 +319,8 @@ def _same(layer: Any, expected: Tensor | None, rank: int) -> None:
         assert not is_sharded(p) or p.shape[0] == 8
 
 
-@pytest.mark.parametrize("kind", [*KINDS, SelfAttention, TransformerLayer])
-def test_what_replaces_parameters_keeps_them_sharded(kind: type[nn.Module]) -> None:
-    run_ranks(replaced_body, 2, kind)
-
-
-def test_a_mesh_of_two_dimensions_is_refused() -> None:
-    run_ranks(_two_dimensions, 2)
-
-
-def _two_dimensions(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_mesh_of_two_dimensions_is_refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
     with pytest.raises(ConfigError, match="ep_group: found 'a mesh of 2 dimensions'"):
         MoELayer(SIZES, mesh)

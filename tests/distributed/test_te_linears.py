@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_fluid.config import FluidConfig, set_config
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 from tests.support.whole_linear import whole_linear
 
 pytest.importorskip("megatron.core")
@@ -114,7 +114,8 @@ SERVED: dict[str, tuple[str, bool, dict[str, Any]]] = {
 }
 
 
-def _served(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_columns_rows_and_norms_are_served_with_every_gradient(rank: int, ranks: int) -> None:
     from megatron_fluid.patches import linears
 
     set_config(FluidConfig(tp_overlap="on"))
@@ -164,10 +165,6 @@ def _served(rank: int, ranks: int) -> None:
         used = {id(tensor) for tensor in tensors.values()}
         for name, parameter in linear.named_parameters():
             assert id(parameter) in used or parameter.grad is None, f"{case}: {name} has a gradient"
-
-
-def test_columns_rows_and_norms_are_served_with_every_gradient() -> None:
-    run_ranks(_served, 2)
 
 
 LEFT_ALONE: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter, ops
 from megatron_fluid.tensor_parallel.choice import Backend, backend_for
 from megatron_fluid.tensor_parallel.gemm import Gemm
-from tests.support.launch import run_ranks, world_group
+from tests.support.launch import on_ranks, run_ranks, world_group
 
 # Relative Frobenius error allowed against a float64 reference.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -114,7 +114,8 @@ def test_values_and_gradients_equal_one_process(ranks: int) -> None:
     run_ranks(_cases, ranks, timeout_s=100)
 
 
-def _only_the_needed_gradients(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_a_gradient_is_computed_only_where_asked_for(rank: int, ranks: int) -> None:
     group = world_group()
     a, b = torch.randn(4, 6), torch.randn(6, 5, requires_grad=True)
     all_gather_matmul(a, b, group).sum().backward()
@@ -140,10 +141,6 @@ def _only_the_needed_gradients(rank: int, ranks: int) -> None:
     torch.testing.assert_close(bias.grad, torch.full((5,), 2.0))
     with torch.no_grad():
         assert not matmul_reduce_scatter(a2, b2, group).requires_grad
-
-
-def test_a_gradient_is_computed_only_where_asked_for() -> None:
-    run_ranks(_only_the_needed_gradients, 2)
 
 
 def _chosen_again(rank: int, ranks: int) -> None:
@@ -173,7 +170,8 @@ def test_a_backward_is_chosen_for_its_own_shape_where_the_form_was_not_named() -
     run_ranks(_chosen_again, 2)
 
 
-def _errors(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_by_name(rank: int, ranks: int) -> None:
     group, half = dist.group.WORLD, torch.float8_e4m3fn
     a, b = torch.randn(4, 6), torch.randn(6, 5)
     gather, scatter = all_gather_matmul, matmul_reduce_scatter
@@ -196,11 +194,8 @@ def _errors(rank: int, ranks: int) -> None:
             operation(*operands, group, **more)  # type: ignore[arg-type]
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
-    run_ranks(_errors, 2)
-
-
-def _other_dtypes(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_autocast_and_other_dtypes_of_the_result(rank: int, ranks: int) -> None:
     """Autocast changes nothing."""
     group = world_group()
     for dtype in (torch.float32, torch.bfloat16):
@@ -221,11 +216,8 @@ def _other_dtypes(rank: int, ranks: int) -> None:
             assert all(torch.equal(found, wanted) for found, wanted in zip(*made, strict=True))
 
 
-def test_autocast_and_other_dtypes_of_the_result() -> None:
-    run_ranks(_other_dtypes, 2)
-
-
-def _no_rows(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_no_rows_give_no_rows(rank: int, ranks: int) -> None:
     group = world_group()
     for operation in (all_gather_matmul, matmul_reduce_scatter):
         a, b, bias = (
@@ -242,10 +234,6 @@ def _no_rows(rank: int, ranks: int) -> None:
             and b.grad is not None
             and not b.grad.any()
         )
-
-
-def test_no_rows_give_no_rows() -> None:
-    run_ranks(_no_rows, 2)
 
 
 def _as_on_a_gpu() -> Any:

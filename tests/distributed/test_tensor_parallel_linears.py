@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.launch import run_ranks, world_group
+from tests.support.launch import on_ranks, run_ranks, world_group
 from tests.support.whole_linear import whole_linear
 
 pytest.importorskip("megatron.core")
@@ -79,7 +79,10 @@ def _start(ranks: int) -> None:
 # --- every gradient ---
 
 
-def _gradients(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_every_gradient_is_right_and_goes_into_main_grad_where_megatron_fuses_it(
+    rank: int, ranks: int
+) -> None:
     _start(ranks)
     group = world_group()
     for mode in ("column", "row"):
@@ -124,10 +127,6 @@ def _close(found: Tensor, expected: Tensor, what: str) -> None:
     torch.testing.assert_close(
         found.double(), expected, rtol=1e-5, atol=2e-5, msg=lambda m: f"{what}: {m}"
     )
-
-
-def test_every_gradient_is_right_and_goes_into_main_grad_where_megatron_fuses_it() -> None:
-    run_ranks(_gradients, 2)
 
 
 # --- what others put into a linear ---

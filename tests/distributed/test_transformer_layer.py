@@ -24,7 +24,7 @@ from megatron_fluid.moe.sharding import local_part
 from tests.distributed.test_attention import _close as close
 from tests.distributed.test_attention import check_cases
 from tests.support.attention_reference import reference_attention
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 from tests.support.moe_reference import moe_reference
 
 HIDDEN, HEAD_DIM, FFN, BATCH = 16, 4, 10, 2
@@ -302,7 +302,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [  # settings, and what the error na
 ]
 
 
-def _refusals(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_met_is_refused_by_name(rank: int, world: int) -> None:
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 8, "num_experts": 4}
     group = dist.group.WORLD
     common: dict[str, Any] = {**sizes, "top_k": 2, "ep_group": group, "cp_group": group}
@@ -317,7 +318,3 @@ def _refusals(rank: int, world: int) -> None:
     ):
         with pytest.raises(ConfigError, match=named):
             layer(torch.zeros(shape), length)
-
-
-def test_what_cannot_be_met_is_refused_by_name() -> None:
-    run_ranks(_refusals, 2)

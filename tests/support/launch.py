@@ -45,6 +45,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -132,22 +133,30 @@ def run_ranks(
 
 
 def on_ranks(
-    world_size: int, **options: Any
+    world_size: int | None = None, **options: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test on `world_size` ranks: it takes its rank, their number, and then parameters of the
-    test, which must be picklable. options: those of run_ranks."""
+    test, which must be picklable.
+
+    Args:
+        world_size: None where the test is parametrised by what it calls their number.
+        options: those of run_ranks.
+    """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        _, ranks, *taken = inspect.signature(body).parameters.values()
+
         @functools.wraps(body)
         def test(**parameters: Any) -> None:
-            run_ranks(body, world_size, *parameters.values(), **options)
+            size = parameters.pop(ranks.name) if world_size is None else world_size
+            run_ranks(body, size, *(parameters[each.name] for each in taken), **options)
 
-        taken = list(inspect.signature(body).parameters.values())[2:]
-        test.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+        named = [ranks, *taken] if world_size is None else taken
+        test.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
         # Functions travel to ranks by name, and the test has taken this one's.
         body.__name__ = body.__qualname__ = f"on_a_rank_{body.__name__}"
         body.__globals__[body.__name__] = body  # type: ignore[attr-defined]
-        return test
+        return pytest.mark.world(test)
 
     return decorate
 
