@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_fluid import MoELayer
 from megatron_fluid.moe.sharding import local_part
 
 LIMIT_S = 200.0  # on ranks that hang; a busy machine takes its time
@@ -39,12 +38,3 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
     assert found is not None and expected is not None
     found, expected = local_part(found), local_part(expected)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-def stack(count: int) -> nn.ModuleList:
-    return nn.ModuleList(
-        [
-            MoELayer({**CONFIG, "shared_ffn_hidden_size": 4}, group(), dtype=F64, layer_id=i)
-            for i in range(count)
-        ]
-    )
