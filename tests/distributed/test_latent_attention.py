@@ -11,12 +11,22 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("megatron.core")
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
 from megatron_fluid.attention.layouts import SequenceLayout
+from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.patches import startup_report as startup
+from megatron_fluid.patches.attention import latent
+from megatron_fluid.patches.attention.core import exchanges_of
 from tests.support import self_attention_world
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 from tests.support.self_attention_world import check_shares, patched_core, start, step
 
-pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its groups on gloo")
 
 HIDDEN, HEADS = 32, 4
@@ -55,13 +65,6 @@ CASES = [
 
 
 def _build(case: Case, ranks: int, groups: Any = None, backend: str = "auto") -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    from megatron_fluid.config import FluidConfig, set_config
-
     settings: dict[str, Any] = {
         "num_layers": 1,
         "hidden_size": HIDDEN,
@@ -112,12 +115,10 @@ def _build(case: Case, ranks: int, groups: Any = None, backend: str = "auto") ->
     return attention.to(case.dtype)
 
 
-def _compare(rank: int, ranks: int, backend: str) -> None:
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "collective"), (4, "rounds")])
+@on_ranks(timeout_s=200)
+def test_it_is_that_of_the_whole_sequence(rank: int, ranks: int, backend: str) -> None:
     """Of projections up that are overlapped ("rounds"), or around the exchange of heads."""
-    from megatron_fluid.patches import startup_report as startup
-    from megatron_fluid.patches.attention import latent
-    from megatron_fluid.patches.attention.core import exchanges_of
-
     alone = start(ranks)
     length = 6 * ranks
     everything, rows = torch.arange(length), SequenceLayout(length, ranks, "zigzag").positions(rank)
@@ -141,8 +142,3 @@ def _compare(rank: int, ranks: int, backend: str) -> None:
     # The core attention that Megatron builds first and drops is not told of.
     assert count.get(("context-parallel attention", True), 0) == len(CASES) - gathered
     assert count.get(("overlapped latent attention", True), 0) == gathered
-
-
-@pytest.mark.parametrize(("ranks", "backend"), [(2, "collective"), (4, "rounds")])
-def test_it_is_that_of_the_whole_sequence(ranks: int, backend: str) -> None:
-    run_ranks(_compare, ranks, backend, timeout_s=200)

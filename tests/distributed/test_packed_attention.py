@@ -14,7 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.launch import run_ranks
+pytest.importorskip("megatron.core")
+
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_fluid.attention.packed import RotaryTable
+from megatron_fluid.patches.attention.core import REPORT
+from megatron_fluid.patches.attention.packed_sequences import pack_order, pack_table
+from tests.support.launch import on_ranks
 from tests.support.self_attention_world import (
     Case,
     angles_of,
@@ -25,7 +32,6 @@ from tests.support.self_attention_world import (
     step,
 )
 
-pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its groups on gloo")
 
 LENGTHS = (5, 1, 11, 3)
@@ -44,7 +50,6 @@ def padded_rows(ranks: int, lengths: Sequence[int] = LENGTHS) -> list[int]:
 
 def pack(ranks: int, lengths: Sequence[int] = LENGTHS, device: str = "cpu") -> Any:
     """Megatron's PackedSeqParams of padded sequences."""
-    from megatron.core.packed_seq_params import PackedSeqParams
 
     def bounds(rows: Sequence[int]) -> Tensor:
         return torch.tensor([0, *rows], device=device).cumsum(0).int()
@@ -64,10 +69,10 @@ def rows_of(rank: int, ranks: int, lengths: Sequence[int] = LENGTHS) -> Tensor:
     return torch.cat(found)
 
 
-def _compare(rank: int, ranks: int, backend: str) -> list[str]:
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "collective"), (4, "rounds")])
+@on_ranks(timeout_s=200)
+def test_it_is_that_of_the_whole_pack(rank: int, ranks: int, backend: str) -> None:
     """Of projections that are overlapped ("rounds"), or around the exchange of heads."""
-    from megatron_fluid.patches.attention.core import REPORT
-
     alone = start(ranks)
     total, rows = sum(padded_rows(ranks)), rows_of(rank, ranks)
     for case in CASES:
@@ -87,20 +92,11 @@ def _compare(rank: int, ranks: int, backend: str) -> list[str]:
     heads = ours.core_attention.exchanges.heads
     q, k = (torch.randn(rows.numel(), n, 8) for n in (heads.num_heads, heads.num_kv_heads))
     ours.core_attention(q, k, k, None, ours.attn_mask_type, None, hybrid)
-    return sorted(REPORT.said)
-
-
-@pytest.mark.parametrize(("ranks", "backend"), [(2, "collective"), (4, "rounds")])
-def test_it_is_that_of_the_whole_pack(ranks: int, backend: str) -> None:
-    for said in run_ranks(_compare, ranks, backend, timeout_s=200):
-        assert [text.partition(": ")[2] for text in said] == [
-            "packed_seq_params has a context-parallel group of its own (hybrid)"
-        ]
+    [said] = REPORT.said
+    assert said.endswith(": packed_seq_params has a context-parallel group of its own (hybrid)")
 
 
 def test_rows_behind_the_last_sequence_are_kept_in_order() -> None:
-    from megatron_fluid.patches.attention.packed_sequences import pack_order
-
     bounds = torch.tensor([0, 8, 8, 16], dtype=torch.int32)  # one of no rows
     packed = SimpleNamespace(cu_seqlens_q=bounds, cu_seqlens_q_padded=None)
     order, inverse = pack_order(packed, 11, 2)
@@ -114,9 +110,6 @@ def test_rows_behind_the_last_sequence_are_kept_in_order() -> None:
 @pytest.mark.parametrize("way", ["data", "inference mode", "numpy"])
 def test_lengths_that_are_written_in_place_are_read_again(way: str) -> None:
     """No version counter counts these."""
-    from megatron_fluid.attention.packed import RotaryTable
-    from megatron_fluid.patches.attention.packed_sequences import pack_order, pack_table
-
     new = torch.tensor([0, 4, 16], dtype=torch.int32)
     angles = torch.arange(16.0).view(16, 1)
     table = RotaryTable(angles, angles, False)

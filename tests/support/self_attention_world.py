@@ -10,8 +10,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import checkpoint, model_parallel_cuda_manual_seed
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.torch_norm import L2Norm
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_fluid.attention.layouts import SequenceLayout
+from megatron_fluid.backward.weight_grads import get_backward_scheduler
+from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.patches.attention import self_attention
 from tests.support.te_attention import (
     HEADS,
     Linear,
@@ -28,6 +41,7 @@ __all__ = [
     "HIDDEN",
     "WIDTH",
     "Case",
+    "Pair",
     "angles_of",
     "build",
     "check_shares",
@@ -64,21 +78,15 @@ class Case:
 
 
 def _spec(case: Case) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
-    from megatron.core.transformer.attention import SelfAttentionSubmodules
-    from megatron.core.transformer.torch_norm import L2Norm
-
+    settings = dict(case.settings)
+    kind, l2 = settings.get("normalization", "RMSNorm"), bool(settings.get("qk_l2_norm"))
     if not case.te:
-        norm = dict(case.settings).get("normalization", "RMSNorm")
         return get_gpt_layer_local_submodules(
-            qk_layernorm=case.norms,
-            normalization=norm,
-            qk_l2_norm=bool(dict(case.settings).get("qk_l2_norm")),
+            qk_layernorm=case.norms, normalization=kind, qk_l2_norm=l2
         ).self_attention.submodules
 
-    layer_norm = dict(case.settings).get("normalization") == "LayerNorm"
-    norm = (TELayerNorm if layer_norm else TENorm) if case.norms else None
-    if dict(case.settings).get("qk_l2_norm"):
+    norm = (TELayerNorm if kind == "LayerNorm" else TENorm) if case.norms else None
+    if l2:
         norm = L2Norm
     return SelfAttentionSubmodules(
         linear_qkv=NormLinear,
@@ -90,8 +98,6 @@ def _spec(case: Case) -> Any:
 
 
 def _config(case: Case, ranks: int) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     settings: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": HIDDEN,
@@ -124,12 +130,6 @@ def _config(case: Case, ranks: int) -> Any:
 
 def start(ranks: int) -> Any:
     """Parallel state, patches, and a group of this rank alone."""
-    from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    import megatron_fluid  # noqa: F401
-
     torch.set_num_threads(1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(context_parallel_size=ranks)
@@ -142,11 +142,6 @@ def start(ranks: int) -> Any:
 def build(case: Case, ranks: int, backend: str, groups: Any = None, module: Any = None) -> Any:
     """Megatron's SelfAttention with weights of a fixed seed; ``groups``: its process groups, by
     default those of parallel state."""
-    from megatron.core.transformer.attention import SelfAttention
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from megatron_fluid.config import FluidConfig, set_config
-
     how = {"cp_backend": backend, "defer_weight_grads": case.deferred}
     set_config(FluidConfig(dx_chunks=2, **how))  # type: ignore[arg-type]
     mask = AttnMaskType.causal if case.causal else AttnMaskType.no_mask
@@ -168,8 +163,6 @@ def build(case: Case, ranks: int, backend: str, groups: Any = None, module: Any 
 def angles_of(case: Case, length: int) -> Tensor | None:
     if not case.rotated:
         return None
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
     rotary = RotaryEmbedding(
         WIDTH, case.rotated / WIDTH, case.interleaved, use_cpu_initialization=True
     )
@@ -194,10 +187,6 @@ def step(
         dtype: that the module computes in, if not the case's.
         packed: PackedSeqParams; angles are then those of one sequence.
     """
-    from megatron.core.tensor_parallel.random import checkpoint
-
-    from megatron_fluid.backward.weight_grads import get_backward_scheduler
-
     part = angles if angles is None or packed is not None else angles[rows]
     more = {} if packed is None else {"packed_seq_params": packed}
     shape = length, BATCH if packed is None else 1, attention.config.hidden_size
@@ -230,22 +219,13 @@ def step(
 def fuse(attention: Any) -> list[Tensor]:
     """Give the projections main_grads, as Megatron's DDP does, and have them decided about anew;
     gives the hooks' record."""
-    from megatron_fluid.config import FluidConfig, set_config
-    from megatron_fluid.patches.attention import self_attention
-
     fired: list[Tensor] = []
     for linear in (attention.linear_qkv, attention.linear_proj):
-        name = (
-            "fuse_wgrad_accumulation"
-            if hasattr(linear, "fuse_wgrad_accumulation")
-            else "gradient_accumulation_fusion"
-        )
-        setattr(linear, name, True)
+        of_te, of_megatron = "fuse_wgrad_accumulation", "gradient_accumulation_fusion"
+        setattr(linear, of_te if hasattr(linear, of_te) else of_megatron, True)
         weight = linear.weight
-        weight.main_grad, weight.grad_added_to_main_grad = (
-            torch.zeros_like(weight, dtype=torch.float32),
-            False,
-        )
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        weight.grad_added_to_main_grad = False
         if weight.requires_grad:
             weight.register_post_accumulate_grad_hook(fired.append)
     set_config(FluidConfig(cp_backend="rounds", dx_chunks=2))
@@ -264,10 +244,11 @@ def error_of(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
 
 def check_shares(
     found: dict[str, Tensor], whole: dict[str, Tensor], rows: Tensor, dtype: torch.dtype, case: Any
-) -> None:
+) -> dict[str, float]:
     """Raise where this rank's rows, or the sum of all ranks' shares of a gradient, are not those of
-    the module on the whole sequence. Collective."""
+    the module on the whole sequence; gives how far off they are. Collective."""
     assert found.keys() == whole.keys(), case
+    errors = {}
     limit = 3e-2 if dtype.itemsize == 2 else 2e-6
     for name, expected in whole.items():
         mine = found[name].float().clone()
@@ -276,14 +257,39 @@ def check_shares(
         else:
             dist.all_reduce(mine)
         assert expected.abs().max() > 1e-3, f"{case} {name}: nothing to be seen"
-        error = error_of(mine, expected, dtype)
-        assert error < limit, f"{case} {name}: off by {error:.2e}"
+        errors[name] = error_of(mine, expected, dtype)
+        assert errors[name] < limit, f"{case} {name}: off by {errors[name]:.2e}"
+    return errors
+
+
+class Pair:
+    """One module of each backend with the same weights, ``today`` around the exchange of heads; and
+    this rank's rows of an input, as Megatron hands them over, with their angles."""
+
+    def __init__(self, rank: int, ranks: int, backend: str = "auto") -> None:
+        case, length = Case(bias=False), 6 * ranks
+        self.ours, self.today = build(case, ranks, backend), build(case, ranks, "collective")
+        rows = SequenceLayout(length, ranks, "zigzag").positions(rank)
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(length, BATCH, HIDDEN, generator=generator)[rows]
+        angles = angles_of(case, length)
+        assert angles is not None
+        self.angles = angles[rows]
+        self.mask = torch.ones(length, length).triu(1).bool()[rows][None, None]
+
+    def compare(self, overlapped: bool, mask: Tensor | None = None, **rotations: Any) -> None:
+        """Both give the same, ours overlapped or not. rotations: `rotary_pos_emb`, if not the
+        angles."""
+        rotations = {"rotary_pos_emb": self.angles, **rotations}
+        count = count_calls()
+        y = self.ours(self.x, mask, **rotations)[0]
+        assert count() == overlapped
+        expected = self.today(self.x, mask, **rotations)[0]
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 
 def count_calls() -> Any:
     """How many overlapped calls have run since."""
-    from megatron_fluid.patches.attention import self_attention
-
     count = 0
     real = self_attention.OverlappedAttention.forward
 
