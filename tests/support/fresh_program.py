@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.process
 import os
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.support.templates import Template, die_with_parent
+from tests.support.templates import Template, with_torch
 
 __all__ = ["run_code"]
 
@@ -58,7 +57,7 @@ def run_code(
 
 @functools.cache
 def _server(interpreted: str) -> Template:
-    return Template(None, "tests.support.third_parties", {"TRITON_INTERPRET": interpreted})
+    return Template(with_torch(), "tests.support.third_parties", {"TRITON_INTERPRET": interpreted})
 
 
 def _main(
@@ -70,14 +69,11 @@ def _main(
     pipe: multiprocessing.connection.Connection,
 ) -> None:
     """The life of the forked process."""
-    die_with_parent()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     for stream, path in enumerate(said, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream)
-    multiprocessing.process._parent_process = None  # type: ignore[attr-defined] (a program's)
-    multiprocessing.current_process().name = "MainProcess"
     sys.argv = ["-c", *argv]
     sys.path.insert(0, "")
     main = sys.modules["__main__"] = types.ModuleType("__main__")

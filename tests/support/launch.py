@@ -30,6 +30,7 @@ import dataclasses
 import datetime
 import faulthandler
 import functools
+import importlib
 import inspect
 import multiprocessing
 import multiprocessing.connection
@@ -49,7 +50,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.templates import Template, die_with_parent, template_for
+from tests.support.templates import Template, template_for
 
 __all__ = [
     "RankError",
@@ -185,12 +186,13 @@ def run_ranks_outcomes(
         # The parent holds the store and listens on a port that the system picked: nothing to race
         # for.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        job = _Job(fn, args, world_size, store.port, backend, timeout_s, dict(env or {}), folder)
-        template = _template(job)
-        ranks = [_Rank(template, job, rank) for rank in range(world_size)]
-        deadline = (
-            time.monotonic() + timeout_s
-        )  # the first call's wait for the server does not count
+        job = _Job(world_size, store.port, backend, timeout_s, dict(env or {}), folder)
+        template = _template(fn, job)
+        # Loaded only after the rank's environment is set.
+        payload = pickle.dumps((_importable(fn), args))
+        ranks = [_Rank(template, job, payload, rank) for rank in range(world_size)]
+        # The first call's wait for the server does not count.
+        deadline = time.monotonic() + timeout_s
         try:
             chosen = [rank for i, rank in enumerate(ranks) if awaited is None or i in awaited]
             _wait_for_all(chosen, deadline, grace_s)
@@ -203,8 +205,6 @@ def run_ranks_outcomes(
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
     world_size: int
     port: int
     backend: str
@@ -216,14 +216,10 @@ class _Job:
 class _Rank:
     """The parent's end of one rank."""
 
-    def __init__(self, template: Template, job: _Job, rank: int) -> None:
+    def __init__(self, template: Template, job: _Job, payload: bytes, rank: int) -> None:
         self.outcome = RankOutcome(rank)
         self.pipe, theirs = multiprocessing.Pipe(duplex=False)
-        # The function goes as pickled bytes inside the arguments and is loaded only after the
-        # rank's environment is set.
-        payload = pickle.dumps((job.fn, job.args))
-        light = dataclasses.replace(job, fn=_nothing, args=())
-        self.process = template.fork(_rank_main, (rank, light, payload), theirs)
+        self.process = template.fork(_rank_main, (rank, job, payload), theirs)
         theirs.close()
 
     def receive(self) -> None:
@@ -280,21 +276,17 @@ def _rank_main(
     """A rank's life: environment, process group, the function, the report. Runs in the forked
     process."""
     os.setsid()  # its children (data loaders, checkpoint writers) end with it: see `stop`
-    die_with_parent()
     stacks = open(Path(job.folder) / f"stacks-{rank}", "w")  # noqa: SIM115 (lives as long as the process)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
-    os.environ.update(
-        LOCAL_WORLD_SIZE=str(job.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port)
-    )
+    world_size, port = str(job.world_size), str(job.port)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     # A program that calls init_process_group itself meets the others at the parent's store, as
     # under torchrun.
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     os.environ.update(job.env)  # once more: a test may set what is set above
     torch.set_num_threads(1)
-    multiprocessing.set_start_method(
-        None, force=True
-    )  # the platform's default, as in a program started by torchrun
     error: str | None = None
     value: Any = None
     try:
@@ -302,24 +294,16 @@ def _rank_main(
             _join(rank, job)
         fn, args = pickle.loads(payload)
         value = fn(rank, job.world_size, *args)
-        ended_at = time.monotonic()
     except BaseException as failure:  # noqa: BLE001 (whatever ended the function is reported)
-        ended_at = (
-            time.monotonic()
-        )  # of one clock for all processes: reports may be read in another order
         error = traceback.format_exc()
         held = failure  # noqa: F841 (after an error of CUDA, letting go of the tensors of its frames ends the process unheard)
+    ended_at = time.monotonic()  # reports may be read in another order
     try:
         # Not pipe.send: torch would share tensors through this process, which ends.
         report = pickle.dumps((error, value, ended_at))
     except Exception:  # noqa: BLE001 (pickling errors have many types)
-        report = pickle.dumps(
-            (
-                f"the result of rank {rank} could not be sent:\n{traceback.format_exc()}",
-                None,
-                ended_at,
-            )
-        )
+        unsent = f"the result of rank {rank} could not be sent:\n{traceback.format_exc()}"
+        report = pickle.dumps((unsent, None, ended_at))
     pipe.send_bytes(report)
     if error is None and dist.is_initialized():
         # Nobody closes a connection that another still reads from.
@@ -351,11 +335,16 @@ def take_gpu(local_rank: int, ranks: int) -> str:
     return "gloo"
 
 
-def _nothing() -> None:
-    """Stands in the job for the function, which travels beside it."""
+def _importable(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` by its module's own name, where that runs as the main program (python -m)."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if getattr(fn, "__module__", "") != "__main__" or spec is None:
+        return fn
+    own: Callable[..., Any] = getattr(importlib.import_module(spec.name), fn.__qualname__)
+    return own
 
 
-def _template(job: _Job) -> Template:
+def _template(fn: Callable[..., Any], job: _Job) -> Template:
     """What the ranks of a job are forked from."""
     env = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     if "GLOO_SOCKET_IFNAME" in os.environ:
@@ -367,7 +356,7 @@ def _template(job: _Job) -> Template:
     # A process that has used CUDA must not be forked: ranks with a GPU import everything
     # themselves.
     forkable = env.get("CUDA_VISIBLE_DEVICES") == "" or not os.path.exists("/dev/nvidiactl")
-    module = getattr(job.fn, "__module__", "") if forkable else ""
+    module = getattr(fn, "__module__", "") if forkable else ""
     bare = bool(set(job.env) - {"CUDA_VISIBLE_DEVICES"}) or module in ("", "__main__", _UNPATCHED)
     with _choosing:  # worlds may be started by several threads
         return template_for("" if module == "__main__" else module, env, bare)

@@ -16,23 +16,21 @@ import ctypes
 import functools
 import gc
 import importlib
-import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from multiprocessing import reduction, spawn
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from multiprocessing import reduction
 from typing import Any
-from unittest import mock
 
-__all__ = ["ForkedProcess", "Template", "die_with_parent", "template_for"]
+__all__ = ["ForkedProcess", "Template", "template_for", "with_torch"]
 
 _KEPT = 3  # templates of one pytest process: each holds what its module imported
 _POLL_S = 0.005
@@ -70,7 +68,7 @@ class Template:
     """The pytest process's end of a template.
 
     Args:
-        start: what it is forked from; None for multiprocessing's server, which has imported torch.
+        start: what it is forked from; None starts an interpreter.
         module: imported before any fork, unless empty. A module that cannot be imported fails the
             forked process, which imports it again.
         env: the environment variables that are set before the import.
@@ -81,20 +79,15 @@ class Template:
     def __init__(self, start: Template | None, module: str, env: Mapping[str, str]) -> None:
         self._lock = threading.Lock()  # of a request and its answer
         self._socket, theirs = multiprocessing.Pipe(duplex=True)
-        self._process: Any
+        self._process: ForkedProcess | subprocess.Popen[bytes]
         if start is not None:
-            self._process = start.fork(_forked_main, (module, dict(env)), theirs)
+            self._process = start.fork(_template_main, (module, dict(env)), theirs)
         else:
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
-            # A daemon: otherwise the end of pytest waits for it.
-            self._process = context.Process(
-                target=_template_main, args=(theirs, module, dict(env)), daemon=True
+            code = f"import sys; sys.path[:] = {sys.path!r}; from tests.support import templates; "
+            code += f"templates._interpreter_main({module!r}, {dict(env)!r}, {theirs.fileno()})"
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
-            # A test's own imports come first, and not this package, which reaches children by this.
-            data = inspect.unwrap(spawn.get_preparation_data)
-            with _main_module_hidden(), mock.patch.object(spawn, "get_preparation_data", data):
-                self._process.start()
         theirs.close()
 
     def fork(
@@ -119,15 +112,22 @@ class Template:
     def close(self) -> None:
         """End the template. Processes that it forked end with it."""
         self._socket.close()
-        self._process.join()
+        if isinstance(self._process, ForkedProcess):
+            self._process.join()
 
 
 _templates: collections.OrderedDict[tuple[Any, ...], Template] = collections.OrderedDict()
 
 
 @functools.cache
+def with_torch() -> Template:
+    """A template that has imported torch."""
+    return Template(None, "torch.distributed", {})
+
+
+@functools.cache
 def _third_parties() -> Template:
-    return Template(None, "tests.support.rank_server", {"OMP_NUM_THREADS": "1"})
+    return Template(with_torch(), "tests.support.rank_server", {"OMP_NUM_THREADS": "1"})
 
 
 @functools.cache
@@ -148,52 +148,14 @@ def template_for(module: str, env: Mapping[str, str], bare: bool) -> Template:
     return template
 
 
-@contextlib.contextmanager
-def _main_module_hidden() -> Iterator[None]:
-    """Keep multiprocessing from importing pytest's main module again in each rank."""
-    main = sys.modules["__main__"]
-    if _defines_the_function(main):
-        yield
-        return
-    hidden = {name: getattr(main, name) for name in ("__spec__", "__file__") if hasattr(main, name)}
-    main.__spec__ = None
-    if "__file__" in hidden:
-        del main.__file__
-    try:
-        yield
-    finally:
-        vars(main).update(hidden)
-
-
-def _defines_the_function(main: Any) -> bool:
-    """Whether the test itself is the main program (``python tests/x.py``), whose functions pickle
-    as ``__main__``'s."""
-    name = (
-        getattr(getattr(main, "__spec__", None), "name", "")
-        or Path(getattr(main, "__file__", "") or "").stem
-    )
-    return not (
-        name.startswith("pytest") or name in ("py.test", "__main__", "__mp_main__", "runpy")
-    )
-
-
-def die_with_parent() -> None:
-    """Ask the system to kill this process when its parent ends, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _forked_main(
-    module: str, env: Mapping[str, str], pipe: multiprocessing.connection.Connection
-) -> None:
-    _template_main(multiprocessing.connection.Connection(os.dup(pipe.fileno())), module, env)
+def _interpreter_main(module: str, env: Mapping[str, str], handle: int) -> None:
+    _template_main(module, env, multiprocessing.connection.Connection(handle))
 
 
 def _template_main(
-    socket: multiprocessing.connection.Connection, module: str, env: Mapping[str, str]
+    module: str, env: Mapping[str, str], socket: multiprocessing.connection.Connection
 ) -> None:
-    die_with_parent()
-    multiprocessing.current_process().daemon = False  # so that its ranks may start processes
+    """Fork on request until the pytest process closes its end."""
     os.environ.update(env)
     if module:
         with contextlib.suppress(Exception):  # the rank that needs it says why
@@ -201,7 +163,11 @@ def _template_main(
     gc.collect()
     gc.freeze()  # no rank's collector copies these pages
     exit_codes: dict[int, int] = {}
-    for request, content in _requests(socket):
+    while True:
+        try:
+            request, content = socket.recv()
+        except (EOFError, ConnectionError):
+            os._exit(0)
         if request == "poll":
             if content not in exit_codes:
                 pid, status = os.waitpid(content, os.WNOHANG)
@@ -218,22 +184,14 @@ def _template_main(
             _run(content, handle)
         os.close(handle)
         socket.send(pid)
-    os._exit(0)
-
-
-def _requests(socket: multiprocessing.connection.Connection) -> Iterable[tuple[str, Any]]:
-    """What the pytest process asks for, until it closes its end."""
-    while True:
-        try:
-            yield socket.recv()
-        except (EOFError, ConnectionError):
-            return
 
 
 def _run(payload: bytes, handle: int) -> None:
     try:
+        if sys.platform == "linux":  # this process ends when its template does, however that ends
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         target, args = pickle.loads(payload)
-        target(*args, multiprocessing.connection.Connection(handle, readable=False))
+        target(*args, multiprocessing.connection.Connection(handle))
     except BaseException:
         traceback.print_exc()
     finally:
