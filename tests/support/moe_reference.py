@@ -10,13 +10,14 @@ Legend: T tokens of all ranks, K top-k, E experts, H hidden, F1 / F widths of th
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_fluid.moe.activations import Activation, resolve_activation
 
-__all__ = ["ROUTINGS", "gradients", "moe_reference", "routing"]
+__all__ = ["ROUTINGS", "ExpertProblem", "gradients", "moe_reference", "routing"]
 
 ROUTINGS = ["random", "empty", "dropped", "one expert", "same expert twice", "nothing"]
 
@@ -77,3 +78,50 @@ def moe_reference(
         y = (a * p) @ w2[expert].t()
         out = out.index_add(0, token, y if biases is None else y + biases[1][expert] * p)
     return out
+
+
+class ExpertProblem(NamedTuple):
+    """One call of an MoE layer, and what it should give.
+
+    ids: [T, K]. leaves: x [T, H], probs [T, K], w1 [E, F1, H], w2 [E, H, F], and with biases
+    b1 [E, F1] and b2 [E, H]; each requires a gradient. grad: of the output. [T, H]
+    """
+
+    ids: Tensor
+    leaves: list[Tensor]
+    grad: Tensor
+
+    @classmethod
+    def draw(
+        cls, ids: Tensor, experts: int, hidden: int, ffn: int, *,
+        activation: str | Activation = "swiglu", biased: bool = False,
+    ) -> ExpertProblem:  # fmt: skip
+        """Normal leaves in fp32 on the device of ids."""
+        g = torch.Generator().manual_seed(4)
+        tokens, top_k = ids.shape
+        wide = 2 * ffn if resolve_activation(activation).gated else ffn
+        shapes = [(tokens, hidden), (tokens, top_k)]
+        shapes += [(experts, wide, hidden), (experts, hidden, ffn)]
+        shapes += [(experts, wide), (experts, hidden)] if biased else []
+        drawn = [torch.randn(*shape, generator=g) * 0.4 for shape in (*shapes, (tokens, hidden))]
+        *leaves, grad = (tensor.to(ids.device) for tensor in drawn)
+        return cls(ids, [leaf.requires_grad_() for leaf in leaves], grad)
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        """x, ids, probs, w1, w2"""
+        x, probs, w1, w2, *_ = self.leaves
+        return x, self.ids, probs, w1, w2
+
+    @property
+    def biases(self) -> tuple[Tensor, Tensor] | None:
+        tables: Any = tuple(self.leaves[4:])
+        return tables or None
+
+    def gradients(self, y: Tensor) -> list[Tensor]:
+        """y, and the gradient of each leaf."""
+        return gradients(y, self.leaves, self.grad)
+
+    def expected(self, activation: str | Activation = "swiglu") -> list[Tensor]:
+        """`gradients` in plain torch."""
+        return self.gradients(moe_reference(*self.arguments, activation, self.biases))

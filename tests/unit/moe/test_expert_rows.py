@@ -8,6 +8,8 @@ from torch import Tensor
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import experts
+from megatron_fluid.moe.activations import resolve_activation
+from megatron_fluid.moe.biases import BiasedExperts
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
 from megatron_fluid.moe.experts import add_to_main_grads
 from tests.support.expert_calls import expert_rows
@@ -104,3 +106,31 @@ def test_those_are_overwritten_for_which_it_is_asked(
     for number, (param, (left, right)) in enumerate(zip(params, rows, strict=True)):
         wanted = left.T @ right + (0.0 if number in asked else 2.0)
         torch.testing.assert_close(param.main_grad, wanted, rtol=1e-2, atol=1e-2)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_gradients_of_biases_are_rounded_once_over_several_segments(stacked: bool) -> None:
+    """Rows that came in rounds: each round's sums are added in fp32."""
+    g = torch.Generator().manual_seed(2)
+    counts = [[3, 0, 40], [25, 0, 1], [7, 0, 9]]
+    groups = [RowGroups.of_counts(count) for count in counts]
+    dh, dy = ([torch.randn(sum(count), 16, generator=g).half() for count in counts] for _ in "hy")
+    probs = [torch.rand(sum(count), generator=g) for count in counts]
+    tables = [torch.zeros(3, 16, dtype=torch.float16) for _ in range(2)]
+    added = [table if stacked else list(table.unbind(0)) for table in tables]
+    shapes = (3, 16, 16), (3, 16, 8)
+    fc1, fc2 = (ExpertWeights(torch.zeros(*shape, dtype=torch.float16), 3) for shape in shapes)
+    biased = BiasedExperts(fc1, fc2, resolve_activation("swiglu"), (added[0], added[1]), "moe")
+    pairs = [(rows, rows) for rows in dy]
+    found = biased.bias_grads(dh, pairs, list(zip(probs, groups, strict=True)))
+    if not stacked:
+        found = [torch.stack(found[:3]), torch.stack(found[3:])]
+    weighted = [rows.float() * p[:, None] for rows, p in zip(dy, probs, strict=True)]
+    for one, segments in zip(found, ([rows.float() for rows in dh], weighted), strict=True):
+        splits = zip(*(x.split(c) for x, c in zip(segments, counts, strict=True)), strict=True)
+        sums = torch.stack([torch.stack([rows.sum(0) for rows in parts]) for parts in splits])
+        right, rounded = sums.sum(1), sums.half().sum(1)
+        assert one.dtype == torch.float16 and not one[1].any()
+        off = (one.float() - right).norm()
+        assert off <= 1.01 * (right.half().float() - right).norm()
+        assert off < 0.9 * (rounded.float() - right).norm()

@@ -22,7 +22,7 @@ from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 from megatron_fluid.moe.nvlink.transport import plan_nvlink
 from tests.support.expert_calls import nvlink_moe
-from tests.support.moe_reference import gradients, moe_reference
+from tests.support.moe_reference import ExpertProblem
 from tests.support.nvlink_calls import CANDIDATES
 from tests.support.simulated_workspace import SimulatedWorkspace
 
@@ -33,59 +33,51 @@ T, K, E, H, F = 10, 2, 4, 32, 24
 SENT = Schedule(stream=True, sent_rows=True)
 
 
-def make(
-    seed: int = 1, gated: bool = True, schedule: Schedule = NO_OVERLAP
-) -> tuple[NvlinkBuffers, Tensor, list[Tensor], Tensor]:
-    """Buffers of one rank, ids [T, K] with dropped choices and an empty expert, leaves (x, probs,
-    w1, w2), grad [T, H].
-    """
-    g = torch.Generator().manual_seed(seed)
+def buffers_of(
+    schedule: Schedule = NO_OVERLAP, tokens: int = T, experts: int = E, space: Any = None
+) -> NvlinkBuffers:
+    """Of one rank."""
+    space = space or SimulatedWorkspace(1, DEVICE).rank(0)
+    return NvlinkBuffers(space, tokens, H, K, experts, torch.float32, schedule=schedule)
+
+
+def make(tokens: int = T, activation: str = "swiglu") -> ExpertProblem:
+    """With dropped choices and an empty expert."""
+    g = torch.Generator().manual_seed(1)
     ids = torch.rand(T, E - 1, generator=g).topk(K, -1).indices  # nothing goes to the last expert
     ids[0, 1] = -1
     ids[3] = -1
-    shapes = [(T, H), (T, K), (E, 2 * F if gated else F, H), (E, H, F), (T, H)]
-    *leaves, grad = (torch.randn(*shape, generator=g).to(DEVICE) * 0.5 for shape in shapes)
-    buffers = NvlinkBuffers(
-        SimulatedWorkspace(1, DEVICE).rank(0), T, H, K, E, torch.float32, schedule=schedule
-    )
-    return buffers, ids.to(DEVICE), [leaf.requires_grad_() for leaf in leaves], grad
-
-
-def reference(ids: Tensor, leaves: list[Tensor], activation: str) -> Tensor:
-    x, probs, w1, w2 = leaves
-    return moe_reference(x, ids, probs, w1, w2, activation)
+    return ExpertProblem.draw(ids[-tokens:].to(DEVICE), E, H, F, activation=activation)
 
 
 def agree(found: list[Tensor], expected: list[Tensor]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(("activation", "capacity"), [("swiglu", T * K), ("relu2", None)])
+@pytest.mark.parametrize(
+    ("schedule", "tokens", "activation", "capacity"),
+    [
+        *((schedule, T, "swiglu", None) for schedule in CANDIDATES.values()),
+        (NO_OVERLAP, T, "swiglu", T * K),
+        (NO_OVERLAP, T, "relu2", None),
+        (NO_OVERLAP, 1, "swiglu", None),  # a capacity of 1 is a constant to the compiler
+    ],
+    ids=str,
+)
 def test_outputs_and_gradients_agree_with_the_reference(
-    activation: str, capacity: int | None
+    schedule: Schedule, tokens: int, activation: str, capacity: int | None
 ) -> None:
-    buffers, ids, leaves, grad = make(gated=activation == "swiglu")
-    x, probs, w1, w2 = leaves
-    found = gradients(
-        nvlink_moe(buffers, x, ids, probs, w1, w2, activation, capacity), leaves, grad
-    )
-    agree(found, gradients(reference(ids, leaves, activation), leaves, grad))
-
-
-@pytest.mark.parametrize("name", CANDIDATES)
-def test_every_schedule_agrees_with_the_reference(name: str) -> None:
-    """The order of its steps; without a GPU nothing runs beside anything."""
-    buffers, ids, leaves, grad = make(schedule=CANDIDATES[name])
-    x, probs, w1, w2 = leaves
-    expected = gradients(reference(ids, leaves, "swiglu"), leaves, grad)
+    """For a schedule, the order of its steps; without a GPU nothing runs beside anything."""
+    buffers, problem = buffers_of(schedule, tokens), make(tokens, activation)
+    expected = problem.expected(activation)
     for _ in range(2):
-        found = gradients(nvlink_moe(buffers, x, ids, probs, w1, w2), leaves, grad)
-        agree(found, expected)
+        y = nvlink_moe(buffers, *problem.arguments, activation, capacity)
+        agree(problem.gradients(y), expected)
     buffers.workspace.check_errors()
 
 
-def test_offsets_that_a_plan_is_writing_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffers, *_ = make()
+def test_offsets_that_a_plan_is_writing_are_in_order() -> None:
+    buffers = buffers_of()
     buffers.told.copy_(torch.tensor([7, 2, 9, 4, T]))
     assert buffers.earlier_offsets() == [2, 4, 7, 9]
 
@@ -93,28 +85,26 @@ def test_offsets_that_a_plan_is_writing_are_in_order(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("what", [("rows",), ("hidden",), ("rows", "hidden")], ids=str)
 @pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule(stream=True), SENT], ids=str)
 def test_what_is_not_kept_is_made_again(what: tuple[str, ...], schedule: Schedule) -> None:
-    buffers, ids, leaves, grad = make(schedule=schedule)
-    x, probs, w1, w2 = leaves
-    y = nvlink_moe(buffers, x, ids, probs, w1, w2, recompute=what)
+    buffers, problem = buffers_of(schedule), make()
+    y = nvlink_moe(buffers, *problem.arguments, recompute=what)
     assert y.grad_fn is not None
     kept = {tuple(t.shape) for t in y.grad_fn.saved_tensors if t is not None}  # type: ignore[attr-defined]
     assert all(shape[1] != H or shape[0] == T for shape in kept) or "rows" not in what
     assert all(shape[1] != 2 * F for shape in kept) or "hidden" not in what
-    found = gradients(y, leaves, grad)
+    found = problem.gradients(y)
     settled = buffers.barrier_flags.counter.item()
     assert settled == ("rows" in what), (
         "peers have read what landed, before the gradient lands there"
     )
-    agree(found, gradients(reference(ids, leaves, "swiglu"), leaves, grad))
+    agree(found, problem.expected())
 
 
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("capacity", [None, T * K])
 def test_one_matrix_for_each_expert(deferred: bool, fused: bool, capacity: int | None) -> None:
-    buffers, ids, leaves, grad = make()
-    x, probs, *_ = leaves
-    _, _, _, dw1, dw2 = gradients(reference(ids, leaves, "swiglu"), leaves, grad)
+    buffers, problem = buffers_of(), make()
+    (x, ids, probs, *_), leaves = problem.arguments, problem.leaves
     matrices = [[m.detach().clone().requires_grad_() for m in w] for w in leaves[2:]]
     scheduler = WeightGradScheduler()
     if deferred:
@@ -124,8 +114,8 @@ def test_one_matrix_for_each_expert(deferred: bool, fused: bool, capacity: int |
     prepared = [ExpertWeights(w, E) for w in matrices]
     for w1, w2 in (matrices, prepared):
         settings = {"capacity": capacity, "scheduler": scheduler, "fused_main_grad": fused}
-        nvlink_moe(buffers, x, ids, probs, w1, w2, **settings).backward(grad)
-    for found, expected in zip(matrices, (dw1, dw2), strict=True):
+        nvlink_moe(buffers, x, ids, probs, w1, w2, **settings).backward(problem.grad)
+    for found, expected in zip(matrices, problem.expected()[3:], strict=True):
         values = torch.stack([m.main_grad - 1 if fused else m.grad for m in found])  # type: ignore[attr-defined]
         assert torch.allclose(values, 2 * expected, atol=1e-4)
 
@@ -133,37 +123,32 @@ def test_one_matrix_for_each_expert(deferred: bool, fused: bool, capacity: int |
 def test_deferred_weight_gradients_run_during_the_next_layer() -> None:
     """Of two projections a layer no more than one layer's are ever queued, with all that they
     hold."""
-    buffers, ids, leaves, grad = make()
-    x, probs, w1, w2 = leaves
-    scheduler, queued = WeightGradScheduler(), []
-    scheduler.enable()
-    y = x
-    for _ in range(4):
-        # Called behind the layer's own backward.
-        y.register_hook(lambda _: queued.append(scheduler.pending()))
-        y = nvlink_moe(buffers, y, ids, probs, w1, w2, scheduler=scheduler)
-    y.backward(grad)
-    assert queued == [2] * 4 and not scheduler.pending()
-    found = [leaf.grad for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    z = x
-    for _ in range(4):
-        z = nvlink_moe(buffers, z, ids, probs, w1, w2, scheduler=WeightGradScheduler())
-    z.backward(grad)
-    torch.testing.assert_close(found, [leaf.grad for leaf in leaves], rtol=1e-4, atol=1e-8)
+    buffers, found = buffers_of(), []
+    for deferred in (True, False):
+        problem = make()
+        y, *others = problem.arguments
+        scheduler, queued = WeightGradScheduler(), list[int]()
+        scheduler.enabled = deferred
+        for _ in range(4):
+            # Called behind the layer's own backward.
+            y.register_hook(lambda _, s=scheduler, q=queued: q.append(s.pending()))  # type: ignore[misc]
+            y = nvlink_moe(buffers, y, *others, scheduler=scheduler)
+        y.backward(problem.grad)
+        found.append([leaf.grad for leaf in problem.leaves])
+        assert queued == [2 * deferred] * 4 and not scheduler.pending()
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-8)
 
 
 def test_a_recomputation_replays_its_plan() -> None:
-    buffers, ids, leaves, grad = make()
-    handle = plan_nvlink(buffers, ids, leaves[1])
+    buffers, problem = buffers_of(), make()
+    handle = plan_nvlink(buffers, problem.ids, problem.leaves[1])
 
     def layer(x: Tensor, probs: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        return nvlink_moe(buffers, x, ids, probs, w1, w2, handle=handle)
+        return nvlink_moe(buffers, x, problem.ids, probs, w1, w2, handle=handle)
 
-    y = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False)
+    y = torch.utils.checkpoint.checkpoint(layer, *problem.leaves, use_reentrant=False)
     plans = buffers.plan_flags.counter.item()
-    agree(gradients(y, leaves, grad), gradients(reference(ids, leaves, "swiglu"), leaves, grad))
+    agree(problem.gradients(y), problem.expected())
     assert buffers.plan_flags.counter.item() == plans
 
 
@@ -173,31 +158,31 @@ def test_a_call_with_more_tokens_than_fit_goes_on_in_larger_buffers(
     schedule: Schedule, planned: bool
 ) -> None:
     """Also between forward and backward of a call whose routing is of the smaller ones."""
-    whole, ids, leaves, grad = make(schedule=schedule)
-    x, probs, w1, w2 = leaves
-    few = T // 2
-    made = [NvlinkBuffers(whole.workspace, few, H, K, E, torch.float32, schedule=schedule)]
-    given: list[int] = []
+    whole, problem, few = buffers_of(schedule), make(), T // 2
+    _, ids, probs, w1, w2 = problem.arguments
+    made = [buffers_of(schedule, few, space=whole.workspace)]
+    asked: list[int] = []
 
     def grow(tokens: int) -> NvlinkBuffers:
-        given.append(tokens)
+        asked.append(tokens)
         made.append(whole)
         return whole
 
-    small = [x[:few].detach().requires_grad_(), probs[:few].detach().requires_grad_(), w1, w2]
-    before = nvlink_moe(made[0], small[0], ids[:few], small[1], w1, w2, grow=grow)
-    assert not given
+    cut = [leaf.detach()[:few].requires_grad_() for leaf in problem.leaves[:2]]
+    small = ExpertProblem(ids[:few], [*cut, w1, w2], problem.grad[:few])
+    before = nvlink_moe(made[0], *small.arguments, grow=grow)
+    assert not asked
     handle = plan_nvlink(made[0], ids, probs, grow=grow) if planned else None
-    after = nvlink_moe(made[-1], x, ids, probs, w1, w2, handle=handle, grow=grow)
-    assert given == [T]
-    for y, inputs, tokens in ((before, small, few), (after, leaves, T)):
-        expected = gradients(reference(ids[:tokens], inputs, "swiglu"), inputs, grad[:tokens])
-        agree(gradients(y, inputs, grad[:tokens]), expected)
+    after = nvlink_moe(made[-1], *problem.arguments, handle=handle, grow=grow)
+    assert asked == [T]
+    for y, each in ((before, small), (after, problem)):
+        agree(each.gradients(y), each.expected())
     whole.workspace.check_errors()
 
 
 def test_what_does_not_fit_is_named() -> None:
-    buffers, ids, (x, probs, w1, w2), _ = make()
+    buffers = buffers_of()
+    x, ids, probs, w1, w2 = make().arguments
     with pytest.raises(ConfigError, match="activation"):
         nvlink_moe(buffers, x, ids, probs, w1, w2, "tanh")
     more = torch.zeros(T + 1, H), ids.new_zeros(T + 1, K), torch.ones(T + 1, K)
@@ -215,7 +200,8 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_inference_keeps_nothing_even_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffers, ids, (x, probs, *weights), _ = make()
+    buffers = buffers_of()
+    x, ids, probs, *weights = make().arguments
     w1, w2 = (torch.nn.Parameter(w.detach()) for w in weights)
     kept = []
     real = experts.PlainExperts.forward
@@ -239,12 +225,13 @@ def test_inference_keeps_nothing_even_of_parameters(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule(stream=True), SENT], ids=str)
 def test_a_kept_graph_gives_its_gradients_again(schedule: Schedule) -> None:
-    buffers, ids, leaves, grad = make(schedule=schedule)
-    x, probs, w1, w2 = leaves
-    y = nvlink_moe(buffers, x, ids, probs, w1, w2)
-    first = tuple(g.clone() for g in torch.autograd.grad(y, leaves, grad, retain_graph=True))
-    for kept in (True, True, False):
-        again = torch.autograd.grad(y, leaves, grad, retain_graph=kept)
+    problem = make()
+    y = nvlink_moe(buffers_of(schedule), *problem.arguments)
+    first, *others = (
+        [g.clone() for g in torch.autograd.grad(y, problem.leaves, problem.grad, kept)]
+        for kept in (True, True, True, False)
+    )
+    for again in others:
         torch.testing.assert_close(again, first, rtol=0, atol=0)
 
 
@@ -254,9 +241,8 @@ def test_a_backward_holds_what_it_needs_and_no_more(
 ) -> None:
     """The gradient of fc1's output takes the place of that output; dw1 may have the memory of what
     dw2 was made of."""
-    buffers, ids, leaves, grad = make()
-    x, probs, w1, w2 = leaves
-    y = nvlink_moe(buffers, x, ids, probs, w1, w2)
+    problem = make()
+    y = nvlink_moe(buffers_of(), *problem.arguments)
     assert y.grad_fn is not None
     [hidden] = [t.data_ptr() for t in y.grad_fn.saved_tensors if t.shape[1] == 2 * F]  # type: ignore[attr-defined]
     steps: list[tuple[int, list[Any]]] = []
@@ -269,7 +255,7 @@ def test_a_backward_holds_what_it_needs_and_no_more(
         return real(fc, dy, x, *rest)
 
     monkeypatch.setattr(experts, "weight_grads", noted)
-    y.backward(grad, retain_graph=kept)
+    y.backward(problem.grad, retain_graph=kept)
     (_, _), (grad_hidden, _) = steps
     assert (grad_hidden == hidden) != kept
 
@@ -277,7 +263,8 @@ def test_a_backward_holds_what_it_needs_and_no_more(
 def test_ids_and_probs_may_begin_anywhere() -> None:
     """Views off a 16-byte boundary: prepared launches take it for granted, so they are copied
     there."""
-    buffers, ids, (x, probs, w1, w2), _ = make()
+    buffers = buffers_of()
+    x, ids, probs, w1, w2 = make().arguments
     wide = [
         torch.cat([t.detach().flatten()[:1], t.detach().flatten()])[1:].view(T, K)
         for t in (ids.int(), probs)
@@ -294,26 +281,11 @@ def test_ids_and_probs_may_begin_anywhere() -> None:
 @pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule(sent_rows=True)], ids=str)
 def test_rows_without_room_do_not_bring_what_was_there_before(schedule: Schedule) -> None:
     """In exact mode too, where a token names the only expert twice."""
-    buffers = NvlinkBuffers(
-        SimulatedWorkspace(1, DEVICE).rank(0), T, H, K, 1, torch.float32, schedule=schedule
-    )
+    buffers = buffers_of(schedule, experts=1)
     buffers.local("combine", torch.float32).fill_(float("nan"))
-    _, _, (x, probs, w1, w2), _ = make()
-    y = nvlink_moe(
-        buffers, x, torch.zeros(T, K, dtype=torch.long, device=DEVICE), probs, w1[:1], w2[:1]
-    )
+    x, ids, probs, w1, w2 = make().arguments
+    y = nvlink_moe(buffers, x, torch.zeros_like(ids), probs, w1[:1], w2[:1])
     assert y.isfinite().all() and y.any()
-
-
-def test_one_token_a_rank() -> None:
-    """A capacity of 1 is a constant to the compiler."""
-    buffers = NvlinkBuffers(SimulatedWorkspace(1, DEVICE).rank(0), 1, H, K, E, torch.float32)
-    _, ids, (x, probs, w1, w2), _ = make()
-    leaves = [t.detach().clone().requires_grad_() for t in (x[1:2], probs[1:2], w1, w2)]
-    x, probs, w1, w2 = leaves
-    grad = torch.ones(1, H, device=DEVICE)
-    found = gradients(nvlink_moe(buffers, x, ids[1:2], probs, w1, w2), leaves, grad)
-    agree(found, gradients(reference(ids[1:2], leaves, "swiglu"), leaves, grad))
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -323,9 +295,8 @@ def test_rows_are_sent_by_the_gemm_itself_where_it_can(
 ) -> None:
     """Both products before a combine; else by a kernel that reads them, and the values are the
     same."""
-    buffers, ids, leaves, grad = make(schedule=SENT)
-    x, probs, *weights = leaves
-    expected = gradients(reference(ids, leaves, "swiglu"), leaves, grad)
+    buffers, problem = buffers_of(SENT), make()
+    x, ids, probs, *weights = problem.arguments
     sent: list[tuple[int, ...]] = []
 
     def sends(
@@ -341,7 +312,7 @@ def test_rows_are_sent_by_the_gemm_itself_where_it_can(
     monkeypatch.setattr(nvlink_transport, "sent_matmul", sends)
     # Matrices that do not lie at equal distances cannot be taken for a stack.
     w1, w2 = weights if stacked else ([m.clone() for m in w.flip(0)][::-1] for w in weights)
-    found = gradients(nvlink_moe(buffers, x, ids, probs, w1, w2), leaves, grad)
+    found = problem.gradients(nvlink_moe(buffers, x, ids, probs, w1, w2))
     assert sent == ([(E, F, H), (E, 2 * F, H)] if able and stacked else [])
-    agree(found, expected)
+    agree(found, problem.expected())
     buffers.workspace.check_errors()
