@@ -20,10 +20,12 @@ from megatron_fluid import (
     moe_multicard_p2p_overlap_forward,
 )
 from megatron_fluid.comm.agreement import Agreement
+from megatron_fluid.comm.waits import explain
 from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
-from tests.support.agreements import agreements, on_all
+from tests.support.agreements import FrozenStore, joined, on_all
 from tests.support.launch import run_ranks_outcomes
 from tests.support.moe_layers import CONFIG, F64, group
 
@@ -174,9 +176,19 @@ def test_all_others_end_with_the_message_of_the_rank_that_refused(
 # ---- what a report does, in one process
 
 
+def test_the_own_error_is_told_in_bounded_time_where_the_store_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron_fluid.comm.agreement.STORE_S", 0.05)
+    channel = Agreement(FrozenStore(), "group", 1, range(3), lambda: 5.0)  # type: ignore[arg-type]
+    start = time.monotonic()
+    told = explain(PeerTimeoutError(1, 2, "moe dispatch", 3, 5.0), channel, grace_s=0.2)
+    assert time.monotonic() - start < 20
+    assert "the store of the job does not answer" in told
+
+
 def test_a_refusal_ends_the_agreements_of_others_and_is_taken_back() -> None:
-    channels = agreements(2)
-    on_all(channels, lambda w: w.barrier("begin"))
+    channels = joined(2)
     channels[1].report_refusal("rank 1 raised ConfigError: x")
     assert channels[0].failed() == "rank 1 raised ConfigError: x" and channels[1].failed() == ""
     assert channels[0].failures() == {1: (None, "rank 1 raised ConfigError: x")}
@@ -185,8 +197,7 @@ def test_a_refusal_ends_the_agreements_of_others_and_is_taken_back() -> None:
 
 
 def test_ranks_that_all_refuse_a_call_do_not_hold_it_against_each_other() -> None:
-    channels = agreements(2)
-    on_all(channels, lambda w: w.barrier("begin"))
+    channels = joined(2)
     on_all(channels, lambda w: w.report_refusal(f"rank {w.rank} raised ConfigError"))
     assert [w.failed() for w in channels] == ["", ""]
 
