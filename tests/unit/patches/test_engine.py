@@ -49,32 +49,33 @@ def states(made: Engine) -> dict[str, str]:
     return {row.patch: row.state for row in made.report()}
 
 
-def test_arming_imports_nothing_and_patches_after_the_import(fakemega: Any) -> None:
-    made = engine(FORWARD)
+def effects(fakemega: Any) -> tuple[int, int]:
+    """What the two functions give that FORWARD and DOUBLE negate."""
+    return fakemega("functions").double(1), fakemega("layers").Layer(1).forward(1)
+
+
+PLAIN, PATCHED = (2, 1), (-2, -1)
+
+
+@pytest.mark.parametrize("replacement", [negate, "fakemega.replacements:negated"])
+def test_arming_imports_nothing_and_patches_after_the_import(
+    fakemega: Any, replacement: Any
+) -> None:
+    made = engine(Patch("double", DOUBLE.target, replacement, "test"))
     made.arm()
-    assert "fakemega" not in sys.modules
-    assert states(made) == {"forward": "armed"}
-    assert fakemega("layers").Layer(3).forward(2, scale=5) == -30
-    assert states(made) == {"forward": "applied"}
+    assert not any(name.startswith("fakemega") for name in sys.modules)
+    assert states(made) == {"double": "armed"}
+    assert fakemega("functions").double(2) == -4
+    assert states(made) == {"double": "applied"}
 
 
-def test_apply_imports_and_applies_and_twice_is_once(fakemega: Any) -> None:
+def test_applying_and_arming_again_patches_once(fakemega: Any) -> None:
     made = engine(FORWARD, DOUBLE)
     made.apply()
     made.apply()
     made.arm()
-    assert fakemega("layers").Layer(1).forward(2) == -2
-    assert fakemega("functions").double(2) == -4
-
-
-def test_a_replacement_may_be_named_and_is_imported_late(fakemega: Any) -> None:
-    made = engine(
-        Patch("named", "fakemega.functions:double", "fakemega.replacements:negated", "test")
-    )
-    made.arm()
-    assert "fakemega.replacements" not in sys.modules
-    assert fakemega("functions").double(2) == -4
-    assert "fakemega.replacements" in sys.modules
+    assert effects(fakemega) == PATCHED
+    assert fakemega("layers").Layer(3).forward(2, scale=5) == -30
 
 
 def test_revert_gives_back_the_very_objects(fakemega: Any) -> None:
@@ -159,44 +160,51 @@ def test_what_is_missing_is_added_where_the_patch_says_so_and_taken_away_again(
 
 
 def test_a_wrong_signature_changes_nothing_and_says_everything(fakemega: Any) -> None:
-    wrong = Patch("wrong", "fakemega.layers:Layer.klass", tag, "test", signature="(cls, x, group)")
-    made = engine(DOUBLE, FORWARD, wrong)
-    original = fakemega("functions").double
+    target, expected = "fakemega.layers:Layer.klass", "(cls, x, group)"
+    made = engine(DOUBLE, FORWARD, Patch("wrong", target, tag, "test", signature=expected))
     with pytest.raises(PatchError) as caught:
         made.apply()
-    for part in (
-        "'wrong'",
-        "fakemega.layers:Layer.klass",
-        "(cls, x, group)",
-        "(cls, x)",
-        "0.19.2",
-        "--disable wrong",
-    ):
+    for part in ("'wrong'", target, expected, "(cls, x)", "0.19.2", "--disable wrong"):
         assert part in str(caught.value)
-    assert fakemega("functions").double is original
-    assert fakemega("layers").Layer(1).forward(1) == 1
+    assert effects(fakemega) == PLAIN
     assert set(states(made).values()) == {"off"}
 
 
-def test_a_wrong_signature_of_a_patch_that_is_not_needed_does_not_matter(fakemega: Any) -> None:
-    target = "fakemega.layers:Layer.forward"
-    made = engine(
-        DOUBLE, Patch("wrong", target, negate, "test", signature="(self, x)", when=lambda: False)
-    )
+def test_a_patch_under_a_condition_that_does_not_hold_is_neither_checked_nor_applied(
+    fakemega: Any,
+) -> None:
+    wrong = Patch(
+        "wrong", FORWARD.target, negate, "test", signature="(self, x)",
+        when=lambda: False, condition="on a CPU",
+    )  # fmt: skip
+    made = engine(DOUBLE, wrong)
     made.arm()
-    assert fakemega("functions").double(1) == -2
-    assert fakemega("layers").Layer(1).forward(1) == 1
+    assert effects(fakemega) == (-2, 1)
+    found = {row.patch: (row.state, row.reason) for row in made.report()}
+    assert found["wrong"] == ("not needed", "only on a CPU")
 
 
-def test_an_error_at_a_later_import_takes_back_what_was_applied_before(fakemega: Any) -> None:
-    made = engine(DOUBLE, Patch("missing", "fakemega.layers:Layer.gone", tag, "test"))
+def broken(original: object) -> object:
+    raise RuntimeError("no such kernel")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "factory", "error", "said"),
+    [
+        ("gone", tag, PatchError, "'late' does not fit fakemega.layers:Layer.gone"),
+        ("klass", broken, RuntimeError, "no such kernel"),
+    ],
+)
+def test_an_error_at_a_later_import_takes_back_what_was_applied_before(
+    fakemega: Any, attribute: str, factory: Any, error: type[Exception], said: str
+) -> None:
+    made = engine(DOUBLE, Patch("late", f"fakemega.layers:Layer.{attribute}", factory, "test"))
     made.arm()
     assert fakemega("functions").double(1) == -2
-    with pytest.raises(PatchError, match="'missing' does not fit fakemega.layers:Layer.gone"):
+    with pytest.raises(error, match=said):
         fakemega("layers")
-    assert fakemega("functions").double(1) == 2
+    assert effects(fakemega) == PLAIN  # the program may go on, unpatched
     assert set(states(made).values()) == {"off"}
-    assert fakemega("layers").Layer(1).forward(1) == 1  # the program may go on, unpatched
 
 
 def test_a_patch_that_does_not_fit_is_left_out_with_those_that_need_it(fakemega: Any) -> None:
@@ -221,17 +229,6 @@ def test_a_patch_that_does_not_fit_is_left_out_with_those_that_need_it(fakemega:
     assert layer.forward(1) == 1
 
 
-def test_a_factory_that_fails_takes_everything_back(fakemega: Any) -> None:
-    def broken(original: object) -> object:
-        raise RuntimeError("no such kernel")
-
-    made = engine(DOUBLE, Patch("broken", "fakemega.layers:Layer.klass", broken, "test"))
-    with pytest.raises(RuntimeError, match="no such kernel"):
-        made.apply()
-    assert fakemega("functions").double(1) == 2
-    assert set(states(made).values()) == {"off"}
-
-
 def test_an_unsupported_version_is_refused_by_name_and_may_be_overridden(fakemega: Any) -> None:
     made = engine(DOUBLE, version="0.20.0")
     with pytest.raises(PatchError, match=r"0\.20\.0 found.*Override it with --allow"):
@@ -246,22 +243,6 @@ def test_every_release_of_the_supported_series_and_no_other_is_accepted() -> Non
         assert engine(version=version).version_problem() is None
     for version in ("0.18.9", "0.20.0rc1", "1.0", "0.190.0"):
         assert version in (engine(version=version).version_problem() or "")
-
-
-def test_a_condition_decides_and_is_reported(fakemega: Any) -> None:
-    made = engine(
-        Patch(
-            "cpu",
-            "fakemega.functions:double",
-            negate,
-            "test",
-            when=lambda: False,
-            condition="on a CPU",
-        )
-    )
-    made.apply()
-    assert fakemega("functions").double(1) == 2
-    assert [(row.state, row.reason) for row in made.report()] == [("not needed", "only on a CPU")]
 
 
 def test_a_trigger_delays_a_patch_to_another_module(fakemega: Any) -> None:
@@ -279,12 +260,11 @@ def test_a_trigger_delays_a_patch_to_another_module(fakemega: Any) -> None:
 def test_patches_that_the_user_turns_off(fakemega: Any, start: str) -> None:
     made = engine(DOUBLE, FORWARD, disabled=lambda: ["double"])
     getattr(made, start)()
-    assert fakemega("functions").double(1) == 2
-    assert fakemega("layers").Layer(1).forward(1) == -1
+    assert effects(fakemega) == (2, -1)
     assert states(made) == {"double": "off", "forward": "applied"}
     made.disable("forward")
     made.apply()
-    assert fakemega("layers").Layer(1).forward(1) == 1
+    assert effects(fakemega) == PLAIN
     with pytest.raises(ConfigError, match="found 'nonsense', allowed: double, forward"):
         made.disable("nonsense")
 
@@ -314,22 +294,19 @@ def test_nothing_is_patched_after_revert_until_armed_again(fakemega: Any) -> Non
     made.revert()
     assert fakemega("functions").double(1) == 2
     made.arm()
-    assert fakemega("functions").double(1) == -2
-    assert fakemega("layers").Layer(1).forward(1) == -1
+    assert effects(fakemega) == PATCHED
 
 
 def test_the_context_manager_restores_what_was_before(fakemega: Any) -> None:
     made = engine(DOUBLE, FORWARD)
     with made.patched("double"):
-        assert fakemega("functions").double(1) == -2
-        assert fakemega("layers").Layer(1).forward(1) == 1
+        assert effects(fakemega) == (-2, 1)
         with made.patched():
-            assert fakemega("layers").Layer(1).forward(1) == -1
-        assert fakemega("layers").Layer(1).forward(1) == 1
-        assert fakemega("functions").double(1) == -2
-    assert fakemega("functions").double(1) == 2
+            assert effects(fakemega) == PATCHED
+        assert effects(fakemega) == (-2, 1)
     with pytest.raises(ZeroDivisionError), made.patched():
         fakemega("functions").double(1 / 0)
+    assert effects(fakemega) == PLAIN
     assert states(made) == {"double": "reverted", "forward": "reverted"}
 
 
