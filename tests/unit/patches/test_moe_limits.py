@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fluid import patches
 from megatron_fluid.config import FluidConfig
+from megatron_fluid.moe.activations import ACTIVATIONS
 from megatron_fluid.moe.choose import Choice
 from megatron_fluid.patches.moe import decision, limits
 from megatron_fluid.patches.moe import layer as moe_layer
 from megatron_fluid.patches.moe.decision import PartReasons, part_reasons
+from megatron_fluid.patches.moe.expert_modules import activation_name, resolve
 from megatron_fluid.patches.moe.limits import (
     EXCHANGE_LIMITS,
     EXPERT_LIMITS,
@@ -66,6 +69,9 @@ SETTINGS = LAYER | EXCHANGE | EXPERTS | FUSION
 # What else is set where a limit is looked at under a condition alone.
 BESIDE: dict[str, dict[str, Any]] = {
     "cuda_graph_impl": {"expert_model_parallel_size": 2},
+    "fp8": {"fp8_recipe": "blockwise"},
+    "fp8_recipe": {"fp8": "e4m3"},
+    "fp8_param": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
     "offload_modules": {"fine_grained_activation_offloading": True},
     "moe_enable_routing_replay": {
         "recompute_granularity": "selective",
@@ -81,6 +87,14 @@ def reasons(
     config: Any, fluid: FluidConfig | None = None, backend: str | None = None
 ) -> PartReasons:
     return part_reasons(config, fluid or FluidConfig(), backend=backend)
+
+
+def changed(config: Any, **settings: Any) -> Any:
+    """A copy with other settings, without Megatron's checks: some need other software."""
+    other = copy.copy(config)
+    for name, value in settings.items():
+        setattr(other, name, value)
+    return other
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +127,9 @@ def test_every_limit_is_tried_here() -> None:
 def test_a_limit_names_its_setting_and_no_other(
     supported: TransformerConfig, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(decision, "fp8_reason", lambda *_: None)
     hit, miss = SETTINGS[setting]
-    config = copy.copy(supported)  # set after its own checks, of which some need other software
-    if setting.startswith("fp8"):
-        config.fp8, config.fp8_recipe = "e4m3", "blockwise"
-        monkeypatch.setattr(decision, "fp8_reason", lambda *_: None)
-    for name, value in {**BESIDE.get(setting, {}), setting: miss}.items():
-        setattr(config, name, value)
+    config = changed(supported, **BESIDE.get(setting, {}), **{setting: miss})
     assert reasons(config).fused is None
     if setting == "delay_wgrad_compute":
         config.moe_latent_size = 8
@@ -133,79 +143,96 @@ def test_a_limit_names_its_setting_and_no_other(
         assert reasons(config).fusion == (reason if setting in FUSION else None)
 
 
+@pytest.mark.parametrize(
+    ("function", "gated", "name"),
+    [
+        (F.silu, True, "swiglu"),
+        (F.gelu, True, "geglu"),
+        (activations.quick_gelu, True, "quick_geglu"),
+        (F.silu, False, "silu"),
+        (F.gelu, False, "gelu"),
+        (F.relu, False, "relu"),
+        (activations.squared_relu, False, "relu2"),
+        (activations.quick_gelu, False, "quick_gelu"),
+    ],
+)
+def test_activations_are_megatrons(
+    supported: TransformerConfig, function: Callable[..., Any], gated: bool, name: str
+) -> None:
+    config = changed(supported, activation_func=function, gated_linear_unit=gated)
+    assert activation_name(config) == name and resolve(config) is ACTIVATIONS[name]
+    h = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gate, up = h.chunk(2, dim=-1)
+    expected = function(gate) * up if gated else function(h)
+    torch.testing.assert_close(ACTIVATIONS[name].forward(h), expected)
+
+
 @pytest.mark.parametrize("module", ["expert_fc1", "moe_act"])
 def test_offloading_is_ours_but_of_what_is_fp8_recomputed_or_captured_as_a_whole(
     supported: TransformerConfig, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = copy.copy(supported)
-    config.fine_grained_activation_offloading, config.offload_modules = True, [module]
-    config.recompute_granularity, config.recompute_modules = "selective", ["moe_act"]
+    config = changed(
+        supported, fine_grained_activation_offloading=True, offload_modules=[module],
+        recompute_granularity="selective", recompute_modules=["moe_act"],
+    )  # fmt: skip
     assert reasons(config).fused is None
     monkeypatch.setattr(decision, "fp8_reason", lambda *_: None)
-    for changed in (
+    for settings in (
         {"recompute_granularity": "full"},
         {"fp8": "e4m3", "fp8_recipe": "blockwise"},
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []},
         {"cuda_graph_impl": "full_iteration"},
     ):
-        other = copy.copy(config)
-        for name, value in changed.items():
-            setattr(other, name, value)
-        reason = reasons(other).experts
-        assert reason is not None and reason.startswith("offload_modules="), changed
-        assert (reasons(other).exchange is None) is ("cuda_graph_impl" not in changed)
+        found = reasons(changed(config, **settings))
+        assert str(found.experts).startswith("offload_modules="), settings
+        assert (found.exchange is None) is ("cuda_graph_impl" not in settings)
 
 
+@pytest.mark.parametrize("module", ["core_attn", "moe_act", "expert_fc1"])
 def test_layers_whose_experts_offload_are_fused_on_one_rank_alone(
-    supported: TransformerConfig,
+    supported: TransformerConfig, module: str
 ) -> None:
-    config = copy.copy(supported)
-    for chosen, whole in ((["core_attn"], True), (["moe_act"], False), (["expert_fc1"], False)):
-        config.fine_grained_activation_offloading, config.offload_modules = True, chosen
-        assert reasons(config, backend="local").fusion is None
-        for backend in ("rounds", "hierarchical"):
-            reason = reasons(config, backend=backend).fusion
-            assert (reason is None) is whole
-            assert reason is None or reason.startswith("offload_modules=")
+    config = changed(supported, fine_grained_activation_offloading=True, offload_modules=[module])
+    assert reasons(config, backend="local").fusion is None
+    for backend in ("rounds", "hierarchical"):
+        reason = reasons(config, backend=backend).fusion
+        assert (reason is None) is (module == "core_attn")
+        assert reason is None or reason.startswith("offload_modules=")
 
 
-def test_flex_gives_way_to_a_backend_that_is_named(supported: TransformerConfig) -> None:
-    config = copy.copy(supported)
-    config.moe_token_dispatcher_type = "flex"
-    for backend, kept in (("auto", True), ("experts", True), ("nvlink", False)):
-        found = reasons(config, FluidConfig(moe_backend=backend))
-        assert (found.exchange is not None) is kept
-        assert found.experts is None
+@pytest.mark.parametrize(
+    ("backend", "kept"), [("auto", True), ("experts", True), ("nvlink", False)]
+)
+def test_flex_gives_way_to_a_backend_that_is_named(
+    supported: TransformerConfig, backend: str
+) -> None:
+    config = changed(supported, moe_token_dispatcher_type="flex")
+    found = reasons(config, FluidConfig(moe_backend=backend))
+    assert (found.exchange is None) is (backend == "nvlink")
+    assert found.experts is None
 
 
+@pytest.mark.parametrize(
+    ("names", "fp8", "words"),
+    [
+        (["attn"], "hybrid", None),
+        (["attn", "moe_router"], None, None),
+        (["attn", "moe_router"], "hybrid", "holds moe_router"),
+    ],
+)
 def test_a_graph_of_the_router_leaves_megatrons_experts_megatrons_exchange(
-    supported: TransformerConfig,
+    supported: TransformerConfig, names: list[str], fp8: str | None, words: str | None
 ) -> None:
-    config = copy.copy(supported)
-    config.cuda_graph_impl = "transformer_engine"
-    for names, words in ((("attn",), None), (("attn", "moe_router"), "holds moe_router")):
-        config.cuda_graph_modules = [SimpleNamespace(name=name) for name in names]
-        config.fp8 = None
-        assert reasons(config).exchange is None
-        config.fp8 = "hybrid"
-        reason = reasons(config).exchange
-        assert reason is words is None or words in str(reason)
+    modules = [SimpleNamespace(name=name) for name in names]
+    graphed = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": modules}
+    reason = reasons(changed(supported, **graphed, fp8=fp8)).exchange
+    assert reason is words is None or str(words) in str(reason)
 
 
-def asked(config: Any, fluid: FluidConfig) -> PartReasons:
-    """Why parts of a layer stay Megatron's over the backend that was asked for."""
-    return reasons(config, fluid, None if fluid.moe_backend == "auto" else fluid.moe_backend)
-
-
-class Layer:
-    """What is asked of an MoE layer of `ranks` expert-parallel ranks."""
-
-    def __init__(self, supported: TransformerConfig, ranks: int, **settings: Any) -> None:
-        self.config: Any = copy.copy(supported)
-        settings = {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": [], **settings}
-        for name, value in {"expert_model_parallel_size": ranks, **settings}.items():
-            setattr(self.config, name, value)
-        self.ep_group = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
+def graphed(supported: TransformerConfig, ranks: int, **settings: Any) -> Any:
+    """A layer of `ranks` expert-parallel ranks in a graph of the whole iteration."""
+    whole = {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}
+    return changed(supported, **{**whole, "expert_model_parallel_size": ranks, **settings})
 
 
 _ON_HOST, _LOCAL = "read row counts on the host", "moe_backend=local"
@@ -247,10 +274,11 @@ def test_a_layer_is_ours_where_its_graph_can_hold_it_over_the_backend_that_is_as
     from megatron.core.transformer.enums import CudaGraphModule
 
     held = [CudaGraphModule[name] for name in modules.split()]
-    layer: Any = Layer(supported, ranks, cuda_graph_impl=impl, cuda_graph_modules=held)
-    reason = asked(layer.config, FluidConfig(moe_backend=backend)).exchange
+    config = graphed(supported, ranks, cuda_graph_impl=impl, cuda_graph_modules=held)
+    named = None if backend == "auto" else backend
+    reason = reasons(config, FluidConfig(moe_backend=backend), named).exchange
     assert (reason is None) if kept is None else (kept in str(reason))
-    assert limits.bounds_rows(layer.config) is (impl == "full_iteration")
+    assert limits.bounds_rows(config) is (impl == "full_iteration")
 
 
 @pytest.mark.parametrize(
@@ -260,58 +288,47 @@ def test_a_layer_is_ours_where_its_graph_can_hold_it_over_the_backend_that_is_as
         {"variable_seq_lengths": True},
         {"pipeline_model_parallel_size": 2},
         {"fp8": "hybrid", "fp8_recipe": "delayed"},
+        {},
     ],
     ids=str,
 )
 def test_graphs_of_what_cannot_be_run_again_hold_no_layers_of_several_ranks(
-    supported: TransformerConfig, settings: dict[str, Any]
+    supported: TransformerConfig, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer: Any = Layer(supported, 2, **settings)
-    assert not limits.bounds_rows(layer.config)
-    found = reasons(layer.config)
+    if not settings:  # the patch that runs iterations again is left out
+        monkeypatch.setattr(patches, "off_reason", lambda name: f"{name} was turned off")
+    config = graphed(supported, 2, **settings)
+    assert not limits.bounds_rows(config)
+    found = reasons(config)
     assert all(str(part).startswith("cuda_graph_impl=") for part in (found.exchange, found.experts))
 
 
-def test_without_the_patch_that_runs_iterations_again_a_graph_holds_no_layers_of_several_ranks(
-    supported: TransformerConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(patches, "off_reason", lambda name: f"{name} was turned off")
-    layer: Any = Layer(supported, 2)
-    assert not limits.bounds_rows(layer.config)
-
-
+@pytest.mark.parametrize("impl", ["full_iteration", "none"])
 @pytest.mark.parametrize("backend", ["nvlink", "hierarchical", "rounds"])
 def test_where_auto_ends_at_another_backend_a_graphed_layer_is_megatrons_by_name(
-    supported: TransformerConfig, backend: str, monkeypatch: pytest.MonkeyPatch
+    supported: TransformerConfig, backend: str, impl: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Any] = []
-
-    def make_path(*arguments: Any) -> str:
-        made[:] = arguments[2:]
-        return "path"
-
-    monkeypatch.setattr(moe_layer.DECISIONS, "_make_path", make_path)
+    decisions, layer = moe_layer.DECISIONS, mock.NonCallableMock(spec=["config", "ep_group"])
+    layer.config = graphed(supported, 2, cuda_graph_impl=impl)
+    layer.ep_group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    monkeypatch.setattr(decisions, "_make_path", lambda layer, config, taken, *_: taken)
     monkeypatch.setattr(decision, "choose_transport", lambda *_: Choice(backend, None))
-    for impl in ("full_iteration", "none"):
-        layer: Any = Layer(supported, 2, cuda_graph_impl=impl)
-        monkeypatch.setitem(moe_layer.DECISIONS._decisions, layer, Decision(FluidConfig()))
-        parts_over = {backend: reasons(layer.config, FluidConfig(), backend)}
-        findings = [Finding(None, decision._Found(parts_over, False))] * 2
-        found = moe_layer.DECISIONS.decide(FluidConfig(), layer, findings)
-        if impl == "none" or backend == "nvlink":
-            assert found == "path"
-            assert made == [backend, PartReasons(), [False, False]]
-        else:
-            reason = f"cuda_graph_impl='{impl}': backends rounds and hierarchical read row counts"
-            assert str(found).startswith(reason) and not made
+    monkeypatch.setitem(decisions._decisions, layer, Decision(FluidConfig()))
+    parts_over = {backend: reasons(layer.config, backend=backend)}
+    findings = [Finding(None, decision._Found(parts_over, False))] * 2
+    found = decisions.decide(FluidConfig(), layer, findings)
+    if impl == "none" or backend == "nvlink":
+        assert found == backend
+    else:
+        reason = f"cuda_graph_impl='{impl}': backends rounds and hierarchical read row counts"
+        assert str(found).startswith(reason)
 
 
 def test_experts_of_ours_alone_are_not_captured_with_bounded_room(
     supported: TransformerConfig,
 ) -> None:
-    layer: Any = Layer(supported, 2)
-    layer.config.moe_latent_size = 8  # phase by phase
-    assert "row counts are read on the host" in str(reasons(layer.config).exchange)
+    phase_by_phase = graphed(supported, 2, moe_latent_size=8)
+    assert "row counts are read on the host" in str(reasons(phase_by_phase).exchange)
 
 
 @pytest.mark.parametrize(
@@ -333,10 +350,10 @@ def test_the_fused_operation_is_ours_where_it_has_the_bounds_that_are_set(
     offset: float,
     ours: bool,
 ) -> None:
-    config = copy.copy(supported)
-    config.use_transformer_engine_op_fuser = True
-    config.activation_func, config.gated_linear_unit = function, gated
-    config.activation_func_clamp_value, config.glu_linear_offset = clamp, offset
+    config = changed(
+        supported, use_transformer_engine_op_fuser=True, activation_func=function,
+        gated_linear_unit=gated, activation_func_clamp_value=clamp, glu_linear_offset=offset,
+    )  # fmt: skip
     reason = reasons(config).experts
     assert (reason is None) is ours
     assert ours or str(reason).startswith("use_transformer_engine_op_fuser=True")
@@ -347,27 +364,26 @@ def test_bounded_room_needs_kernels_that_count_rows_on_the_device(
 ) -> None:
     from megatron_fluid.kernels.grouped_gemm import launch as grouped_gemm
 
-    layer: Any = Layer(supported, 2)
-    served = [torch.bfloat16]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(limits, "cpu_mode_active", lambda: False)
-    monkeypatch.setattr(grouped_gemm, "sends_rows", lambda device, dtype: dtype in served)
-    layer.config.params_dtype = torch.bfloat16
-    assert limits.bounds_rows(layer.config)
-    assert reasons(layer.config).fused is None
-    layer.config.params_dtype = torch.float32
-    reason = limits.bounded_unsupported_reason(layer.config)
+    monkeypatch.setattr(grouped_gemm, "sends_rows", lambda device, dtype: dtype is torch.bfloat16)
+    config = graphed(supported, 2, params_dtype=torch.bfloat16)
+    assert limits.bounds_rows(config)
+    assert reasons(config).fused is None
+    config.params_dtype = torch.float32
+    reason = limits.bounded_unsupported_reason(config)
     assert reason == "the host counts the rows of experts in torch.float32 on this GPU"
-    assert "cuda_graph_impl='full_iteration'" in str(reasons(layer.config).fused)
+    assert "cuda_graph_impl='full_iteration'" in str(reasons(config).fused)
 
 
 def test_parameters_of_another_dtype_are_refused_over_nvlink(
     supported: TransformerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = copy.copy(supported)
-    for config.params_dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert decision.nvlink_unsupported_reason(config) is None
-    config.params_dtype = torch.float64
-    assert "parameters of torch.float64" in str(decision.nvlink_unsupported_reason(config))
+
+    def reason(dtype: torch.dtype) -> str | None:
+        return decision.nvlink_unsupported_reason(changed(supported, params_dtype=dtype))
+
+    assert reason(torch.bfloat16) is reason(torch.float16) is reason(torch.float32) is None
+    assert "parameters of torch.float64" in str(reason(torch.float64))
