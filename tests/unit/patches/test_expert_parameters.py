@@ -29,28 +29,13 @@ class _Grouped(torch.nn.Module):
             self.add_module(name, linear)
 
 
-def _in_one_buffer(experts: _Grouped, order: list[int], gap: int = 0) -> None:
-    """Lay the parameters out in one storage in that order of experts, all of fc1 before all of
-    fc2."""
+def _in_one_buffer(experts: _Grouped, order: list[int]) -> None:
+    """Lay the parameters of each linear out in one storage in that order of experts."""
     for linear in (experts.linear_fc1, experts.linear_fc2):
-        size = linear.weight0.numel()
-        buffer = torch.empty(3 * (size + gap))
-        for place, number in enumerate(order):
-            parameter = getattr(linear, f"weight{number}")
-            view = buffer[place * (size + gap) :][:size].view(parameter.shape)
-            parameter.data = view.copy_(parameter.data)
-
-
-@pytest.mark.parametrize("gap", [0, 16])
-def test_a_reversed_buffer_is_read_in_reverse_as_one_stack(gap: int) -> None:
-    experts = _Grouped()
-    _in_one_buffer(experts, [2, 1, 0], gap)  # as Megatron's parameter buffers have them
-    weights = ExpertParameters(experts)
-    assert weights.arrange() and weights.order == [2, 1, 0]
-    for projection in weights.current():
-        assert [w[0, 0].item() for w in projection] == [2.0, 1.0, 0.0]
-        stack = StackedWeights(projection, 3).stack
-        assert stack is not None and stack.data_ptr() == projection[0].data_ptr()
+        parameters = [getattr(linear, f"weight{number}") for number in order]
+        buffer = torch.stack([parameter.detach() for parameter in parameters])
+        for parameter, view in zip(parameters, buffer, strict=True):
+            parameter.data = view
 
 
 def test_separate_parameters_move_into_one_storage_and_keep_their_identity() -> None:

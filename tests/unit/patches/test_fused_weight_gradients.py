@@ -21,6 +21,13 @@ from tests.support.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
+from megatron.core import utils
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import layers
+
+from megatron_fluid import patches
+from megatron_fluid.config import FluidConfig, set_config
+from tests.support import tiny_gpt
 
 APEX = "fused_weight_gradient_mlp_cuda"
 NAMES = ("weight-gradient-kernel", "gradient-accumulation-fusion", "deferred-embedding-gradients")
@@ -40,9 +47,6 @@ def _refusal() -> str:
 
 
 def _errors(rank: int, ranks: int) -> dict[str, float]:
-    from megatron_fluid.config import FluidConfig, set_config
-    from tests.support import tiny_gpt
-
     logging.getLogger("megatron").setLevel(logging.ERROR)
     tiny_gpt.parallel(tensor_model_parallel_size=ranks)
     set_config(FluidConfig(tp_overlap="off"))
@@ -59,12 +63,6 @@ def test_the_linears_gradients_are_those_of_float64() -> None:
 
 
 def _refused_without(rank: int, ranks: int) -> dict[str, Any]:
-    from megatron.core.pipeline_parallel import schedules
-    from megatron.core.tensor_parallel import layers
-
-    from megatron_fluid import patches
-    from tests.support import tiny_gpt
-
     tiny_gpt.parallel()
     drain = schedules.drain_embedding_wgrad_compute
     found: dict[str, Any] = {"patched": _refusal()}
@@ -92,11 +90,6 @@ def test_megatron_refuses_it_again_once_the_patches_are_reverted() -> None:
 
 
 def _drained(rank: int, ranks: int) -> dict[str, Any]:
-    from megatron.core import utils
-    from megatron.core.pipeline_parallel import schedules
-
-    from megatron_fluid import patches
-
     weight = torch.nn.Parameter(torch.zeros(OUT, H, dtype=torch.bfloat16))
     weight.main_grad = torch.zeros(OUT, H)  # type: ignore[attr-defined]
     config = SimpleNamespace(gradient_accumulation_fusion=True, sequence_parallel=False)

@@ -7,31 +7,28 @@ import math
 import pytest
 import torch
 
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 pytest.importorskip("megatron.core")
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer import MLATransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron_fluid.patches.cpu.latent_attention import LatentDotProductAttention
 
 S, B, HEADS, K, V = 6, 2, 3, 10, 4
 
 
-def _compare(rank: int, world_size: int) -> None:
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.transformer import MLATransformerConfig
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from megatron_fluid.patches.cpu.latent_attention import LatentDotProductAttention
-
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode is for machines without a GPU")
+@on_ranks(1)
+def test_it_is_attention_with_values_narrower_than_keys(rank: int, world_size: int) -> None:
     parallel_state.initialize_model_parallel()
     config = MLATransformerConfig(
-        num_layers=1,
-        hidden_size=32,
-        num_attention_heads=HEADS,
-        kv_channels=8,
-        attention_dropout=0.0,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        num_layers=1, hidden_size=32, num_attention_heads=HEADS, kv_channels=8,
+        attention_dropout=0.0, masked_softmax_fusion=False, apply_rope_fusion=False,
         transformer_impl="local",
-    )
+    )  # fmt: skip
     scale = 0.7 / math.sqrt(K)
     core = LatentDotProductAttention(
         config, 1, AttnMaskType.causal, "self", k_channels=K, v_channels=V, softmax_scale=scale
@@ -57,8 +54,3 @@ def _compare(rank: int, world_size: int) -> None:
     for got, want in zip(grads, expected, strict=True):
         assert want.abs().max() > 0.1
         torch.testing.assert_close(got, want)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CPU mode is for machines without a GPU")
-def test_it_is_attention_with_values_narrower_than_keys() -> None:
-    run_ranks(_compare, 1)

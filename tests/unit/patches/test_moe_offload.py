@@ -3,6 +3,7 @@ CPU, with the same bits as without."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -13,9 +14,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_fluid.config import FluidConfig
-from megatron_fluid.patches.moe import offload
 from tests.support.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    FineGrainedActivationOffloadingInterface as Offloading,
+)
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+
+from megatron_fluid.config import FluidConfig
+from megatron_fluid.patches.moe import layer as moe_layer
+from megatron_fluid.patches.moe import offload
+from tests.support import tiny_gpt
+from tests.support.offloading_on_cpu import manager_on_cpu
 
 SWIGLU: dict[str, Any] = {}
 BIASED: dict[str, Any] = {
@@ -38,7 +50,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
     ),
 }
-MODULES = (["expert_fc1"], ["moe_act"], ["expert_fc1", "moe_act"])
+BOTH = ["expert_fc1", "moe_act"]
+MODULES = (["expert_fc1"], ["moe_act"], BOTH)
 STEPS, MICROBATCHES = 3, 2
 
 
@@ -53,17 +66,6 @@ def _steps(
         replay: each forward runs as in replays of CUDA graphs of attention: Megatron launches the
             copies that it delays in the next layer.
     """
-    from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
-        FineGrainedActivationOffloadingInterface as Offloading,
-    )
-    from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
-        PipelineOffloadManager,
-    )
-
-    from megatron_fluid.patches.moe import layer as moe_layer
-    from tests.support import tiny_gpt
-    from tests.support.offloading_on_cpu import manager_on_cpu
-
     backend, fields, settings = CASES.get(case, (case, {}, SWIGLU))
     settings = {"moe_grouped_gemm": True, "min_offloaded_tensor_size": 1, **settings, **overrides}
     if modules:
@@ -79,7 +81,7 @@ def _steps(
         config.delay_offload_until_cuda_graph = replay
         if replay:
             for block in model.decoder.layers:
-                block.register_forward_pre_hook(lambda *_: _flush(log, Offloading))
+                block.register_forward_pre_hook(lambda *_: _flush(log))
         size = tiny_gpt.SEQUENCE
         mask = torch.triu(torch.ones(1, 1, size, size, dtype=torch.bool), 1)
         found: dict[str, Any] = {"losses": [], "gradients": [], "log": []}
@@ -113,9 +115,9 @@ def _steps(
     return found
 
 
-def _flush(log: list[tuple[Any, ...]], offloading: Any) -> None:
+def _flush(log: list[tuple[Any, ...]]) -> None:
     log.append(("flushed",))
-    offloading.flush_delayed_groups()
+    Offloading.flush_delayed_groups()
 
 
 def _same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -123,29 +125,35 @@ def _same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["exchange"] == expected["exchange"]
     assert found["losses"] == expected["losses"]
     for step, plain in zip(found["gradients"], expected["gradients"], strict=True):
-        assert len(step) == found["parameters"] and step.keys() == plain.keys()
-        for name, gradient in step.items():
-            assert torch.equal(gradient, plain[name]), name
+        assert len(step) == found["parameters"]
+        torch.testing.assert_close(step, plain, rtol=0, atol=0)
 
 
 def _only(log: list[tuple[Any, ...]], what: str) -> list[tuple[Any, ...]]:
     return [entry[1:] for entry in log if entry[0] == what]
 
 
-def _every_case(rank: int, world: int) -> dict[str, Any]:
-    from tests.support import tiny_gpt
+def _runs(rank: int, world: int, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What `_steps` finds with the arguments of each run."""
+    tiny_gpt.parallel(expert_model_parallel_size=world)
+    return {
+        name: tiny_gpt.guarded(functools.partial(_steps, **arguments))
+        for name, arguments in runs.items()
+    }
 
-    tiny_gpt.parallel(expert_model_parallel_size=1)
-    found: dict[str, Any] = {}
-    for case, modules in itertools.product(CASES, ([], *MODULES)):
-        body = lambda: _steps(modules, case)  # noqa: B023, E731 (called at once)
-        found[case, "+".join(modules)] = tiny_gpt.guarded(body)
-    return found
+
+def _on_ranks(world: int, runs: dict[str, dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
+    ranks = run_ranks(_runs, world, runs)
+    for found in ranks:
+        for name, result in found.items():
+            assert "error" not in result, f"{name}: {result['error']}"
+    return ranks
 
 
 @pytest.fixture(scope="module")
 def every_case() -> dict[str, Any]:
-    (found,) = run_ranks(_every_case, 1)
+    pairs = itertools.product(CASES, ([], *MODULES))
+    (found,) = _on_ranks(1, {f"{c}: {'+'.join(m)}": {"modules": m, "case": c} for c, m in pairs})
     return found
 
 
@@ -154,10 +162,8 @@ def every_case() -> dict[str, Any]:
 def test_offloaded_experts_are_ours_with_the_same_bits_and_each_group_holds_its_tensor(
     every_case: dict[str, Any], case: str, modules: list[str]
 ) -> None:
-    plain, found = every_case[case, ""], every_case[case, "+".join(modules)]
-    assert "error" not in plain, plain["error"]
-    assert "error" not in found, found["error"]
-    _same(found, plain)
+    found = every_case[f"{case}: {'+'.join(modules)}"]
+    _same(found, every_case[f"{case}: "])
     # Each group holds its tensor alone and is asked for it once.
     rows = 32 * CASES[case][2].get("moe_router_topk", 2)  # of 32 tokens
     hidden = 48 if "gated_linear_unit" in CASES[case][2] else 96
@@ -177,27 +183,12 @@ def test_offloaded_experts_are_ours_with_the_same_bits_and_each_group_holds_its_
     assert not {entry[0] for entry in found["evaluated"]} & {"saved", "asked for"}
 
 
-def _two_ranks(rank: int, world: int) -> dict[str, Any]:
-    from tests.support import tiny_gpt
-
-    tiny_gpt.parallel(expert_model_parallel_size=2)
-    bodies = {
-        "plain": lambda: _steps([], "rounds"),
-        "offloaded": lambda: _steps(MODULES[-1], "rounds"),
-    }
-    return {name: tiny_gpt.guarded(body) for name, body in bodies.items()}
-
-
 def test_layers_of_several_ranks_offload_phase_by_phase() -> None:
-    for found in run_ranks(_two_ranks, 2):
-        for result in found.values():
-            assert "error" not in result, result["error"]
-        plain, offloaded = found["plain"], found["offloaded"]
+    runs = {name: {"modules": m, "case": "rounds"} for name, m in (("plain", []), ("both", BOTH))}
+    for found in _on_ranks(2, runs):
+        plain, offloaded = found["plain"], found["both"]
         assert plain["ours"] is None and offloaded["ours"] is None
-        for step, right in zip(offloaded["gradients"], plain["gradients"], strict=True):
-            assert step.keys() == right.keys()
-            for name, gradient in step.items():
-                torch.testing.assert_close(gradient, right[name], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(offloaded["gradients"], plain["gradients"], rtol=1e-5, atol=1e-7)
         assert plain["exchange"] == offloaded["exchange"] == "rounds"
         assert plain["phases"] is None and offloaded["phases"].startswith("offload_modules=")
         assert offloaded["losses"] == pytest.approx(plain["losses"], rel=1e-6)
@@ -207,31 +198,21 @@ def test_layers_of_several_ranks_offload_phase_by_phase() -> None:
             assert _only(log, "copied")
 
 
-def _managed_otherwise(rank: int, world: int) -> dict[str, Any]:
-    from tests.support import tiny_gpt
-
-    tiny_gpt.parallel(expert_model_parallel_size=1)
-    both = MODULES[-1]
-    bodies = {
-        "plain": lambda: _steps([], "local"),
-        "delayed": lambda: _steps(both, "local", replay=True),
-        "fraction": lambda: _steps(both, "local", activation_offload_fraction=0.5),
-        "large tensors alone": lambda: _steps(both, "local", min_offloaded_tensor_size=64 * 96),
-    }
-    return {name: tiny_gpt.guarded(body) for name, body in bodies.items()}
-
-
 def test_the_managers_settings_hold() -> None:
-    both = MODULES[-1]
-    (found,) = run_ranks(_managed_otherwise, 1)
-    for name, result in found.items():
-        assert "error" not in result, f"{name}: {result['error']}"
+    settings: dict[str, dict[str, Any]] = {
+        "delayed": {"replay": True},
+        "fraction": {"activation_offload_fraction": 0.5},
+        "large tensors alone": {"min_offloaded_tensor_size": 64 * 96},
+    }
+    runs = {name: {"modules": BOTH, "case": "local", **more} for name, more in settings.items()}
+    (found,) = _on_ranks(1, {"plain": {"modules": [], "case": "local"}, **runs})
+    for result in found.values():
         _same(result, found["plain"])
     for log in found["delayed"]["log"]:
         first, second = [n for n, entry in enumerate(log) if entry == ("flushed",)][:2]
         assert _only(log[first:second], "saved") and not _only(log[first:second], "copied")
         names = [name for name, _ in _only(log[second : second + 10], "copied")]
-        assert names == both
+        assert names == BOTH
     # Of the first microbatch one of layer 0's two groups, of the second layer 0's two of four.
     for log in found["fraction"]["log"][1:]:
         names = [name for name, _ in _only(log, "copied")]

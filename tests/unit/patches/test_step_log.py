@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("megatron.training")
 
+from megatron.training import global_vars
+
 from megatron_fluid.patches import step_log
 from megatron_fluid.patches.step_log import TOKEN_COUNTS, StepLog, TokenCounts
+from tests.support import tiny_gpt
 from tests.support.launch import run_ranks
 
 MICROBATCHES = 3
@@ -33,10 +37,6 @@ def _ratio(counts: Tensor) -> float:
 
 def _counted(rank: int, ranks: int) -> dict[str, tuple[dict[str, float], list[float], str]]:
     """By case: the figures of two layers, the ratios by their routing maps, and what served."""
-    from torch.utils.checkpoint import checkpoint
-
-    from tests.support import tiny_gpt
-
     tiny_gpt.parallel(expert_model_parallel_size=ranks)
     found = {}
     for case, overrides in CASES.items():
@@ -82,8 +82,6 @@ def test_tokens_per_expert_are_those_of_the_routing_maps(ranks: int) -> None:
 def test_tokens_per_expert_are_those_of_the_iteration_that_is_written(
     captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.training import global_vars
-
     written: dict[int, dict[str, float]] = {}
     counts, log, layer = TokenCounts(), StepLog(), torch.nn.Identity()
     monkeypatch.setattr(step_log, "TOKEN_COUNTS", counts)

@@ -12,11 +12,17 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fluid import patches
-from megatron_fluid.errors import ConfigError
 from tests.support.launch import run_ranks
 
 pytest.importorskip("megatron.core")
+
+from megatron_fluid import MoELayer, patches
+from megatron_fluid.errors import ConfigError
+from megatron_fluid.patches.gradient_readiness import _Gate
+from megatron_fluid.patches.moe import layer as moe_layer
+from tests.support import tiny_gpt
+from tests.support.grouped_tensor import megatron_with_grouped_tensors
+from tests.unit.patches.test_moe_router import over_nvlink
 
 WEIGHT = {
     "moe_grouped_gemm": True,
@@ -28,9 +34,6 @@ ITERATIONS, MICROBATCHES, LAYERS = 2, 2, 2
 
 @contextlib.contextmanager
 def _plug_in(on: bool = True) -> Iterator[list[int]]:
-    from tests.support import tiny_gpt
-    from tests.support.grouped_tensor import megatron_with_grouped_tensors
-
     linears = "megatron_fluid.patches.moe.expert_modules._te_linear_types"
     with (
         megatron_with_grouped_tensors(),
@@ -42,9 +45,6 @@ def _plug_in(on: bool = True) -> Iterator[list[int]]:
 
 def _reports() -> list[tuple[list[str], bool]]:
     """What was reported in a training: classes of the parameters, and whether one had a .grad."""
-    from megatron_fluid.patches.gradient_readiness import _Gate
-    from tests.support import tiny_gpt
-
     reports: list[tuple[list[str], bool]] = []
     real = _Gate.report
 
@@ -56,22 +56,14 @@ def _reports() -> list[tuple[list[str], bool]]:
     with _plug_in(), mock.patch.object(_Gate, "report", reported):
         config = tiny_gpt.config_of(**WEIGHT, bf16=True, params_dtype=torch.bfloat16)
         model = tiny_gpt.gpt(config, tiny_gpt.grouped_spec(config))
-        tiny_gpt.train(
-            model,
-            iterations=ITERATIONS,
-            microbatches=MICROBATCHES,
-            distributed_optimizer=True,
-            overlap_grad_reduce=True,
-        )
+        sizes = {"iterations": ITERATIONS, "microbatches": MICROBATCHES}
+        tiny_gpt.train(model, **sizes, distributed_optimizer=True, overlap_grad_reduce=True)  # type: ignore[arg-type]
     return reports
 
 
 def _changes() -> dict[str, Any]:
     """After each change of a layer's experts: whose they are, and how far the output is from that
     of Megatron's own layer with the same experts."""
-    from megatron_fluid.patches.moe import layer as moe_layer
-    from tests.support import tiny_gpt
-
     found: dict[str, Any] = {}
     config_of = tiny_gpt.config_of
     hidden = torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(1))
@@ -121,17 +113,13 @@ def _changes() -> dict[str, Any]:
 
 
 def _world(rank: int, world_size: int) -> tuple[Any, Any]:
-    from tests.support import tiny_gpt
-
     tiny_gpt.parallel(expert_model_parallel_size=1)
     return _reports(), _changes()
 
 
 @pytest.fixture(scope="module")
 def world() -> tuple[list[tuple[list[str], bool]], dict[str, Any]]:
-    found: tuple[list[tuple[list[str], bool]], dict[str, Any]]
-    (found,) = run_ranks(_world, 1, timeout_s=200)
-    return found
+    return run_ranks(_world, 1, timeout_s=200)[0]  # type: ignore[no-any-return]
 
 
 def test_each_linear_of_a_layer_is_reported_as_one_parameter(world: Any) -> None:
@@ -165,9 +153,6 @@ def test_checkpoints_have_megatrons_names(world: Any) -> None:
     assert world[1]["keys"] == names
 
 
-pytest.importorskip("megatron.core")
-
-
 def _alive_after(layer: Any, parameters: list[torch.nn.Parameter], train: bool) -> int:
     """How many arrays outlive the moving of the parameters that they are the memory of, after a
     forward, with its backward or without."""
@@ -187,10 +172,6 @@ def _alive_after(layer: Any, parameters: list[torch.nn.Parameter], train: bool) 
 
 
 def _layers(rank: int, world_size: int) -> dict[str, list[int]]:
-    from megatron_fluid import MoELayer
-    from tests.support import tiny_gpt
-    from tests.unit.patches.test_moe_router import over_nvlink
-
     tiny_gpt.parallel(expert_model_parallel_size=1)
     found = {}
 
