@@ -16,6 +16,10 @@ from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+from megatron_fluid.patches.gradient_readiness import _Owner, register_grad_ready
+
 
 class _Ddp(torch.nn.Module):
     """Stands for a DistributedDataParallel with parameters in two bucket groups."""
@@ -30,9 +34,6 @@ class _Ddp(torch.nn.Module):
             )
             for _ in range(2)
         ]
-        self.ready: list[tuple[int, Any]] = []
-        for number, group in enumerate(self.groups):
-            group.register_grad_ready = lambda param, force, n=number: self.ready.append((n, force))
         self.param_to_bucket_group: dict[Any, Any] = {
             param: self.groups[number >= first] for number, param in enumerate(self.params)
         }
@@ -42,8 +43,6 @@ class _Ddp(torch.nn.Module):
 
 
 def _owned(ddp: _Ddp | None = None) -> tuple[_Ddp, Any]:
-    from megatron_fluid.patches.gradient_readiness import _Owner
-
     ddp = _Ddp() if ddp is None else ddp
     owner = _Owner(ddp)
     for param in ddp.params:
@@ -51,45 +50,32 @@ def _owned(ddp: _Ddp | None = None) -> tuple[_Ddp, Any]:
     return ddp, owner
 
 
-class _Module(torch.nn.Module):
-    """A module with Megatron's hook that gathers its parameters, and how often that ran."""
-
-    def __init__(self, params: list[torch.nn.Parameter]) -> None:
-        super().__init__()
-        self.ran = 0
-        for number, param in enumerate(params):
-            self.register_parameter(f"weight{number}", param)
-
-        def gather(*_: Any) -> None:
-            self.ran += 1
-
-        self.register_forward_pre_hook(gather)
-        self.hooks = ModuleHooks(module=self)
-
-    def gathers(self) -> bool:
-        before = self.ran
-        self.hooks.run_parameter_gather()
-        return self.ran > before
+def _gathers(hooks: ModuleHooks, ran: list[int]) -> bool:
+    ran.clear()
+    hooks.run_parameter_gather()
+    return bool(ran)
 
 
 def test_parameters_are_gathered_once_every_group_has_waited() -> None:
     ddp, _ = _owned()
-    module = _Module(ddp.params)
-    assert module.gathers()
+    module, ran = torch.nn.Module(), list[int]()
+    module.params = ddp.module
+    module.register_forward_pre_hook(lambda *_: ran.append(1))  # as Megatron's, which gathers
+    hooks = ModuleHooks(module=module)
+    assert _gathers(hooks, ran)
     for group in ddp.groups:
         group.param_gather_dispatched, group.param_gather_handle = True, object()
-    assert module.gathers()
+    assert _gathers(hooks, ran)
     ddp.groups[0].param_gather_handle = None
-    assert module.gathers()
+    assert _gathers(hooks, ran)
     ddp.groups[1].param_gather_handle = None
-    assert not module.gathers()
+    assert not _gathers(hooks, ran)
     ddp.groups[1].param_gather_dispatched = False  # the next iteration
-    assert module.gathers()
+    assert _gathers(hooks, ran)
 
 
 def _bucket_group(params: list[torch.nn.Parameter], starts: list[int], number: int = 0) -> Any:
     """Megatron's own bucket group, as far as it counts."""
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
     class Counting(_ParamAndGradBucketGroup):
         def __init__(self) -> None:
@@ -133,8 +119,6 @@ def test_a_gate_counts_its_parameters_as_megatron_counts_them() -> None:
 
 
 def test_a_gradient_behind_the_start_of_its_reduction_is_an_error() -> None:
-    from megatron_fluid.patches.gradient_readiness import register_grad_ready
-
     ddp, _ = _owned()
     group = _bucket_group(ddp.params, starts := [])
     register = register_grad_ready(type(group).register_grad_ready)

@@ -4,10 +4,20 @@ and `--fp8-format e4m3 --fp8-recipe blockwise`."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from tests.support.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+
+from megatron_fluid import get_fluid_custom_layers, patches
+from megatron_fluid.moe import fp8_experts
+from megatron_fluid.patches.moe import decision
+from megatron_fluid.patches.moe import layer as moe_layer
+from tests.support import fp8_emulation, tiny_gpt
 
 MICROBATCHES, STEPS = 2, 2
 SHAPE: dict[str, Any] = {
@@ -21,14 +31,6 @@ FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 
 
 def _trained(rank: int, world: int) -> dict[str, Any]:
-    import torch
-
-    from megatron_fluid import get_fluid_custom_layers, patches
-    from megatron_fluid.moe import fp8_experts
-    from megatron_fluid.patches.moe import decision
-    from megatron_fluid.patches.moe import layer as moe_layer
-    from tests.support import fp8_emulation, tiny_gpt
-
     found: dict[str, Any] = {}
     tiny_gpt.parallel(expert_model_parallel_size=1)
 
@@ -45,22 +47,15 @@ def _trained(rank: int, world: int) -> dict[str, Any]:
 
     decision.fp8_reason = lambda *_: None
     fp8_emulation.emulate()
-    casts: list[Any] = []
-    plain = fp8_experts.cast_weights
+    casts: list[float] = []
+    cast_weights = fp8_experts.cast_weights
 
-    def cast_weights(w: Any, out: Any) -> None:
-        plain(w, out)
+    def counted_cast(w: Any, out: Any) -> None:
+        cast_weights(w, out)
         casts.append(w.float().sum().item())
 
-    fp8_experts.cast_weights = cast_weights
-    turned: list[int] = []
-    turn_rows = fp8_experts.turn_rows
-
-    def counted_turn(*given: Any) -> Any:
-        turned.append(1)
-        return turn_rows(*given)
-
-    fp8_experts.turn_rows = counted_turn
+    fp8_experts.cast_weights = counted_cast
+    turn_rows = fp8_experts.turn_rows = mock.Mock(wraps=fp8_experts.turn_rows)
     kinds: dict[str, dict[str, Any]] = {
         "bf16": {},
         "fp8": FP8,
@@ -75,7 +70,7 @@ def _trained(rank: int, world: int) -> dict[str, Any]:
         if kind == "without init's patch":
             patches.disable("moe-layer-init")
         casts.clear()
-        turned.clear()
+        turn_rows.reset_mock()
         settings = {"moe_fp8_weight_grads": "bf16"} if kind == "bf16 gradients" else {}
         with tiny_gpt.plug_in(True, moe_backend="local", **settings) as calls:
             made = config(**overrides)
@@ -86,7 +81,7 @@ def _trained(rank: int, world: int) -> dict[str, Any]:
             assert len(calls) == 2 * STEPS * MICROBATCHES
             found[kind, "path"] = moe_layer.backend_of(model.decoder.layers[-1].mlp)
             found[kind, "casts"] = list(casts)
-            found[kind, "turned"] = len(turned)
+            found[kind, "turned"] = turn_rows.call_count
     return found
 
 

@@ -47,7 +47,7 @@ def _with_fused_adam() -> Iterator[Any]:
         yield made
 
 
-def _trained(dtype: torch.dtype, between: Any = None) -> tuple[Any, list[torch.Tensor]]:
+def _trained(dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:
     from tests.support import tiny_gpt
 
     half = {"bf16": True} if dtype == torch.bfloat16 else {}
@@ -163,33 +163,29 @@ def test_every_tensor_is_megatrons_over_several_sizes_and_groups(
     assert [group["step"] for group in ours.optimizer.param_groups] == [6, 6]
 
 
+def _lose_moments(optimizer: ShardedOptimizer, number: int) -> None:
+    state = optimizer.optimizer.state
+    if number == 2:
+        state.clear()
+    if number == 3:
+        del state[optimizer.shards[1]]["exp_avg_sq"]
+
+
+def _replace_moments(optimizer: ShardedOptimizer, number: int) -> None:
+    state = optimizer.optimizer.state
+    if number == 2:  # two of one size; the order of the moments stays as it was
+        *others, last, first = state
+        moments = list(state.values())
+        state.clear()
+        state.update(zip([*others, first, last], moments, strict=True))
+    if number == 4:
+        moment = state[optimizer.shards[2]]
+        moment["exp_avg"] = moment["exp_avg"].clone()
+
+
 @pytest.mark.interpreter
-def test_moments_that_are_gone_are_made_anew_after_megatrons_clipping(patched: Any) -> None:
-    def between(optimizer: ShardedOptimizer, number: int) -> None:
-        state = optimizer.optimizer.state
-        if number == 2:
-            state.clear()
-        if number == 3:
-            del state[optimizer.shards[1]]["exp_avg_sq"]
-
-    theirs, ours = _runs(patched, torch.bfloat16, between)
-    _agree(theirs, ours)
-    assert ours.optimizer.steps == 3
-
-
-@pytest.mark.interpreter
-def test_moments_that_are_exchanged_or_replaced_are_seen(patched: Any) -> None:
-    def between(optimizer: ShardedOptimizer, number: int) -> None:
-        state = optimizer.optimizer.state
-        if number == 2:  # two of one size; the order of the moments stays as it was
-            *others, last, first = state
-            moments = list(state.values())
-            state.clear()
-            state.update(zip([*others, first, last], moments, strict=True))
-        if number == 4:
-            moment = state[optimizer.shards[2]]
-            moment["exp_avg"] = moment["exp_avg"].clone()
-
+@pytest.mark.parametrize("between", [_lose_moments, _replace_moments])
+def test_moments_that_are_gone_exchanged_or_replaced_are_seen(patched: Any, between: Any) -> None:
     theirs, ours = _runs(patched, torch.bfloat16, between)
     _agree(theirs, ours)
     assert ours.optimizer.steps == 3
