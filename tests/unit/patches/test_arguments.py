@@ -95,13 +95,10 @@ def test_a_flag_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def megatron_like(argv: list[str]) -> Callable[..., Any]:
     """A parse_args as Megatron's."""
 
-    def parse_args(
-        extra_args_provider: Any = None, ignore_unknown_args: bool = False
-    ) -> argparse.Namespace:
+    def parse_args(provider: Any = None, ignore_unknown_args: bool = False) -> argparse.Namespace:
         parser = argparse.ArgumentParser(allow_abbrev=False)
         parser.add_argument("--num-layers", type=int)
-        if extra_args_provider is not None:
-            parser = extra_args_provider(parser)
+        parser = provider(parser)
         return parser.parse_known_args(argv)[0] if ignore_unknown_args else parser.parse_args(argv)
 
     return parse_args
@@ -256,23 +253,18 @@ def test_room_is_made_for_larger_microbatches_of_evaluation(
 
 
 def test_the_page_of_settings_has_each_flag_with_its_values_default_first() -> None:
-    page = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
-    rows = re.findall(
-        r"^\| `(--fluid-[a-z0-9-]+)` \(`(\w+)`\) \| ([^|]+) \|", page.read_text(), re.M
-    )
-    listed = {flag: re.findall(r"`([^`]+)`|\b(off|on)\b", values) for flag, _, values in rows}
-    parser = argparse.ArgumentParser()
-    own = arguments.add_fluid_arguments(parser)._actions[1:]  # without --help
+    page = (Path(__file__).resolve().parents[3] / "docs/configuration.md").read_text()
+    rows = re.findall(r"^\| `(--fluid-[a-z0-9-]+)` \(`(\w+)`\) \| ([^|]+) \|", page, re.M)
+    own = arguments.add_fluid_arguments(argparse.ArgumentParser())._actions[1:]  # without --help
     flags = {action.option_strings[0]: action for action in own}
-    assert listed.keys() == flags.keys()
-    for flag, variable, _ in rows:
-        assert f"Also {variable}=" in str(flags[flag].help)
-    for flag, action in flags.items():
-        values = [quoted or plain for quoted, plain in listed[flag]]
+    assert {flag for flag, *_ in rows} == flags.keys()
+    for flag, variable, values in rows:
+        action, told = flags[flag], re.findall(r"\b(off|on)\b|`([^`]+)`", values)
+        listed = [switch or value for switch, value in told]
+        assert f"Also {variable}=" in str(action.help)
         if action.choices is not None:
-            assert values[0] == action.default
-            assert set(values) == set(action.choices)
+            assert listed[0] == action.default and set(listed) == set(action.choices)
         elif isinstance(action.default, bool):
-            assert values == (["on", "off"] if action.default else ["off", "on"])
-        elif action.default is not None and not isinstance(action.default, list):
-            assert values[0] == str(action.default)
+            assert listed == (["on", "off"] if action.default else ["off", "on"])
+        elif isinstance(action.default, int | float | str):
+            assert listed[0] == str(action.default)

@@ -15,7 +15,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_fluid.config import FluidConfig
-from megatron_fluid.patches.attention import core
+from megatron_fluid.patches.attention import core, decision, latent, self_attention
 from megatron_fluid.patches.attention.limits import LATENT_LIMITS, OVERLAP_LIMITS
 from megatron_fluid.patches.limits import first_reason
 
@@ -71,7 +71,7 @@ def supported() -> TransformerConfig:
     )
 
 
-def _with(config: TransformerConfig, settings: dict[str, Any]) -> TransformerConfig:
+def _with(config: Any, settings: dict[str, Any]) -> Any:
     changed = copy.copy(config)
     for name, value in settings.items():
         assert hasattr(changed, name), f"Megatron has no setting {name}"
@@ -114,26 +114,20 @@ def test_a_limit_names_its_setting_and_no_other(
     assert found is not None and found.startswith(f"{setting}=")
 
 
+GRAPHS = {"cuda_graph_impl": "transformer_engine"}
+OFFLOADING = {"fine_grained_activation_offloading": True}
+
+
 @pytest.mark.parametrize(
     ("settings", "hit"),
     [
-        ({"cuda_graph_impl": "transformer_engine"}, True),
-        (
-            {
-                "cuda_graph_impl": "transformer_engine",
-                "cuda_graph_modules": [CudaGraphModule.attn, CudaGraphModule.moe_router],
-            },
-            True,
-        ),
+        (GRAPHS, True),
+        (GRAPHS | {"cuda_graph_modules": [CudaGraphModule.attn, CudaGraphModule.mlp]}, True),
         ({"cuda_graph_impl": "local", "cuda_graph_modules": [CudaGraphModule.mlp]}, False),
         ({"cuda_graph_impl": "full_iteration"}, True),
-        *(
-            (
-                {"fine_grained_activation_offloading": True, "offload_modules": [module]},
-                module not in ("attn_norm", "expert_fc1"),
-            )
-            for module in ("qkv_linear", "core_attn", "attn_proj", "attn_norm", "expert_fc1")
-        ),
+        (OFFLOADING | {"offload_modules": ["qkv_linear"]}, True),
+        (OFFLOADING | {"offload_modules": ["core_attn"]}, True),
+        (OFFLOADING | {"offload_modules": ["attn_norm", "expert_fc1"]}, False),
     ],
 )
 def test_what_a_graph_or_offloading_holds_decides(
@@ -169,8 +163,6 @@ def test_a_module_keeps_the_exchange_that_was_asked_for_when_it_was_built(
 def test_on_gpus_auto_overlaps_where_that_is_not_slower(
     monkeypatch: pytest.MonkeyPatch, decisions: str, model: dict[str, Any], slower: bool
 ) -> None:
-    from megatron_fluid.patches.attention import decision, latent, self_attention
-
     found: Any = {"self_attention": self_attention, "latent": latent}[decisions].DECISIONS
     monkeypatch.setattr(type(found), "limits", ())
     monkeypatch.setattr(type(found), "module_reason", lambda self, layer: None)

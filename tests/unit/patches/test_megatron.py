@@ -165,19 +165,6 @@ def test_every_patch_of_a_function_of_megatron_names_its_signature() -> None:
         assert set(patch.requires) < {other.name for other in patches.PATCHES}
 
 
-def test_help_shows_megatrons_flags_and_ours() -> None:
-    code = "import megatron_fluid, megatron.training.arguments as m\nm.parse_args()"
-    done = run_code(code, "--help", environment=os.environ)
-    assert done.returncode == 0, done.stderr
-    for flag in (
-        "--num-experts",
-        "--moe-paged-stash-buffer-size-factor-cuda",
-        "--fluid-moe-backend",
-        "--fluid-timeout",
-    ):
-        assert flag in done.stdout
-
-
 def test_make_runs_only_where_there_is_a_makefile(tmp_path: Path) -> None:
     # `make` is replaced by a program that leaves a trace; the Makefile is looked for where the
     # package says it lies.

@@ -1,4 +1,4 @@
-"""What rank 0 prints when training starts, and the tables of the README."""
+"""What rank 0 prints when training starts."""
 
 import itertools
 import sys
@@ -11,11 +11,10 @@ import torch
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches import features as recorded
 from megatron_fluid.patches import startup_report as startup
-from megatron_fluid.patches.engine.patch import Patch, Row
-from megatron_fluid.patches.moe.limits import EXPERT_LIMITS, PARTS
+from megatron_fluid.patches.engine.patch import Row
 from megatron_fluid.patches.startup_report import startup_lines, startup_table, unused_settings
-from tools.settings_table import limits_table, parts_table, patches_table
 
+MOE, ATTENTION = "overlapped MoE layer", "overlapped attention"
 ROWS = [
     Row("Megatron", "moe-layer", "m:MoELayer.forward", "applied", "overlapped", 24),
     Row("CPU mode", "cpu-stream", "torch:cuda.Stream", "not needed", "only on a CPU"),
@@ -31,22 +30,17 @@ def test_patches_of_cpu_mode_are_in_the_verbose_table_where_they_were_turned_off
     assert "cpu-stream" not in mixed and "cpu-event" in mixed and event.reason in mixed
 
 
-@pytest.fixture
-def fresh_startup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "_features", {})
-    monkeypatch.setattr(startup, "_calls", itertools.count())
-
-
-@pytest.mark.usefixtures("fresh_startup")
 @pytest.mark.parametrize("verbose", [False, True])
 def test_the_report_is_printed_once_after_the_model_is_built(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verbose: bool
 ) -> None:
+    monkeypatch.setattr(recorded, "_features", {})
+    monkeypatch.setattr(startup, "_calls", itertools.count())
     monkeypatch.setenv("MEGATRON_FLUID_VERBOSE", str(int(verbose)))
     layers = torch.nn.Identity(), torch.nn.Identity()
 
     def build(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        report = recorded.FeatureReport("overlapped MoE layer")
+        report = recorded.FeatureReport(MOE)
         for layer in layers:
             report.note(layer, True, "rounds")
         report.note(build, False, "fp8")
@@ -71,12 +65,11 @@ def test_the_report_is_printed_once_after_the_model_is_built(
 
 
 def test_three_lines_say_what_is_on_what_is_off_and_which_flag_changes_it() -> None:
-    moe = "overlapped MoE layer"
     features: list[startup.Feature] = [
-        (moe, True, "nvlink, 8 expert-parallel ranks", 24),
-        (moe, False, "fp8='hybrid': e4m3 is the format", "1-2"),
-        ("overlapped attention", False, "cp_backend='megatron'", 2),
-        ("overlapped attention", False, "its TEDotProductAttention keeps its own exchange", 1),
+        (MOE, True, "nvlink, 8 expert-parallel ranks", 24),
+        (MOE, False, "fp8='hybrid': e4m3 is the format", "1-2"),
+        (ATTENTION, False, "cp_backend='megatron'", 2),
+        (ATTENTION, False, "its TEDotProductAttention keeps its own exchange", 1),
     ]
     off = [*ROWS, Row("Megatron", "te-linear", "m:f", "off", "turned off by the user")]
     lines = startup_lines(off, features[:2]).splitlines()
@@ -90,42 +83,30 @@ def test_three_lines_say_what_is_on_what_is_off_and_which_flag_changes_it() -> N
     assert attention.endswith(" ...") and len(attention) == 100
     unused: list[startup.Feature] = [("--fluid-cpu", None, "a GPU is found", "")]
     assert startup_lines(ROWS, unused).endswith("  off: no effect: --fluid-cpu (a GPU is found)")
-    assert startup_lines(ROWS, []).endswith("  off: nothing")
 
 
 def test_features_of_ranks_are_merged_and_those_of_some_ranks_named() -> None:
-    moe, attention = MOE, ATTENTION
-    rows = startup.merged_features(
-        {
-            0: [(attention, True, "rounds", 2)],
-            1: [(attention, True, "rounds", 2), (moe, True, "rounds", 1)],
-            2: [(attention, True, "rounds", 3), (moe, False, "fp8", 1)],
-            3: [(attention, True, "rounds", 2), (moe, False, "fp8", 1)],
-        }
-    )
-    assert rows == [
-        (attention, True, "rounds", "2-3"),
-        (moe, True, "rounds (rank 1)", 1),
-        (moe, False, "fp8 (ranks 2-3)", 1),
+    on, off = (MOE, True, "rounds", 1), (MOE, False, "fp8", 1)
+    two, three = ((ATTENTION, True, "rounds", count) for count in (2, 3))
+    assert startup.merged_features({0: [two], 1: [two, on], 2: [three, off], 3: [two, off]}) == [
+        (ATTENTION, True, "rounds", "2-3"),
+        (MOE, True, "rounds (rank 1)", 1),
+        (MOE, False, "fp8 (ranks 2-3)", 1),
     ]
 
 
 def test_one_loud_line_where_no_moe_layer_is_overlapped() -> None:
-    moe = "overlapped MoE layer"
     off: list[startup.Feature] = [
-        (moe, False, "cuda_graph_impl='local': graphs", 2),
-        (moe, False, "use_kitchen=True: kitchen linears (ranks 2-3)", 2),
+        (MOE, False, "cuda_graph_impl='local': graphs", 2),
+        (MOE, False, "use_kitchen=True: kitchen linears (ranks 2-3)", 2),
     ]
     text = startup._nothing_overlapped(off)
     assert "WARNING: NO MoE layer is overlapped" in text
     assert "To overlap them: --cuda-graph-impl none, no --use-kitchen." in text
-    assert "Why: a hook." in startup._nothing_overlapped([(moe, False, "a hook", 1)])
-    assert startup._nothing_overlapped([*off, (moe, True, "rounds", 1)]) == ""
-    assert startup._nothing_overlapped([(moe, False, "moe_backend='megatron'", 1)]) == ""
-    assert startup._nothing_overlapped([]) == ""
-
-
-MOE, ATTENTION = "overlapped MoE layer", "overlapped attention"
+    assert "Why: a hook." in startup._nothing_overlapped([(MOE, False, "a hook", 1)])
+    on, asked = (MOE, True, "rounds", 1), (MOE, False, "moe_backend='megatron'", 1)
+    for silent in ([*off, on], [asked], []):
+        assert startup._nothing_overlapped(silent) == ""
 
 
 @pytest.fixture
@@ -175,20 +156,3 @@ def test_the_precision_of_weight_gradients_says_where_nothing_reads_it(
 ) -> None:
     job(FluidConfig(moe_fp8=whose, moe_fp8_weight_grads="bf16"), num_experts=8, fp8=fp8)
     assert unused_settings().get("--fluid-moe-fp8-weight-grads bf16") == why
-
-
-def test_the_tables_of_the_docs_name_everything() -> None:
-    table = patches_table(
-        [
-            Patch("one", "m:f", str, "why one"),
-            Patch("two", "m:g", str, "why two", group="Other", condition="here"),
-        ]
-    )
-    assert "| one | `m:f` | why one |" in table
-    assert "<details><summary>Other: 1 patches, here</summary>" in table
-    assert all(f"`{limit.setting}`" in limits_table(EXPERT_LIMITS) for limit in EXPERT_LIMITS)
-    table = parts_table(PARTS).splitlines()
-    for exchange, experts, limits in PARTS:
-        for limit in limits:
-            row = f"| `{limit.setting}` | {exchange} | {experts} |"
-            assert any(line.startswith(row) for line in table)
