@@ -3,17 +3,26 @@ comes too late ends in an error within the timeout, which names rank, hosts and 
 
 from __future__ import annotations
 
+import datetime
+import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from benchmarks.harness.emulated_hosts import EmulatedHosts, launch_environment, missing
+from megatron_fluid import MoEConfig, MoELayer
+from megatron_fluid.comm.p2p_rounds import shared_rounds
+from megatron_fluid.errors import PeerTimeoutError
+from megatron_fluid.moe.sharding import local_part
 from tests.support.launch import run_ranks_outcomes
-from tests.support.wire_rank import LOST, train
+
+LOST = 3  # exit status of a rank whose peer did not answer
 
 
 @pytest.fixture
@@ -22,6 +31,39 @@ def hosts() -> Iterator[EmulatedHosts]:
         pytest.skip(f"this machine cannot play hosts: {why}")
     with EmulatedHosts(2) as made:
         yield made
+
+
+def train(
+    rank: int, world: int, hosts: Sequence[str], environments: Sequence[Mapping[str, str]],
+    folder: str, steps: int, timeout_s: float, late_s: float,
+) -> None:  # fmt: skip
+    """Train in the network namespace ``hosts[rank]``. Each step is a line of folder/RANK.txt:
+    number, seconds, sum of the gradients. Rank 1 comes `late_s` seconds late to the second step."""
+    output = os.open(f"{folder}/{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.setns(os.open(f"/run/netns/{hosts[rank]}", os.O_RDONLY), os.CLONE_NEWNET)
+    os.environ.update(environments[rank])
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    shared_rounds(dist.group.WORLD, timeout_s)
+    layer = MoELayer(MoEConfig(64, 48, 4, 2), dist.group.WORLD)
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(rank))
+    for step in range(steps):
+        if step == 1 and rank == 1:
+            time.sleep(late_s)
+        begun = time.perf_counter()
+        try:
+            layer(x).square().sum().backward()
+        except PeerTimeoutError as error:
+            print(f"failed {time.perf_counter() - begun:.2f} {error}", flush=True)
+            os._exit(LOST)
+        found = sum(
+            float(local_part(p.grad).abs().sum()) for p in layer.parameters() if p.grad is not None
+        )
+        layer.zero_grad()
+        print(f"step {step} {time.perf_counter() - begun:.3f} {found:.4f}", flush=True)
+    assert layer.backend == "hierarchical"
+    os._exit(0)  # how a peer ends is not tested here
 
 
 class Job:

@@ -17,7 +17,17 @@ from megatron_fluid.backward.deferred_linear import deferred_linear
 from megatron_fluid.backward.main_grad import add_product_to_main_grad, mark_added_to_main_grad
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, deliver_gradients
 from megatron_fluid.errors import ConfigError
-from tests.support.backward import acts_in_backward
+
+
+def acts_in_backward(x: Tensor, act: Callable[[], object]) -> Tensor:
+    """A copy of x, in whose backward `act` is called."""
+
+    def hook(grad: Tensor) -> None:
+        act()
+
+    copy = x.clone()
+    copy.register_hook(hook)
+    return copy
 
 
 class Exchange:

@@ -5,6 +5,7 @@ interpreter."""
 from __future__ import annotations
 
 import itertools
+import mmap
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,6 @@ from tests.support.all_to_all_calls import (
     unpack,
 )
 from tests.support.fake_nvshmem import FakeNvshmem, fake_nvshmem
-from tests.support.far_experts import far_experts
 from tests.support.machine import NEEDS_INTERPRETER
 from tests.support.simulated_workspace import SimulatedWorkspace
 
@@ -206,6 +206,18 @@ def test_bound_m_counts_only_the_first_tokens() -> None:
         assert bool((result[n:] == 9.0).all())
 
 
+def _far_experts(local: int, rows: int, hidden: int) -> Tensor:
+    """bf16 zeros [local, rows, hidden], experts 2**32 words apart, which is 0 in 32 bits. Only
+    pages written take memory."""
+    stride = 2 << 32
+    unreserved = getattr(mmap, "MAP_NORESERVE", 0)
+    size = 2 * ((local - 1) * stride + rows * hidden)
+    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved)
+    return torch.frombuffer(pages, dtype=torch.bfloat16).as_strided(
+        (local, rows, hidden), (stride, hidden, 1)
+    )
+
+
 @NEEDS_INTERPRETER
 @pytest.mark.parametrize("nvshmem", [False, True])
 def test_experts_may_lie_gigabytes_apart_and_ids_beyond_32_bits_are_masks(
@@ -214,7 +226,7 @@ def test_experts_may_lie_gigabytes_apart_and_ids_beyond_32_bits_are_masks(
     _, (ata,) = build(Layout(4, 2, 2, 1, 1, 16, 32, 0), fake_nvshmem if nvshmem else None)
     x = torch.tensor([1.0, 2.0, 3.0])[:, None].expand(3, 16).contiguous().to(torch.bfloat16)
     ids = torch.tensor([[1 << 40, 1], [torch.iinfo(torch.int64).min, (1 << 32) + 1], [0, -1]])
-    far = far_experts(2, 4, 16)
+    far = _far_experts(2, 4, 16)
     send(ata, x, ids, torch.ones(3, 2))
     fake_nvshmem.deliver()
     assert receive(ata, out=far)[0].tolist() == [1, 1]

@@ -13,7 +13,6 @@ from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.moe.hierarchical.plan import HierarchicalPlan, chunks_for, make_plan
 from megatron_fluid.moe.hierarchical.transport import _HierarchicalExchange
 from megatron_fluid.topology import HostLayout
-from tests.support.backward import acts_in_backward
 
 LAYOUTS = [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 0, 1), (0, 1, 2, 2), (0, 0, 1, 1, 2, 2, 2, 3)]
 LAYOUTS += [(0, 1, 2, 3), (1, 0, 2)]  # a rank a host
@@ -89,9 +88,11 @@ def test_all_weight_gradients_run_while_the_last_dx_crosses() -> None:
         for name in ("fc2", "fc1"):
             scheduler.submit(name, [], lambda name=name: ran.append(name))  # type: ignore[misc]
 
-    def backward() -> None:
+    def backward(grad: torch.Tensor) -> None:
         exchange.run_queued(scheduler, submit)
         assert ran == ["fc2", "fc1"]
 
-    acts_in_backward(torch.ones(1, requires_grad=True), backward).backward()
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(backward)
+    x.sum().backward()
     assert ran == ["fc2", "fc1"]
