@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,9 +38,8 @@ def last_words(training: Training) -> list[str]:
     return words
 
 
-def _add_on_rank_1(arguments: Sequence[str], rank: int) -> None:
-    if rank == 1:
-        sys.argv += arguments
+def _on_rank_1(arguments: Sequence[str], rank: int) -> Sequence[str]:
+    return arguments if rank == 1 else ()
 
 
 @pytest.mark.parametrize(
@@ -57,13 +55,13 @@ def test_ranks_with_different_settings_are_told_apart(
 ) -> None:
     bound = ("--fluid-timeout", timeout_s)
     started = train(
-        tmp_path, "log", *bound, ranks=RANKS, prepare=functools.partial(_add_on_rank_1, different)
+        tmp_path, "log", *bound, ranks=RANKS, prepare=functools.partial(_on_rank_1, different)
     )
     words = last_words(started)
     assert all(said in text for text in words), words
 
 
-def poison(what: str, value: float, rank: int) -> None:
+def poison(what: str, value: float, rank: int) -> Sequence[str]:
     """Put a number that is none into the second layer of rank 1, in its third iteration."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.training import get_args
@@ -85,6 +83,7 @@ def poison(what: str, value: float, rank: int) -> None:
         return real(layer, original, tokens, *args, **kwargs)
 
     patched.moe_forward = forward
+    return ()
 
 
 @pytest.mark.parametrize(("what", "value"), [("tokens", float("nan")), ("weights", float("inf"))])

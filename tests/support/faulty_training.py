@@ -11,18 +11,15 @@ import os
 import queue
 import random
 import re
-import runpy
 import shutil
 import signal
 import socket
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import megatron_fluid  # noqa: F401 (its patches are in place before ranks are forked)
+from tests.support.forked_program import run_here
 from tests.support.launch import RankOutcome, run_ranks_outcomes
 from tests.support.pretrain_flags import ARGUMENTS, losses
 
@@ -85,11 +82,10 @@ def draw(seed: int) -> Fault:
 
 @dataclass(frozen=True)
 class Training:
-    """What became of it: of every rank the outcome, its output, and when it ended (seconds)."""
+    """What became of it: of every rank the outcome and its output."""
 
     outcomes: list[RankOutcome]
     logs: list[str]
-    seconds: float
 
     @property
     def losses(self) -> list[float]:
@@ -104,9 +100,13 @@ class Training:
 SHARDED = "--use-distributed-optimizer"
 
 
+def _nothing_more(rank: int) -> Sequence[str]:
+    return ()
+
+
 def train(
     folder: Path, name: str, *arguments: str, fault: Fault | None = None, ranks: int = RANKS,
-    timeout_s: float = 150.0, prepare: Callable[[int], None] | None = None,
+    prepare: Callable[[int], Sequence[str]] = _nothing_more,
 ) -> Training:  # fmt: skip
     """Train on gloo ranks; with a fault wait for the survivors alone.
 
@@ -115,8 +115,7 @@ def train(
         arguments: added to those of the program.
         fault: what happens to a rank.
         ranks: how many.
-        timeout_s: bound on the whole.
-        prepare: called on every rank first, with its number.
+        prepare: called on every rank first, with its number; returns more arguments of that rank.
     """
     env = {}
     if fault is not None and fault.rank_holds_store:
@@ -124,13 +123,11 @@ def train(
             port = free.getsockname()[1]
         env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
     survivors = [r for r in range(ranks) if fault is None or r != fault.rank]
-    begin = time.monotonic()
     outcomes = run_ranks_outcomes(
         *(_rank, ranks, list(arguments), str(folder / name), fault, prepare),
-        backend="", timeout_s=timeout_s, grace_s=60.0, awaited=survivors, env=env,
+        backend="", timeout_s=150.0, grace_s=60.0, awaited=survivors, env=env,
     )  # fmt: skip
-    seconds = time.monotonic() - begin
-    return Training(outcomes, [_log(folder / f"{name}-{r}") for r in range(ranks)], seconds)
+    return Training(outcomes, [_log(folder / f"{name}-{r}") for r in range(ranks)])
 
 
 def _log(path: Path) -> str:
@@ -156,28 +153,18 @@ def named_error(outcome: RankOutcome, log: str) -> str:
 
 def _rank(
     rank: int, ranks: int, arguments: Sequence[str], log: str, fault: Fault | None,
-    prepare: Callable[[int], None] | None,
+    prepare: Callable[[int], Sequence[str]],
 ) -> None:  # fmt: skip
-    """Run the program as torchrun would, its output in a file of its rank."""
-    sys.argv = [str(PROGRAM), *_TRAINING, *arguments]
-    with open(f"{log}-{rank}", "w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-        # Written in this process all the same; Megatron's own queue starts an interpreter a rank.
-        filesystem_async._results_queue = queue.Queue()
-        if fault is not None and fault.rank == rank:
-            _arm(fault)
-        if prepare is not None:
-            prepare(rank)
-        try:
-            runpy.run_path(str(PROGRAM), run_name="__main__")
-        except SystemExit as end:  # how Megatron ends after --exit-interval
-            if end.code:
-                raise RuntimeError(f"exit status {end.code}") from end
-        finally:
-            sys.stdout.flush()
+    # Written in this process all the same; Megatron's own queue starts an interpreter a rank.
+    filesystem_async._results_queue = queue.Queue()
+    if fault is not None and fault.rank == rank:
+        _arm(fault)
+    flags = [*_TRAINING, *arguments, *prepare(rank)]
+    status = run_here(rank, ranks, str(PROGRAM), flags, os.getcwd(), f"{log}-{rank}")
+    if status:
+        raise RuntimeError(f"exit status {status}")
 
 
 def _arm(fault: Fault) -> None:

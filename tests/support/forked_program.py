@@ -19,7 +19,7 @@ from pathlib import Path
 import megatron_fluid  # noqa: F401 (its patches are in place before ranks are forked)
 from tests.support.launch import run_ranks_outcomes
 
-__all__ = ["run_program"]
+__all__ = ["run_here", "run_program"]
 
 _TOO_LATE = {"--fluid-cpu", "--fluid-disable-patch", "--fluid-allow-unsupported-megatron"}
 
@@ -47,7 +47,7 @@ def run_program(
         log = Path(logs, "output.txt")
         log.touch()
         outcomes = run_ranks_outcomes(
-            *(_rank, ranks, str(script), list(flags), str(folder), str(log)),
+            *(run_here, ranks, str(script), list(flags), str(folder), str(log)),
             backend="",
             timeout_s=timeout_s,
             env={"CUDA_VISIBLE_DEVICES": "", **variables},
@@ -58,12 +58,14 @@ def run_program(
     return next((code for code in codes if code), 0), output + told
 
 
-def _rank(rank: int, ranks: int, script: str, flags: Sequence[str], folder: str, log: str) -> int:
-    """The exit status of the program on one rank."""
+def run_here(
+    rank: int, ranks: int, script: str, flags: Sequence[str], folder: str, log: str
+) -> int:
+    """The exit status of the program on this rank, which appends to `log` what it prints."""
     os.chdir(folder)
     sys.argv = [script, *flags]
     sys.path.insert(0, str(Path(script).parent))  # as for `python script`
-    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(output, stream)
     for text in (sys.stdout, sys.stderr):

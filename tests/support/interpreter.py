@@ -2,8 +2,8 @@
 third of the time.
 
 At every call of a device function it patches triton.language once more; at every integer sum it
-takes six operations of its own to find an overflow; at every operation it looks up NumPy's types in
-a new table and writes the name of a block's type. A Triton whose interpreter is built otherwise is
+takes six operations of its own to find an overflow; at every operation it writes the name of a
+block's type. A Triton whose interpreter is built otherwise is
 left as it is.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["quicken"]
 
 _OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _NEEDED = (
-    (interpreter, ("_patch_lang", "_get_np_dtype", "_LangPatchScope", "InterpreterBuilder")),
+    (interpreter, ("_patch_lang", "_LangPatchScope", "InterpreterBuilder")),
     (TritonSemantic, ("binary_op_sanitize_overflow_impl",)),
     (core, ("block_type", "tensor", "constexpr", "tuple")),
 )
@@ -35,7 +35,6 @@ def quicken() -> bool:
     if not all(hasattr(owner, name) for owner, names in _NEEDED for name in names):
         return False
     interpreter._patch_lang = _patching_once(interpreter._patch_lang)
-    interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
     TritonSemantic.binary_op_sanitize_overflow_impl = _overflow_by_numpy(
         TritonSemantic.binary_op_sanitize_overflow_impl
     )
@@ -70,21 +69,6 @@ def _patching_once(real: Any) -> Any:
         return scope
 
     return patch
-
-
-def _remembered(real: Any) -> Any:
-    """NumPy's type of a Triton type, by that of its elements."""
-    known: dict[Any, Any] = {}
-
-    def of(kind: Any) -> Any:
-        element = kind.element_ty if isinstance(kind, core.block_type) else kind
-        if element.is_ptr():
-            return real(element)
-        if element not in known:
-            known[element] = real(element)
-        return known[element]
-
-    return of
 
 
 def _overflow_by_numpy(real: Any) -> Any:

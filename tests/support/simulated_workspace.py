@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.comm.workspace import Buffer, Workspace
 from megatron_fluid.cuda.devices import synchronize
 
-__all__ = ["LoneWorkspace", "SimulatedWorkspace"]
+__all__ = ["SimulatedWorkspace"]
 
 
 class SimulatedWorkspace:
@@ -23,6 +22,7 @@ class SimulatedWorkspace:
         device: of the memory.
         timeout_s: the bound on one wait.
         watched: see Workspace; the ranks of a test fail on purpose, so not by default.
+        flag_words: see Workspace.
     """
 
     def __init__(
@@ -31,11 +31,14 @@ class SimulatedWorkspace:
         device: torch.device | str = "cpu",
         timeout_s: float = 1.0,
         watched: bool = False,
+        flag_words: int = 0,
     ) -> None:
         self.world_size = world_size
         self.device = torch.device(device)
         self._memory: dict[tuple[str, torch.dtype, int], list[Tensor]] = {}
-        self._ranks = [_SimulatedRank(self, r, timeout_s, watched) for r in range(world_size)]
+        self._ranks = [
+            _SimulatedRank(self, r, timeout_s, watched, flag_words) for r in range(world_size)
+        ]
 
     def rank(self, rank: int) -> Workspace:
         """Return rank `rank`'s side of the workspace."""
@@ -56,9 +59,9 @@ class SimulatedWorkspace:
 
 class _SimulatedRank(Workspace):
     def __init__(
-        self, owner: SimulatedWorkspace, rank: int, timeout_s: float, watched: bool
+        self, owner: SimulatedWorkspace, rank: int, timeout_s: float, watched: bool, flag_words: int
     ) -> None:
-        super().__init__(rank, owner.world_size, owner.device, timeout_s, watched)
+        super().__init__(rank, owner.world_size, owner.device, timeout_s, watched, flag_words)
         self._owner = owner
         self._open_arenas()
 
@@ -67,19 +70,3 @@ class _SimulatedRank(Workspace):
         addresses = [p.data_ptr() for p in peers]
         pointers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         return Buffer(peers[self.rank], peers, pointers, None)
-
-
-class LoneWorkspace(Workspace):
-    """One rank's memory on a CPU, which stands for that of every rank."""
-
-    def __init__(
-        self, rank: int, world_size: int, channel: Agreement | None = None, flag_words: int = 0
-    ) -> None:
-        super().__init__(rank, world_size, torch.device("cpu"), 1.0, flag_words=flag_words)
-        self.errors.peers = channel
-        self._open_arenas()
-
-    def _allocate(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
-        local = torch.zeros(numel, dtype=dtype)
-        addresses = torch.full((self.world_size,), local.data_ptr())
-        return Buffer(local, [local] * self.world_size, addresses, None)

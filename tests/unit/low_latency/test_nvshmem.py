@@ -22,7 +22,7 @@ from megatron_fluid.low_latency.open_transport import open_transport
 from tests.support.all_to_all_calls import bf16, build, receive, receive_back, send, send_back
 from tests.support.fake_nvshmem import SIGNAL_SET, FakeNvshmem, fake_nvshmem
 from tests.support.machine import NEEDS_INTERPRETER
-from tests.support.simulated_workspace import LoneWorkspace
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 __all__ = ["fake_nvshmem"]
 
@@ -108,7 +108,9 @@ def test_many_ranks_have_room_for_their_signals(
     monkeypatch.setattr(
         nvshmem,
         "NvshmemWorkspace",
-        lambda group, timeout_s, flag_words: LoneWorkspace(0, 128, flag_words=flag_words),
+        lambda group, timeout_s, flag_words: SimulatedWorkspace(128, flag_words=flag_words).rank(
+            127
+        ),
     )
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: range(128))
     layout = Layout(128, 128, 1, 128, 1, 16, 32, 0)

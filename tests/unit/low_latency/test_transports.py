@@ -18,7 +18,7 @@ from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.open_transport import collective_backend
 from tests.support.launch import run_ranks, run_ranks_outcomes, world_group
 from tests.support.machine import NEEDS_INTERPRETER
-from tests.support.simulated_workspace import LoneWorkspace
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_auto_falls_back_everywhere_where_one_domain_cannot_map_memory() -> None
 def test_lost_weights_are_named_as_weights() -> None:
     from megatron_fluid.low_latency.peer_memory import PeerMemory
 
-    layout, space = Layout(4, 6, 2, 3, 1, 16, 32, 0), LoneWorkspace(0, 3)
+    layout, space = Layout(4, 6, 2, 3, 1, 16, 32, 0), SimulatedWorkspace(3).rank(0)
     transport = PeerMemory(layout, space)
     space.errors.words[1, 0] = 1 << 62 | transport._weight_flags.operation << 32
     with pytest.raises(PeerTimeoutError, match="peer 1 in low_latency.weights"):
@@ -80,7 +80,8 @@ def test_lost_weights_are_named_as_weights() -> None:
 def _close(rank: int, world: int, case: str) -> tuple[bool, bool]:
     """(whether the memory was given back, whether this rank waited for others)."""
     group = world_group()
-    space = LoneWorkspace(rank, world, agreement(group))
+    space = SimulatedWorkspace(world).rank(rank)
+    space.errors.peers = agreement(group)
 
     def device_finishes(device: torch.device) -> None:
         if case == "rank 0 gives up" and rank == 0:
