@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from tests.support.launch import world_group
 from tests.support.whole_linear import whole_linear
 
 __all__ = ["fused_linear", "main_grad_errors"]
@@ -43,8 +43,7 @@ def main_grad_errors(
 ) -> dict[str, float]:
     """The largest relative error of main_grad after two microbatches on the tensor-parallel ranks
     of the world, by case; also of microbatches without a row."""
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     rank, ranks = group.rank(), group.size()
     bf16, fp32 = torch.bfloat16, torch.float32
     found = {}

@@ -22,9 +22,10 @@ from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.moe.hierarchical.plan import plan_hierarchical
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from tests.support.expert_calls import hierarchical_moe, overlapped_moe
+from tests.support.launch import world_group
 from tests.support.moe_reference import moe_reference, routing
 
-__all__ = ["ROUTINGS", "TOLERANCE", "Case", "check_case", "compare", "relative_error", "run_cases"]
+__all__ = ["ROUTINGS", "TOLERANCE", "Case", "check_case", "relative_error", "run_cases"]
 
 # Relative error of a whole tensor, in the 2-norm. In fp64 anything but rounding is caught.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -192,10 +193,8 @@ def _parameters(case: Case, weight: Tensor, device: torch.device) -> list[Tensor
 
 
 def _stacked_gradient(case: Case, parameters: list[Tensor]) -> Tensor:
-    gradients = []
-    for parameter in parameters:
-        assert parameter.grad is not None, "a weight without a gradient"
-        gradients.append(parameter.grad)
+    assert all(p.grad is not None for p in parameters), "a weight without a gradient"
+    gradients = [_gradient(p) for p in parameters]
     if case.weights == "tuple":
         return torch.stack(gradients)
     return gradients[0].transpose(1, 2) if case.weights == "in_out" else gradients[0]
@@ -245,44 +244,21 @@ def overlapped(case: Case, group: dist.ProcessGroup, device: torch.device) -> di
         assert scheduler.pending() == 0, "tasks are left after backward"
         found[f"out {m}"] = y.detach()
         if case.train_tokens:
-            assert x.grad is not None
-            found[f"dX {m}"] = x.grad
+            found[f"dX {m}"] = _gradient(x)
             for layer, p in enumerate(probs):
-                assert p.grad is not None
-                found[f"dprobs {m}.{layer}"] = p.grad
+                found[f"dprobs {m}.{layer}"] = _gradient(p)
     for layer, (w1, w2) in enumerate(weights):
-        found[f"dW1 {layer}"], found[f"dW2 {layer}"] = (
-            _stacked_gradient(case, w1),
-            _stacked_gradient(case, w2),
-        )
+        found[f"dW1 {layer}"] = _stacked_gradient(case, w1)
+        found[f"dW2 {layer}"] = _stacked_gradient(case, w2)
     return found
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected (itself, where that is zero)."""
-    difference = (found.detach().cpu().double() - expected.double()).norm().item()
+    """Norm of the difference over the norm of what is expected (itself, where that is zero); NaN is
+    never small."""
+    difference = (found.detach().to(expected.device).double() - expected.double()).norm().item()
     scale = expected.double().norm().item()
-    return difference / scale if scale > 0 else difference
-
-
-def compare(
-    found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, where: str
-) -> float:
-    """The largest relative error over all quantities; an AssertionError that lists those beyond the
-    tolerance."""
-    assert found.keys() == expected.keys(), (
-        f"{where}: {found.keys() ^ expected.keys()} on one side only"
-    )
-    errors = {}
-    for name in expected:
-        assert found[name].shape == expected[name].shape, (
-            f"{where}: {name} {found[name].shape} {expected[name].shape}"
-        )
-        errors[name] = relative_error(found[name], expected[name])
-    # Written so that a NaN fails.
-    bad = {name: error for name, error in errors.items() if not error <= tolerance}
-    assert not bad, f"{where}: relative errors beyond {tolerance:g}: {bad}"
-    return max(errors.values(), default=0.0)
+    return difference / scale if scale else difference
 
 
 def check_case(case: Case, group: dist.ProcessGroup, device: torch.device) -> float:
@@ -294,24 +270,23 @@ def check_case(case: Case, group: dist.ProcessGroup, device: torch.device) -> fl
     """
     rank, world = group.rank(), group.size()
     tolerance = TOLERANCE[case.dtype] * case.layers  # rounding errors grow with depth
-    expected = oracle(case, world, rank)
-    worst = compare(
-        overlapped(case, group, device), expected, tolerance, f"rank {rank} of {world}, {case}"
-    )
-    if case.dtype == torch.float64:
-        # anything but rounding was caught; and a row may well be zero by nature (squared ReLU)
-        return worst
+    expected, found = oracle(case, world, rank), overlapped(case, group, device)
+    assert found.keys() == expected.keys(), f"{case}: {found.keys() ^ expected.keys()}"
+    assert all(found[name].shape == right.shape for name, right in expected.items()), case
+    errors = {name: relative_error(found[name], right) for name, right in expected.items()}
+    # Written so that a NaN fails.
+    bad = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not bad, f"rank {rank} of {world}, {case}: errors beyond {tolerance:g}: {bad}"
     inputs = _draw(case, world, 0)
-    if (inputs.ids[0][inputs.rows(rank)] >= 0).any():
+    # In fp64 anything but rounding was caught, and a row may well be zero by nature (squared ReLU).
+    if case.dtype != torch.float64 and (inputs.ids[0][inputs.rows(rank)] >= 0).any():
         lost = relative_error(oracle(case, world, rank, drop=True)["out 0"], expected["out 0"])
         assert lost > 1.5 * tolerance, (
             f"{case}: the tolerance {tolerance:g} could not catch a lost row ({lost:g})"
         )
-    return worst
+    return max(errors.values())
 
 
 def run_cases(rank: int, world: int, cases: Sequence[Case]) -> float:
     """Body of a gloo rank: all cases, one after the other. Returns the largest relative error."""
-    group = dist.group.WORLD
-    assert group is not None
-    return max(check_case(case, group, torch.device("cpu")) for case in cases)
+    return max(check_case(case, world_group(), torch.device("cpu")) for case in cases)

@@ -17,20 +17,22 @@ from torch import Tensor
 
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
-from megatron_fluid.moe.nvlink.schedule import Schedule
+from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 from tests.support.expert_calls import nvlink_moe
-from tests.support.launch import take_gpu
+from tests.support.launch import take_gpu, world_group
+from tests.support.moe_cases import relative_error
 from tests.support.moe_reference import moe_reference
 
 Shape = tuple[int, int, int, int, int]
 """Tokens a rank, hidden, ffn, experts of all ranks, top-k."""
 
 CANDIDATES = {
-    "whole": Schedule(),
+    "whole": NO_OVERLAP,
     "stream": Schedule(stream=True),
     "sent": Schedule(sent_rows=True),
     "stream_sent": Schedule(stream=True, sent_rows=True),
 }
+difference = relative_error
 KINDS = ["balanced", "hot", "empty", "dropped", "uneven", "one rank", "nothing"]
 
 
@@ -41,21 +43,18 @@ def symmetric_memory_of_the_job() -> Iterator[SymmetricWorkspace]:
     backend = take_gpu(int(os.environ.get("LOCAL_RANK", rank)), int(os.environ["WORLD_SIZE"]))
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
-    group = dist.group.WORLD
-    assert group is not None
-    workspace = SymmetricWorkspace(group, timeout_s=20.0)
+    workspace = SymmetricWorkspace(world_group(), timeout_s=20.0)
     yield workspace
     workspace.close()
     dist.destroy_process_group()
 
 
 def buffers_of(
-    space: SymmetricWorkspace, shape: Shape, schedule: Schedule | None = None
+    space: SymmetricWorkspace, shape: Shape, schedule: Schedule = NO_OVERLAP
 ) -> NvlinkBuffers:
     """The buffers of calls of a shape."""
     tokens, hidden, _, experts, top_k = shape
-    chosen = Schedule() if schedule is None else schedule
-    return NvlinkBuffers(space, tokens, hidden, top_k, experts, schedule=chosen)
+    return NvlinkBuffers(space, tokens, hidden, top_k, experts, schedule=schedule)
 
 
 def spread_routing(
@@ -100,7 +99,6 @@ def make_call(
     ffn: int,
     experts: int,
     top_k: int,
-    gated: bool = True,
 ) -> Call:
     g = torch.Generator(device="cuda").manual_seed(1000 * seed + rank)
     ids = spread_routing(kind, tokens, experts, top_k, rank, ranks, g)
@@ -114,7 +112,7 @@ def make_call(
         normal(tokens, hidden),
         ids,
         torch.rand(tokens, top_k, generator=g, device="cuda"),
-        normal(local, 2 * ffn if gated else ffn, hidden, scale=hidden**-0.5),
+        normal(local, 2 * ffn, hidden, scale=hidden**-0.5),
         normal(local, hidden, ffn, scale=ffn**-0.5),
         normal(tokens, hidden),
     )
@@ -159,13 +157,6 @@ def oracle(calls: list[Call], rank: int) -> Result:
     )
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
-    """Relative Frobenius difference; an expected zero demands zero; NaN is never small."""
-    norm = expected.double().norm().item()
-    gap = (found.double() - expected.double()).norm().item()
-    return gap / norm if norm else gap
-
-
 def agree(*figures: float) -> list[float]:
     """The largest of each over all ranks, NaN as infinity. Collective."""
     mine = [math.inf if math.isnan(figure) else float(figure) for figure in figures]
@@ -184,11 +175,8 @@ def results(found: Any) -> dict[str, Tensor]:
 def gaps(found: Any, expected: Any) -> dict[str, float]:
     """`difference` of every result, on the rank where it is largest. Collective."""
     right = results(expected)
-    return dict(
-        zip(
-            right, agree(*(difference(v, right[n]) for n, v in results(found).items())), strict=True
-        )
-    )
+    largest = agree(*(difference(v, right[n]) for n, v in results(found).items()))
+    return dict(zip(right, largest, strict=True))
 
 
 def unequal(found: Any, expected: Any) -> list[str]:
@@ -207,10 +195,8 @@ def pooled_gaps(found: Result, expected: Result) -> dict[str, float]:
     """
     right, sums = results(expected), []
     for name, value in results(found).items():
-        sums += [
-            (value.double() - right[name].double()).square().sum(),
-            right[name].double().square().sum(),
-        ]
+        wide = right[name].double()
+        sums += [(value.double() - wide).square().sum(), wide.square().sum()]
     live = (expected.dprobs != 0).sum().double()
     total = torch.stack([*sums, live])
     dist.all_reduce(total)
