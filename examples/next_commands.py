@@ -17,7 +17,8 @@ from run_folder import saved_iteration
 
 __all__ = ["about", "next_commands", "training_flops"]
 
-# What a run that goes on does not want: it is given anew, or was asked for this run alone.
+# Flags that are not repeated in a command that trains on: it sets them itself, or they were meant
+# for this run alone.
 _NOT_AGAIN = {
     "--override-opt-param-scheduler",
     "--resume",
@@ -27,7 +28,8 @@ _NOT_AGAIN = {
 }
 _NOT_AGAIN |= {"--profile-step-start", "--profile-step-end", "--profile-ranks"}
 
-# A larger model that trains in less than this is proposed, the largest first: hidden size, layers.
+# Proposed is the first of these (hidden size, layers) that is larger than the run and trains in
+# less time than this, else the last one.
 _PATIENCE_S = 30 * 60.0
 _LARGER = ((1024, 16), (512, 8), (256, 4), (192, 3))
 

@@ -299,7 +299,7 @@ def train(output: RunOutput) -> None:
     record.at_first(partial(announce_overlap, output))
     if args.exit_signal_handler:
         stop.install()
-    # Megatron's way to say: call it on every rank.
+    # Tells Megatron to call it on every rank, not only on tensor-parallel rank 0.
     setattr(datasets_provider, "is_distributed", True)  # noqa: B010
     finished: SystemExit | None = None
     try:

@@ -76,7 +76,7 @@ class RunFolder:
         found = saved_iteration(save)
         load = given.get("load")
         same = load is not None and save is not None and _same(load, save)
-        # The same folder for both is how a job that is started again and again says it.
+        # A job that is restarted by the same command names one folder for --load and --save.
         alone = not (same and any(word.split("=")[0] == "--save" for word in sys.argv))
         if load is not None and alone and saved_iteration(load) is None:
             raise ValueError(
@@ -142,7 +142,7 @@ class RunFolder:
         known: dict[str, dict[str, float]] = {"train": {}, "held_out": {}}
         if self.resumed is not None:
             known = _read(path, known)
-        # An iteration is named by how many were done after it, as Megatron names it.
+        # Counted from 1, as in Megatron's log.
         known["train"] |= {
             str(iteration + 1): loss for iteration, loss in result.train_losses.items()
         }

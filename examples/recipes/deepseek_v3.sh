@@ -17,7 +17,7 @@ MODEL=(
     --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
     --attention-dropout 0.0 --hidden-dropout 0.0
 )
-# A sigmoid router without an auxiliary loss but a small one per sequence: a bias of each expert balances.
+# Sigmoid router. A bias per expert balances it, beside a small auxiliary loss per sequence.
 MOE=(
     --moe-layer-freq '([0]*3+[1]*58)'
     --num-experts 256 --moe-router-topk 8 --moe-ffn-hidden-size 2048
@@ -61,7 +61,7 @@ TRAINING=(
     --log-interval 1 --log-throughput --eval-interval 1000 --eval-iters 10
 )
 FLUID=(--fluid-moe-backend auto --fluid-fused-optimizer)
-# Pipeline stages stay eager.
+# With pipeline stages an iteration cannot be one graph.
 if [ "${NNODES:-1}" -eq 1 ]; then
     FLUID+=(--fluid-graph)
 fi

@@ -3,7 +3,7 @@
 # On 8 H100 or H200, and on any number of such nodes. How to run it: launch.sh
 
 VOCAB_SIZE=201088
-# Sliding and full attention take turns, the first layer slides. A learned logit joins every softmax.
+# Layers alternate between sliding-window and full attention, the first has a window. Each softmax has a learned extra logit.
 MODEL=(
     --num-layers 24 --hidden-size 2880 --ffn-hidden-size 2880
     --num-attention-heads 64 --group-query-attention --num-query-groups 8 --kv-channels 64

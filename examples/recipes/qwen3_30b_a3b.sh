@@ -42,7 +42,7 @@ TRAINING=(
     --log-interval 1 --log-throughput --eval-interval 1000 --eval-iters 10
 )
 FLUID=(--fluid-moe-backend auto --fluid-fused-optimizer)
-# Pipeline stages stay eager.
+# With pipeline stages an iteration cannot be one graph.
 if [ "${NNODES:-1}" -eq 1 ]; then
     FLUID+=(--fluid-graph)
 fi
