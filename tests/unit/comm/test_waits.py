@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -142,39 +140,24 @@ def test_a_failure_is_told_to_all_groups_of_the_rank() -> None:
 def test_a_collective_on_a_gpu_is_watched_unless_it_is_captured(
     monkeypatch: pytest.MonkeyPatch, capturing: bool
 ) -> None:
-    order: list[str] = []
-    watched: list[tuple[Any, ...]] = []
-    names = iter(("started", "finished"))
-
-    class Recorded:
-        def __init__(self) -> None:
-            self.name = next(names)
-
-        def record(self, stream: Any) -> None:
-            order.append(self.name)
-
-        def query(self) -> str:
-            return self.name
-
-    stream = SimpleNamespace(cuda_stream=5)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    happened, watcher = mock.Mock(), mock.Mock()
+    events = [happened.started, happened.finished]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(torch.cuda, "Event", Recorded)
-    watcher = SimpleNamespace(watch=lambda *arguments: watched.append(arguments))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: events.pop(0))
     monkeypatch.setattr(waits, "WATCHER", watcher)
+    monkeypatch.setattr(waits, "_GRACE_S", 0.0)
     group = object.__new__(GroupWaits)
     group.rank, group.channel, group._used = 2, agreements(4)[2], True
     group.device, group._place = torch.device("cuda", 0), lambda peer: ""
-    work = SimpleNamespace(wait=lambda: order.append("wait"))
-    group.collective("low_latency.dispatch over nccl", lambda: work, 7.0)  # type: ignore[arg-type, return-value]
+    group.collective("low_latency.dispatch over nccl", lambda: happened.work, 7.0)
+    order = [call[0] for call in happened.mock_calls]
     if capturing:
-        assert order == ["wait"] and not watched
+        assert order == ["work.wait"] and not watcher.mock_calls
         return
-    assert order == ["started", "wait", "finished"]
-    ((lane, started, finished, timeout_s, error, _),) = watched
-    assert (started(), finished(), timeout_s) == ("started", "finished", 7.0)
-    monkeypatch.setattr(waits, "_GRACE_S", 0.0)
-    assert lane is stream
-    assert "rank 2: no answer from its group in low_latency.dispatch over nccl after 7 s" in str(
-        error()
-    )
+    assert order == ["started.record", "work.wait", "finished.record"]
+    lane, started, finished, timeout_s, error, _ = watcher.watch.call_args.args
+    queries = happened.started.query, happened.finished.query
+    assert (lane, started, finished, timeout_s) == ("stream", *queries, 7.0)
+    told = "rank 2: no answer from its group in low_latency.dispatch over nccl after 7 s"
+    assert told in str(error())

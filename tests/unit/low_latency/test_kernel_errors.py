@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -70,40 +72,46 @@ def test_halves_out_of_order_are_refused() -> None:
         ata.combine(None, None, None, None)
 
 
-def test_tensors_that_do_not_fit_are_refused() -> None:
+_SHIFTED = torch.zeros(3, dtype=torch.int32)[1:].view(2, 1)
+_FP16 = torch.zeros(2, 2, 16, dtype=torch.float16)
+CALL: dict[str, Any] = {
+    "out_expert_num_tokens": torch.zeros(2, dtype=torch.int32),
+    "out_expert_x": torch.zeros(2, 2, 16, dtype=torch.bfloat16),
+    "dp_x": bf16(2, 16), "indices": ZEROS, "weights": torch.ones(2, 1),
+    "bound_m": torch.ones(1).int(), "out_expert_x_scale": None, "dp_x_scale": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"),
+    [
+        ("dp_x", bf16(3, 16), "dp_x.*allowed"),
+        ("indices", ZEROS.float(), "indices.*torch.uint32"),
+        ("indices", _SHIFTED, "address of indices.*multiple of 16"),
+        ("out_expert_x", _FP16, "out_expert_x: found torch.float16, allowed: torch.bfloat16"),
+        *((name, CALL[name].to("meta"), f"{name}: found 'meta'") for name in ("dp_x", "weights")),
+        ("bound_m", CALL["bound_m"].to("meta"), "bound_m: found 'meta'"),
+        # The kernel writes them one after another.
+        ("out_expert_offsets", torch.zeros(4).int()[::2], "out_expert_offsets: found 'strides"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_refused_also_after_one_that_does(
+    name: str, tensor: torch.Tensor, said: str
+) -> None:
     _, (ata,) = build(LONE)
-    shifted = torch.zeros(3, dtype=torch.int32)[1:].view(2, 1)
-    for x, ids, said in (
-        (bf16(3, 16), ZEROS, r"dp_x.*allowed"),
-        (bf16(2, 16), ZEROS.float(), r"indices.*torch.uint32"),
-        (bf16(2, 16), shifted, r"address of indices.*multiple of 16"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            send(ata, x, ids)
-
-
-def test_a_tensor_on_another_device_is_refused_also_after_one_of_its_form() -> None:
-    _, (ata,) = build(LONE)
-    given = {"dp_x": bf16(2, 16), "weights": torch.ones(2, 1), "bound_m": torch.ones(1).int()}
-    call = {"out_expert_num_tokens": torch.zeros(2, dtype=torch.int32), "out_expert_x_scale": None}
-    call |= {"out_expert_x": torch.zeros(2, 2, 16, dtype=torch.bfloat16), "dp_x_scale": None}
-    call |= {"indices": ZEROS, **given}
-    ata.dispatch(**call)  # type: ignore[arg-type]
-    for name, tensor in given.items():
-        with pytest.raises(ConfigError, match=f"{name}: found 'meta'"):
-            ata.dispatch(**{**call, name: tensor.to("meta")})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_rows_of_another_type_than_was_sent_are_refused(split: bool) -> None:
-    _, (ata,) = build(LONE)
-    sent = bf16(2, 16), None, ZEROS
-    received = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 2, 16, dtype=torch.float16), None
-    if split:
-        send(ata, sent[0], ZEROS)
-    said = r"out_expert_x: found torch.float16, allowed: torch.bfloat16"
+    ata.dispatch(**CALL)
+    changed = {**CALL, name: tensor}
+    if name == "out_expert_offsets":
+        changed["out_expert_x"] = bf16(ata.packed_rows(), 16)
     with pytest.raises(ConfigError, match=said):
-        ata.dispatch(*received, *((None, None, None) if split else sent), do_send=not split)
+        ata.dispatch(**changed)
+
+
+def test_rows_of_another_type_than_was_sent_are_refused() -> None:
+    _, (ata,) = build(LONE)
+    send(ata, bf16(2, 16), ZEROS)
+    with pytest.raises(ConfigError, match="out_expert_x: found torch.float16, allowed: torch.bf"):
+        receive(ata, out=_FP16)
 
 
 @pytest.mark.parametrize(
@@ -128,15 +136,6 @@ def test_packed_rows_that_cannot_hold_what_may_arrive_are_refused() -> None:
     more = {"out_expert_offsets": torch.zeros(2, dtype=torch.int32), "alignment": 8}
     with pytest.raises(ConfigError, match=r"29 packed rows.*packed_rows\(8\) = 30"):
         receive(ata, out=bf16(29, 16), **more)
-
-
-def test_offsets_that_are_not_contiguous_are_refused() -> None:
-    """The kernel writes them one after another."""
-    _, (ata,) = build(LONE)
-    send(ata, bf16(2, 16), ZEROS)
-    offsets = torch.zeros(4, dtype=torch.int32)[::2]
-    with pytest.raises(ConfigError, match="out_expert_offsets: found 'strides"):
-        receive(ata, out=bf16(ata.packed_rows(), 16), out_expert_offsets=offsets)
 
 
 def test_more_tokens_and_fewer_packed_rows_than_were_dispatched_are_refused() -> None:

@@ -35,29 +35,21 @@ def test_a_peer_whose_puts_are_lost_is_named(
 ) -> None:
     """Also after exchanges that went well: what they left must not pass for the signal that is
     missing."""
-    layout = Layout(2, 6, 1, 3, 1, 16, 32, 0)
-    _, ranks = build(layout, fake_nvshmem)
+    _, ranks = build(Layout(2, 6, 1, 3, 1, 16, 32, 0), fake_nvshmem)
     x, ids, y = bf16(2, 16), torch.zeros(2, 1, dtype=torch.int32), bf16(2, 6, 16)
 
     def send_all(what: str, lost: bool) -> None:
         for r, ata in enumerate(ranks):
             # Nothing that rank 1 sends reaches rank 0.
             fake_nvshmem.dropped = {0} if lost and r == 1 else set()
-            if what == "dispatch":
-                send(ata, x, ids, torch.ones(2, 1))
-            else:
-                send_back(ata, y)
+            send(ata, x, ids, torch.ones(2, 1)) if what == "dispatch" else send_back(ata, y)
         fake_nvshmem.deliver()
 
     def receive_one(what: str, ata: AllToAll) -> None:
-        if what == "dispatch":
-            receive(ata)
-        else:
-            receive_back(ata, torch.zeros_like(x), ids)
+        receive(ata) if what == "dispatch" else receive_back(ata, torch.zeros_like(x), ids)
         ata.check_errors()
 
-    steps = ["dispatch", "combine"] * (before + 1)
-    for what in steps[: 2 * before + (operation == "combine")]:
+    for what in (["dispatch", "combine"] * (before + 1))[: 2 * before + (operation == "combine")]:
         send_all(what, lost=False)
         for ata in ranks:
             receive_one(what, ata)
