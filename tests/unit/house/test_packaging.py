@@ -25,6 +25,22 @@ PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 
 
+def python(
+    code: str,
+    folder: Path,
+    environment: dict[str, str] | None = None,
+    program: str = sys.executable,
+) -> str:
+    """What code prints in a folder, where this package is found by its installation alone."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [program, "-P", "-c", code], cwd=folder, env=clean | (environment or {}),
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def source_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the source tree: a build must leave nothing in it."""
@@ -38,11 +54,7 @@ def sdist(source_copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source archive, by the hook of the build backend that every build tool calls."""
     folder = tmp_path_factory.mktemp("sdist")
     backend = PYPROJECT["build-system"]["build-backend"]
-    code = f"import {backend} as backend; backend.build_sdist({str(folder)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=source_copy, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    python(f"import {backend} as backend; backend.build_sdist({str(folder)!r})", source_copy)
     return next(folder.glob("megatron_fluid-*.tar.gz"))
 
 
@@ -101,10 +113,10 @@ def test_it_is_installed_in_a_clean_environment(wheel: Path, tmp_path: Path) -> 
     dependencies are this environment's: they are gigabytes."""
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
-    python = environment / "bin" / "python"
+    interpreter = str(environment / "bin" / "python")
     (site,) = environment.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps"]
+    command = [sys.executable, "-m", "pip", "--python", interpreter, "install", "--no-deps"]
     command += ["--no-build-isolation", "--quiet", "--ignore-installed"]
     subprocess.run([*command, str(wheel)], check=True)
     code = (
@@ -116,35 +128,22 @@ def test_it_is_installed_in_a_clean_environment(wheel: Path, tmp_path: Path) -> 
         "print(megatron_fluid.__file__, p.__file__, e.__file__, sep='\\n')\n"
         "raise SystemExit(main(['patches']))"
     )
-    without = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [str(python), "-c", code], cwd=tmp_path, env=without, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    files = done.stdout.splitlines()[:3]
+    files = python(code, tmp_path, program=interpreter).splitlines()[:3]
     assert all(Path(file).is_relative_to(site) for file in files)
     program = [str(environment / "bin" / "megatron-fluid"), "--version"]
-    said = subprocess.run(program, env=without, capture_output=True, text=True).stdout
+    said = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path).stdout
     assert said.split() == [megatron_fluid.__version__]
 
 
+@pytest.mark.parametrize("value", [None, "0", "1"])
 def test_a_wheel_imports_itself_at_start_only_if_a_variable_asks(
-    wheel: Path, tmp_path: Path
+    wheel: Path, tmp_path: Path, value: str | None
 ) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = "import site, sys; site.addsitedir('.'); m = sys.modules.get('megatron_fluid'); "
-    code += "print(m and m.__file__)"
-    environment = {n: x for n, x in os.environ.items() if n != "PYTHONPATH"}
-    for value, found in ((None, "None"), ("0", "None"), ("1", str(tmp_path))):
-        asked = {} if value is None else {"MEGATRON_FLUID_AUTOLOAD": value}
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code],
-            cwd=tmp_path,
-            env=environment | asked,
-            capture_output=True,
-            text=True,
-        )
-        assert done.stdout.startswith(found), done.stderr
+    asked = {} if value is None else {"MEGATRON_FLUID_AUTOLOAD": value}
+    found = python(code + "print(m and m.__file__)", tmp_path, asked)
+    assert found.startswith(str(tmp_path) if value == "1" else "None")
 
 
 def test_a_wheel_is_imported_without_being_unpacked(wheel: Path, tmp_path: Path) -> None:
@@ -156,12 +155,9 @@ def test_a_wheel_is_imported_without_being_unpacked(wheel: Path, tmp_path: Path)
         "print(p.__file__, len(k.HEADER.read_text()) > 0 < len(GROUPED.path.read_text()))\n"
         "print(len(read_table()) > 0)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(wheel)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
     inside = wheel / "megatron_fluid" / "patches" / "__init__.py"
-    assert done.stdout.split() == [str(inside), "True", "True"], done.stderr
+    said = python(code, tmp_path, {"PYTHONPATH": str(wheel)})
+    assert said.split() == [str(inside), "True", "True"]
 
 
 def test_the_version_is_that_of_the_changelog() -> None:
@@ -233,15 +229,12 @@ esac
 
 
 def test_make_finds_a_python_that_pyenv_holds_but_does_not_activate(tmp_path: Path) -> None:
-    for version, program in (
-        ("3.12.1", "#!/bin/sh\nexit 1\n"),
-        ("3.12.9", STAND_IN),
-        ("3.13.0", STAND_IN),
-    ):
-        python = tmp_path / ".pyenv" / "versions" / version / "bin" / "python3"
-        python.parent.mkdir(parents=True)
-        python.write_text(program)
-        python.chmod(0o755)
+    broken = "#!/bin/sh\nexit 1\n"
+    for version, program in {"3.12.1": broken, "3.12.9": STAND_IN, "3.13.0": STAND_IN}.items():
+        file = tmp_path / f".pyenv/versions/{version}/bin/python3"
+        file.parent.mkdir(parents=True)
+        file.write_text(program)
+        file.chmod(0o755)
     done = run_environment(tmp_path)
     assert done.returncode == 0, done.stderr
     assert "versions/3.12.9/bin/python3" in done.stdout

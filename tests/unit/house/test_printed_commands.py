@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fluid.cli import main
 from megatron_fluid.patches.arguments import add_fluid_arguments
 
 pytest.importorskip("megatron.core")
@@ -92,42 +91,16 @@ def texts() -> dict[str, str]:
 
 
 def started(words: list[str]) -> tuple[str, list[str]]:
-    """(module or script, its words) of what torchrun, mpirun or python starts."""
-    if "-m" in words:
-        at = words.index("-m")
-        return words[at + 1], words[at + 2 :]
-    at = next(i for i, word in enumerate(words) if i and word.endswith(".py"))
-    return words[at], words[at + 1 :]
-
-
-def module_of(words: list[str]) -> tuple[str, list[str]] | None:
-    """(module, its words) where a command runs a program of this project, else None."""
+    """(module or script, its words) of what a launcher or python starts."""
     if words[0] == "benchmarks/launch.sh":
         name = words[1].removesuffix(".py")
         paths = [p for p in (ROOT / "benchmarks").rglob("*.py") if p.stem == name]
         programs = [p for p in paths if '__name__ == "__main__"' in p.read_text()]
         assert len(programs) == 1, f"benchmarks/ has no program {name}"
-        module = ".".join(programs[0].relative_to(ROOT).with_suffix("").parts)
-        return module, words[2:]
-    if words[0] in ("python", "python3", "torchrun", "mpirun"):
-        name, rest = started(words)
-        if not name.endswith(".py"):
-            return (name, rest) if name.split(".")[0] in PACKAGES else None
-    return None
-
-
-@functools.cache
-def help_of(module: str) -> str:
-    """What ``python -m module --help`` prints."""
-    said, before = io.StringIO(), sys.argv
-    sys.argv = [module, "--help"]
-    try:
-        with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / module.replace(".", "/")) + ".py", run_name="__main__")
-    finally:
-        sys.argv = before
-    assert not ended.value.code
-    return said.getvalue()
+        return ".".join(programs[0].relative_to(ROOT).with_suffix("").parts), words[2:]
+    at = next(i for i, word in enumerate(words) if word == "-m" or word.endswith(".py"))
+    at += words[at] == "-m"
+    return words[at], words[at + 1 :]
 
 
 @functools.cache
@@ -142,30 +115,36 @@ def flags_of_training() -> set[str]:
 
 
 @functools.cache
-def flags_of_cli(command: str) -> set[str]:
-    """The flags of `megatron-fluid COMMAND`."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
-    assert ended.value.code == 0, f"there is no megatron-fluid {command}"
+def flags_of(*program: str) -> set[str]:
+    """The flags that `python -m PROGRAM --help` shows."""
+    said, before = io.StringIO(), sys.argv
+    sys.argv = [*program, "--help"]
+    try:
+        with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
+            runpy.run_path(f"{ROOT / program[0].replace('.', '/')}.py", run_name="__main__")
+    finally:
+        sys.argv = before
+    assert not ended.value.code, f"there is no {' '.join(program)}"
     return set(re.findall(r"--[a-z][a-z-]*", said.getvalue()))
 
 
-def flags_in(words: list[str]) -> set[str]:
-    return {word.partition("=")[0] for word in words if word.startswith("--")}
+def check_flags(name: str, words: list[str], known: set[str]) -> None:
+    unknown = {word.partition("=")[0] for word in words if word.startswith("--")} - known
+    assert not unknown, f"{name} has no {', '.join(sorted(unknown))}"
 
 
-def check_training(name: str, words: list[str]) -> None:
-    """Flags of a training, where `words` start the example."""
-    if name == EXAMPLE:
-        unknown = flags_in(words) - flags_of_training()
-        assert not unknown, f"{name} has no {', '.join(sorted(unknown))}"
-
-
-def check_a_script(name: str) -> None:
-    if name in SCRIPTS_OF_A_READER:
-        return
-    assert (ROOT / name).is_file(), f"there is no {name}"
+def check_program(name: str, words: list[str]) -> None:
+    if name.endswith(".py"):
+        known = name in SCRIPTS_OF_A_READER or (ROOT / name).is_file()
+        assert known, f"there is no {name}"
+        if name == EXAMPLE:
+            check_flags(name, words, flags_of_training())
+    elif name == "megatron_fluid.cli":
+        check_cli(words)
+    elif name.split(".")[0] in PACKAGES:
+        assert importlib.util.find_spec(name) is not None, f"there is no module {name}"
+        if name.startswith(("benchmarks", "tests.bench")) and "--" in " ".join(words):
+            check_flags(name, words, flags_of(name))
 
 
 def check_make(words: list[str]) -> None:
@@ -176,56 +155,33 @@ def check_make(words: list[str]) -> None:
     unknown = settings.keys() - {"ARGS", "RANKS", "PYTHON"}
     assert not unknown, f"make has no variable {', '.join(unknown)}"
     if words[0] == "pretrain":
-        check_training(EXAMPLE, shlex.split(settings.get("ARGS", "")))
+        check_program(EXAMPLE, shlex.split(settings.get("ARGS", "")))
 
 
 def check_cli(words: list[str]) -> None:
     command, rest = words[0], words[1:]
     if command.startswith("-"):
         return
-    known = flags_of_cli(command)
-    if command in ("run", "profile", "compare"):  # behind the program stand its flags
-        script = next((i for i, word in enumerate(rest) if word.endswith(".py")), None)
-        module = rest.index("-m") if "-m" in rest else None
-        if module is not None:
-            name, of_module = rest[module + 1 : module + 2], rest[module + 2 :]
-            assert importlib.util.find_spec(name[0]) is not None, f"there is no module {name[0]}"
-            if name == ["megatron_fluid.cli"]:
-                check_cli(of_module)
-            return
-        if script is not None:
-            check_a_script(rest[script])
-            check_training(rest[script], rest[script + 1 :])
-            rest = rest[:script]
-        if command == "run":
-            return  # torchrun's own flags
-    unknown = flags_in(rest) - known
-    assert not unknown, f"megatron-fluid {command} has no {', '.join(sorted(unknown))}"
+    known = flags_of("megatron_fluid.cli.__main__", command)
+    starts = [i for i, word in enumerate(rest) if word == "-m" or word.endswith(".py")]
+    if starts and command in ("run", "profile", "compare"):
+        check_program(*started(rest[starts[0] :]))
+        rest = rest[: starts[0]]
+    if command != "run":  # it has torchrun's flags
+        check_flags(f"megatron-fluid {command}", rest, known)
 
 
 def check(words: list[str]) -> None:
-    program = words[0]
-    if program == "make":
+    if words[0] == "make":
         check_make(words[1:])
-    elif program == "megatron-fluid":
+    elif words[0] == "megatron-fluid":
         check_cli(words[1:])
     elif "pytest" in words:
         for word in words:
             if "/" in word and not word.startswith(("-", MEGATRONS_TESTS)):
                 assert (ROOT / word.partition("::")[0]).exists(), f"there is no {word}"
-    elif (found := module_of(words)) is not None:
-        module, rest = found
-        assert importlib.util.find_spec(module) is not None, f"there is no module {module}"
-        flags = flags_in(rest)
-        if flags and module.startswith(("benchmarks", "tests.bench")):
-            text = help_of(module)
-            unknown = [flag for flag in flags if not re.search(rf"{flag}(?![a-z-])", text)]
-            assert not unknown, f"{module} has no {', '.join(unknown)}"
     else:
-        name, rest = started(words)
-        if name.endswith(".py"):
-            check_a_script(name)
-            check_training(name, rest)
+        check_program(*started(words))
 
 
 def test_every_printed_command_names_what_is_here() -> None:
