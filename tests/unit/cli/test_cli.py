@@ -11,6 +11,7 @@ import pytest
 
 from megatron_fluid import __version__, patches
 from megatron_fluid.cli import main
+from megatron_fluid.run import run
 from tests.support.fresh_program import run_code
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -106,15 +107,6 @@ def test_a_wrong_command_line_ends_in_one_line(
     assert status == 2 and said in shown and shown.count("\n") == 1
 
 
-def test_the_list_of_patches_fits_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["patches"])
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 100
-    flat = re.sub(r"\s+", "", text)
-    for row in patches.report():
-        assert re.sub(r"\s+", "", row.target + row.reason) in flat, row.patch
-
-
 def test_a_rank_that_was_killed_gives_the_status_that_a_shell_would(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,3 +173,40 @@ def test_profile_gives_a_training_megatrons_own_flags(
     os.utime(tmp_path / "out" / "torch_profile" / "rank-0.json.gz", (1, 1))
     assert main(["profile", *output, sys.executable, "-c", "pass"]) == 2
     assert "the program succeeded but wrote no trace" in capfd.readouterr().err
+
+
+# ---- `python -m megatron_fluid.run SCRIPT`
+
+SCRIPT = """\
+import sys
+print(__name__, "megatron_fluid" in sys.modules, sys.argv[1:], sys.path[0], __file__)
+import neighbour
+"""
+
+
+def test_a_script_sees_what_python_would_show_it_and_the_package(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "neighbour.py").write_text("print('found')")
+    command = [sys.executable, "-m", "megatron_fluid.run", "train.py", "--lr", "1e-3", "-x"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == f"__main__ True ['--lr', '1e-3', '-x'] {tmp_path} train.py"
+    assert second == "found"
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [([], "no script is named"), (["absent.py", "--lr"], "there is no file absent.py")],
+)
+def test_a_script_that_is_not_there_is_named(words: list[str], found: str) -> None:
+    with pytest.raises(SystemExit, match=f"megatron_fluid.run: {found}; usage: python -m"):
+        run(words)
+
+
+def test_running_a_script_has_a_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(["--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: python -m megatron_fluid.run SCRIPT")

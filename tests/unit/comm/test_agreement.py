@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from megatron_fluid.comm import agreement as agreement_module
 from megatron_fluid.comm.agreement import Agreement, agreement
 from megatron_fluid.comm.groups import close_group
 from megatron_fluid.comm.p2p_rounds import detect_hosts
@@ -146,37 +144,6 @@ def test_a_closed_group_and_twins_keep_their_values_apart() -> None:
         expected += [[(number, 0), (number, 1)], [0, 0]]
     expected += [[(number, 0), (number, 1)] for number in range(2)]
     assert run_ranks(_closed_and_used_again, 2) == [expected] * 2
-
-
-def _made_again(rank: int, world: int, port: int) -> list[object]:
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=60))
-    dist.destroy_process_group()
-    found: list[object] = []
-    agreement_module._own_connection = lambda: store
-    for number in range(2):
-        # The store lives on, as torchrun's does; gloo's own keys do not survive that.
-        own = dist.PrefixStore(f"gloo {number}", store)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=world)
-        if rank == 1 - number:
-            time.sleep(0.3)
-        group = dist.group.WORLD
-        assert group is not None
-        found.append(agreement(group).gather("session", (number, rank)))
-        agreement(group).barrier("end of a session")
-        time.sleep(0.5)
-        dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("end", store), rank=rank, world_size=2)
-    return found
-
-
-def test_process_groups_made_again_on_one_store_keep_their_values_apart() -> None:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    expected = [[(number, 0), (number, 1)] for number in range(2)]
-    assert run_ranks(_made_again, 2, port) == [expected] * 2
 
 
 # ---- the only user of stores

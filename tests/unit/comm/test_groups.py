@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron_fluid.comm import groups
 from megatron_fluid.comm.groups import close_group, group_resource, is_destroyed
-from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound
-from megatron_fluid.comm.waits import WaitName
 
 
 @pytest.fixture(autouse=True)
@@ -66,18 +61,3 @@ def test_a_group_is_known_to_be_destroyed() -> None:
     dist.destroy_process_group(group)
     assert is_destroyed(group)
     dist.destroy_process_group()
-
-
-def test_everything_is_asked_for_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[tuple[str, int | None]] = []
-
-    def start(self: P2PRounds, name: WaitName, move: Any, tensors: Sequence[Any]) -> PendingRound:
-        assert len(tensors) == 1
-        begun.append(("receive" if move is dist.irecv else "send", name.peer))
-        return PendingRound()
-
-    monkeypatch.setattr(P2PRounds, "_start_gloo", start)
-    rounds = object.__new__(P2PRounds)
-    both, one = [torch.ones(2)], [torch.ones(3)]
-    rounds.exchange("test", 0, [(1, both, both), (2, one, []), (0, [], one)])
-    assert begun == [("receive", 1), ("receive", 0), ("send", 1), ("send", 2)]

@@ -20,6 +20,7 @@ from megatron_fluid import MoELayer, patches
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.gradient_readiness import _Gate
 from megatron_fluid.patches.moe import layer as moe_layer
+from megatron_fluid.patches.moe.expert_modules import share_storage
 from tests.support import tiny_gpt
 from tests.support.grouped_tensor import megatron_with_grouped_tensors
 from tests.unit.patches.test_moe_router import over_nvlink
@@ -198,3 +199,11 @@ def _layers(rank: int, world_size: int) -> dict[str, list[int]]:
 def test_weights_that_move_between_calls_leave_no_memory_behind() -> None:
     (found,) = run_ranks(_layers, 1, timeout_s=300, env={"TRITON_INTERPRET": "1"})
     assert found == {name: [0, 0] for name in ("local", "rounds", "nvlink", "standalone")}
+
+
+def test_parameters_of_a_larger_buffer_are_not_moved() -> None:
+    """As Megatron's DistributedDataParallel lays them out."""
+    parameters = tuple(map(torch.nn.Parameter, torch.zeros(3, 4, 8).unbind()))
+    pointers = [parameter.data_ptr() for parameter in parameters]
+    share_storage(parameters)
+    assert [parameter.data_ptr() for parameter in parameters] == pointers
