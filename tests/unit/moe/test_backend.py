@@ -203,42 +203,30 @@ def test_a_callable_that_bears_the_name_of_a_kernel_is_not_taken_for_it(
             assert asked.call_args.args[1] == named
 
 
-def test_the_first_forward_sizes_the_buffers_by_the_rank_with_most_tokens() -> None:
-    others = 9
-
-    def gather(operation: str, mine: int) -> list[int]:
-        return [mine, others]
-
-    made: list[tuple[object, ...]] = []
+@pytest.mark.parametrize("room", [1, 3])
+def test_buffers_are_sized_by_the_rank_with_most_tokens_and_grow_for_all_copies(
+    monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    others, made = 9, list[int]()
 
     def make(group: object, *shape: int, dtype: torch.dtype, by_choice: bool) -> SimpleNamespace:
-        made.append((*shape, dtype))
+        made.append(shape[0])
         return SimpleNamespace(max_tokens=shape[0], hidden=shape[1], dtype=dtype)
 
-    def backend(**settings: Any) -> NvlinkBackend:
-        group = mock.Mock(size=lambda: 2)
-        shape = LayerShape(group=group, num_experts=8, top_k=2, ffn=32, name="moe", **settings)
-        return NvlinkBackend(shape, mock.Mock())
-
-    def buffers(made_by: NvlinkBackend, tokens: int) -> Any:
+    talk = SimpleNamespace(gather=lambda operation, mine: [mine, others])
+    monkeypatch.setattr(nvlink_buffers, "agreement", lambda group: talk)
+    monkeypatch.setattr(nvlink_buffers, "shared_buffers", make)
+    group = mock.Mock(size=lambda: 2)
+    shape = LayerShape(group=group, num_experts=8, top_k=2, ffn=32, name="moe", room=room)
+    backend: Any = NvlinkBackend(shape, mock.Mock())
+    for tokens in (4, 9):
         x, ids = torch.zeros(tokens, 64).bfloat16(), torch.zeros(tokens, 2)
-        made_by.plan(x, ids, ids, experts=None, again=False)
-        return made_by.buffers
-
-    first, roomy = backend(), backend(room=3)
-    with (
-        mock.patch.object(nvlink_buffers, "agreement", return_value=SimpleNamespace(gather=gather)),
-        mock.patch.object(nvlink_buffers, "shared_buffers", make),
-    ):
-        sized = buffers(first, 4)
-        assert buffers(first, 9) is sized
-        assert made == [(9, 64, 32, 2, 8, torch.bfloat16)]
-        others = 12  # another rank has more tokens than fit, this one fewer
-        grown = first.grow(5)
-        assert made[1:] == [(12, 64, 32, 2, 8, torch.bfloat16)]
-        assert buffers(first, 5) is grown is copy.deepcopy(first).buffers
-        buffers(roomy, 9)
-        assert made[2:] == [(36, 64, 32, 2, 8, torch.bfloat16)]
+        backend.plan(x, ids, ids, experts=None, again=False)
+    assert made == [9 * room]
+    others = 50  # another rank has more tokens than fit, this one fewer
+    grown = backend.grow(5)
+    assert made[1:] == [grown.max_tokens] and grown.max_tokens >= 50
+    assert copy.deepcopy(backend).buffers is grown
 
 
 def test_rows_are_sent_by_gemms_of_the_types_that_can(monkeypatch: pytest.MonkeyPatch) -> None:

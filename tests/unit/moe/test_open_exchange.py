@@ -12,29 +12,25 @@ from torch import Tensor
 from megatron_fluid.moe.local.transport import LocalPlan, LocalTransport
 from megatron_fluid.moe.open_exchange import DispatchedRows, OpenExchange
 from megatron_fluid.moe.transport import TokenTransport
-from tests.support.moe_reference import moe_reference, routing
+from tests.support.moe_reference import ExpertProblem, routing
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 T, K, E, H, F = 11, 2, 5, 16, 8
 KINDS = ["random", "dropped", "one expert", "nothing"]
 
 
-def _routing(kind: str) -> Tensor:
-    return routing(kind, T, E, K, torch.Generator().manual_seed(4))
-
-
-def _torch(ids: Tensor, x: Tensor) -> TokenTransport:
+def _torch(ids: Tensor) -> TokenTransport:
     return LocalTransport(LocalPlan.of(ids, E))
 
 
-def _kernels(sent_rows: bool) -> Callable[[Tensor, Tensor], TokenTransport]:
-    def make(ids: Tensor, x: Tensor) -> TokenTransport:
+def _kernels(sent_rows: bool) -> Callable[[Tensor], TokenTransport]:
+    def make(ids: Tensor) -> TokenTransport:
         from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
         from megatron_fluid.moe.nvlink.schedule import Schedule
         from megatron_fluid.moe.nvlink.transport import NvlinkTransport
 
         workspace, schedule = SimulatedWorkspace(1).rank(0), Schedule(sent_rows=sent_rows)
-        buffers = NvlinkBuffers(workspace, T, H, K, E, x.dtype, schedule)
+        buffers = NvlinkBuffers(workspace, T, H, K, E, torch.float32, schedule)
         return NvlinkTransport(buffers, ids.int())
 
     return make
@@ -47,7 +43,15 @@ WAYS = [
 ]
 
 
-def _experts(rows: DispatchedRows, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+each_way = pytest.mark.parametrize("way", WAYS)
+
+
+def _problem(kind: str = "random") -> ExpertProblem:
+    ids = routing(kind, T, E, K, torch.Generator().manual_seed(4))
+    return ExpertProblem.draw(ids, E, H, F, activation="gelu", biased=True)
+
+
+def _experts(rows: DispatchedRows, w1: Tensor, w2: Tensor, b1: Tensor, b2: Tensor) -> Tensor:
     """With biases, which no transport knows of."""
     parts = zip(rows.tokens.split(rows.counts), rows.probs.split(rows.counts), strict=True)
     made = [
@@ -57,45 +61,30 @@ def _experts(rows: DispatchedRows, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tenso
     return torch.cat(made)
 
 
-def _leaves() -> tuple[list[Tensor], Tensor]:
-    g = torch.Generator().manual_seed(5)
-    shapes = [(T, H), (T, K), (E, F, H), (E, F), (E, H, F), (E, H), (T, H)]
-    *leaves, grad = (torch.randn(*shape, generator=g) * 0.4 for shape in shapes)
-    return [leaf.requires_grad_() for leaf in leaves], grad
-
-
-def _expected(ids: Tensor, leaves: list[Tensor]) -> Tensor:
-    x, probs, w1, b1, w2, b2 = leaves
-    return moe_reference(x, ids, probs, w1, w2, "gelu", (b1, b2))
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
+@each_way
 def test_outputs_and_every_gradient_agree_with_plain_torch(
-    way: Callable[[Tensor, Tensor], TokenTransport], kind: str
+    way: Callable[[Tensor], TokenTransport], kind: str
 ) -> None:
-    ids, (leaves, grad) = _routing(kind), _leaves()
-    opened = OpenExchange(way(ids, leaves[0]))
+    problem = _problem(kind)
+    ids, leaves, grad = problem
+    opened = OpenExchange(way(ids))
     rows = opened.dispatch(leaves[0], leaves[1])
     assert rows.counts == [int((ids == e).sum()) for e in range(E)]
     y = opened.combine(_experts(rows, *leaves[2:]))
-    right = _expected(ids, leaves)
-    torch.testing.assert_close(y, right, rtol=1e-5, atol=1e-6)
-    found = torch.autograd.grad(y, leaves, grad, retain_graph=True)
-    again = torch.autograd.grad(y, leaves, grad)
-    expected = torch.autograd.grad(right, leaves, grad)
+    again = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+    found, expected = problem.gradients(y), problem.expected("gelu")
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(again, found, rtol=0, atol=0)
+    torch.testing.assert_close(list(again), found[1:], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_way
 def test_a_gradient_of_the_rows_alone_needs_no_result(
-    way: Callable[[Tensor, Tensor], TokenTransport],
+    way: Callable[[Tensor], TokenTransport],
 ) -> None:
     """A loss on what the experts see, whose combined output nobody asks for a gradient."""
-    ids, (leaves, _) = _routing("random"), _leaves()
-    x, probs, *weights = leaves
-    opened = OpenExchange(way(ids, x))
+    ids, (x, probs, *weights), _ = _problem()
+    opened = OpenExchange(way(ids))
     rows = opened.dispatch(x, probs)
     opened.combine(_experts(rows, *weights))
     dx, dprobs = torch.autograd.grad((3 * rows.tokens).sum() + rows.probs.sum(), [x, probs])
@@ -104,19 +93,18 @@ def test_a_gradient_of_the_rows_alone_needs_no_result(
 
 
 def test_inputs_without_gradients_leave_the_experts_theirs() -> None:
-    ids, (leaves, grad) = _routing("random"), _leaves()
-    x, probs = (leaf.detach() for leaf in leaves[:2])
-    opened = OpenExchange(_torch(ids, x))
-    y = opened.combine(_experts(opened.dispatch(x, probs), *leaves[2:]))
-    found = torch.autograd.grad(y, leaves[2:], grad)
-    expected = torch.autograd.grad(_expected(ids, leaves), leaves[2:], grad)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    problem = _problem()
+    ids, (x, probs, *weights), grad = problem
+    opened = OpenExchange(_torch(ids))
+    y = opened.combine(_experts(opened.dispatch(x.detach(), probs.detach()), *weights))
+    found = torch.autograd.grad(y, weights, grad)
+    torch.testing.assert_close(list(found), problem.expected("gelu")[3:], rtol=1e-5, atol=1e-6)
 
 
 def test_an_exchange_is_answered_once() -> None:
-    ids, (leaves, _) = _routing("random"), _leaves()
-    opened = OpenExchange(_torch(ids, leaves[0]))
-    rows = opened.dispatch(leaves[0], leaves[1])
+    ids, (x, probs, *_), _ = _problem()
+    opened = OpenExchange(_torch(ids))
+    rows = opened.dispatch(x, probs)
     opened.combine(rows.tokens)
     with pytest.raises(AssertionError, match="answered once"):
         opened.combine(rows.tokens)
