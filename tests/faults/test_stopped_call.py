@@ -286,10 +286,3 @@ def test_all_others_name_a_rank_that_stops(
         assert values == expected[: len(values)]
         if said or len(values) < len(expected):
             assert names(said, stop.rank), f"{said}\n{log}"
-
-
-def test_a_name_is_found_in_what_ranks_say() -> None:
-    said = "PeerTimeoutError: rank 0: no answer from peer 12 within 5 s in moe dispatch"
-    assert names(said, 12)
-    assert not names(said, 1)
-    assert names("no answer from ranks 1, 2", 2)

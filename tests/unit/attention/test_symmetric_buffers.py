@@ -3,7 +3,6 @@ how they grow, and what a capture finds of them and of tables; the choice of a t
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 from typing import Any
@@ -110,21 +109,6 @@ def test_nothing_grows_in_a_backward() -> None:
         return before, buffers.workspace.growths
 
     assert run_threads(2, "sm_push", body) == [(3, 3)] * 2, "heads and the rows of two groups"
-
-
-def test_a_capture_that_would_wait_for_what_is_not_in_it_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    buffers = head_buffers(SimulatedWorkspace(1).rank(0))
-    buffers.transfer("heads", 4, torch.float32)  # begun, and never taken
-    buffers.side = object()  # type: ignore[assignment]
-    # The current stream captures; the copy stream was not forked into the graph.
-    answers = iter([True, False])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(answers))
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    with pytest.raises(FluidError, match="attention heads.*before capturing"):
-        buffers.transfer("heads", 4, torch.float32)
-    assert buffers.extra_barriers == 0
 
 
 def test_heads_that_16_byte_accesses_do_not_fit_are_refused() -> None:

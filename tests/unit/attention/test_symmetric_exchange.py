@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fluid.attention.attention_kernels import CoreCase, run_sdpa
 from megatron_fluid.attention.exchange import symmetric
-from megatron_fluid.attention.exchange.symmetric import SymmetricExchange, choose_transport
+from megatron_fluid.attention.exchange.symmetric import SymmetricExchange
 from megatron_fluid.attention.exchanged import exchanged_attention
 from megatron_fluid.attention.layouts import HeadLayout, SequenceLayout
 from megatron_fluid.attention.overlap import AttentionCall, AttentionWeights, overlapped_attention
@@ -256,22 +256,6 @@ def test_a_recomputation_that_stops_early_leaves_no_trace(reentrant: bool, trans
         assert (buffers.extra_barriers > 0) == (not reentrant), "whether it did stop early"
 
     run_threads(2, transport, body)
-
-
-def test_heads_and_rows_may_go_different_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[str] = []
-
-    def choose(transport: str, sent_bytes: int) -> str:
-        chosen.append(choose_transport(transport, sent_bytes))
-        return chosen[-1]
-
-    case = dataclasses.replace(BASE, layers=2, layout="zigzag", scheduler=True)
-    # Forward sends 16 heads of a position and brings 8 back; backward sends 8 and brings 16 back.
-    between = case.length // 4 * case.batch * 12 * case.head_dim * 8 * 3 // 4
-    monkeypatch.setattr(symmetric, "_COPY_ENGINE_BYTES", between)
-    monkeypatch.setattr(symmetric, "choose_transport", choose)
-    check(4, "auto", case)
-    assert chosen.count("copy_engine") == chosen.count("sm_push") == 4 * 2 * 2
 
 
 def test_all_ranks_choose_one_transport_though_their_shares_differ(

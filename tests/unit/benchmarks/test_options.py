@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import run_all
-from benchmarks.harness.launchers import NodeLaunch, RankLaunch, detect_launch
+from benchmarks.harness.launchers import detect_launch
 from benchmarks.harness.run_all import SUITES, Job, main
 from benchmarks.report.descriptions import SUITES as WORDS
 from megatron_fluid.errors import ConfigError
@@ -48,24 +48,8 @@ def test_an_unknown_or_idle_option_is_refused(
     assert words in capsys.readouterr().err
 
 
-LOCAL = ("127.0.0.1", 29500)
-
-
 def environment(prefix: str = "", **variables: object) -> dict[str, str]:
     return {prefix + name: str(value) for name, value in variables.items()}
-
-
-def test_each_launcher_is_understood() -> None:
-    env = environment(RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, MASTER_ADDR="a", MASTER_PORT=7)
-    assert detect_launch(env) == RankLaunch(5, 8, 1, "a", 7, "torchrun")
-    env = environment("OMPI_COMM_WORLD_", RANK=3, SIZE=4, LOCAL_RANK=3)
-    assert detect_launch(env) == RankLaunch(3, 4, 3, *LOCAL, "mpirun")
-    launch = detect_launch(
-        environment(NODE_RANK=1, WORLD_SIZE=16, WORLD_LOCAL_SIZE=8, MASTER_ADDR="10.0.0.1")
-    )
-    assert launch == NodeLaunch(1, 16, 8, "10.0.0.1", 29500)
-    assert launch.rank(2) == RankLaunch(10, 16, 2, "10.0.0.1", 29500, "nodes")
-    assert detect_launch({"PATH": "/bin"}) is None
 
 
 @pytest.mark.parametrize(

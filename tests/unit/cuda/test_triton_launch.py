@@ -99,22 +99,6 @@ class _Started:
         return launch
 
 
-def test_launch_leaves_out_what_has_become_a_constant(driver: _Driver) -> None:
-    driver.widths = [8, 4, 8, 8, 8]
-    kernel = _Started(
-        {"x": "*fp32", "n": "i32", "table": "*i64", "one": "constexpr", "BLOCK": "constexpr"}
-    )
-    table, x = torch.zeros(2), torch.zeros(4)
-    prepared = Launch(kernel, 8, {"BLOCK": 64}, (table, 1))
-    stream: Any = SimpleNamespace(cuda_stream=33)
-    prepared((2, 3), (x, 9), stream)
-    assert not driver.launches  # Triton's
-    prepared((2, 3), (x, -9), stream)
-    assert driver.launches == [
-        ([77, 2, 3, 1, 256, 1, 1, 2048, 33], [x.data_ptr(), 2**32 - 9, table.data_ptr(), 0, 0])
-    ]
-
-
 @pytest.mark.parametrize("widths", [[8, 4, 8], [8, 8, 8, 8], []])  # it takes 8, 4, 8, 8
 def test_launch_of_a_kernel_with_other_parameters_goes_through_triton(
     driver: _Driver, widths: list[int]

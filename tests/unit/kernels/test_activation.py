@@ -68,14 +68,6 @@ def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_the_expert_of_each_row_follows_from_the_offsets() -> None:
-    groups = RowGroups(torch.tensor(COUNTS).cumsum(0, dtype=torch.int32).to(DEVICE))
-    found = groups.experts_of(sum(COUNTS) + 2)
-    right = [e for e, count in enumerate([*COUNTS, 2]) for _ in range(count)]
-    assert found.dtype == torch.int32 and found.tolist() == right
-    assert groups.experts_of(sum(COUNTS) + 2) is found
-
-
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("activation", CASES, ids=lambda a: f"{a.name} {tuple(a.variant)}")
 def test_forward_and_backward_agree_with_autograd(

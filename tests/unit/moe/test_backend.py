@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fluid.comm import groups, symmetric
+from megatron_fluid.comm import symmetric
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import backends, choose, layer
 from megatron_fluid.moe.backends import choose_backend
@@ -24,7 +24,6 @@ from megatron_fluid.moe.nvlink import shared as nvlink_buffers
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP
 from megatron_fluid.moe.nvlink.transport import NvlinkBackend
 from megatron_fluid.moe.transport import LayerShape
-from megatron_fluid.plan.machine import REFERENCE
 from tests.support.launch import on_ranks, world_group
 
 GPU = torch.device("cuda")
@@ -227,38 +226,6 @@ def test_buffers_are_sized_by_the_rank_with_most_tokens_and_grow_for_all_copies(
     grown = backend.grow(5)
     assert made[1:] == [grown.max_tokens] and grown.max_tokens >= 50
     assert copy.deepcopy(backend).buffers is grown
-
-
-def test_rows_are_sent_by_gemms_of_the_types_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chosen once a type, on the group's first rank; another rank takes what it is told."""
-    group, told = mock.Mock(), []
-    monkeypatch.setattr(groups, "_resources", {})
-    monkeypatch.setattr(groups, "is_destroyed", lambda group: False)
-    monkeypatch.setattr(nvlink_buffers, "SymmetricWorkspace", mock.Mock())
-    monkeypatch.setattr(nvlink_buffers, "wait_timeout_s", lambda *_: 9.0)
-    monkeypatch.setattr(nvlink_buffers, "machine_named", lambda _: REFERENCE["h200"])
-    monkeypatch.setattr(nvlink_buffers, "NvlinkBuffers", lambda *_, schedule, **__: schedule)
-    monkeypatch.setattr(nvlink_buffers, "sends_rows", lambda device, dtype: dtype == torch.bfloat16)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
-    talk = SimpleNamespace(first=lambda _, schedule: (told.append(schedule), schedule)[1])
-    monkeypatch.setattr(nvlink_buffers, "agreement", lambda group: talk)
-    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    shape = (4096, 4096, 14336, 2, 8)
-    for _ in range(2):
-        assert nvlink_buffers.shared_buffers(group, *shape, dtype=torch.bfloat16).sent_rows
-        assert not nvlink_buffers.shared_buffers(group, *shape, dtype=torch.float32).sent_rows
-        by_choice = nvlink_buffers.shared_buffers(
-            group, *shape, dtype=torch.float32, by_choice=True
-        )
-        assert by_choice.sent_rows
-    assert len(told) == 2
-    monkeypatch.setattr(groups, "_resources", {})
-    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
-    assert nvlink_buffers.shared_buffers(group, *shape, dtype=torch.bfloat16) == NO_OVERLAP, (
-        "as the first rank said"
-    )
 
 
 @on_ranks(1)

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import ConfigError
-from megatron_fluid.kernels.grouped_gemm.launch import Owners, grouped_matmul
 from megatron_fluid.moe import experts
 from megatron_fluid.moe.expert_weights import ExpertWeights
-from megatron_fluid.moe.nvlink import transport as nvlink_transport
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 from megatron_fluid.moe.nvlink.transport import plan_nvlink
@@ -286,33 +284,3 @@ def test_rows_without_room_do_not_bring_what_was_there_before(schedule: Schedule
     x, ids, probs, w1, w2 = make().arguments
     y = nvlink_moe(buffers, x, torch.zeros_like(ids), probs, w1[:1], w2[:1])
     assert y.isfinite().all() and y.any()
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("able", [False, True])
-def test_rows_are_sent_by_the_gemm_itself_where_it_can(
-    monkeypatch: pytest.MonkeyPatch, able: bool, stacked: bool
-) -> None:
-    """Both products before a combine; else by a kernel that reads them, and the values are the
-    same."""
-    buffers, problem = buffers_of(SENT), make()
-    x, ids, probs, *weights = problem.arguments
-    sent: list[tuple[int, ...]] = []
-
-    def sends(
-        rows: Tensor, matrices: Tensor, offsets: Tensor, owners: Owners, programs: int | None = None
-    ) -> None:
-        sent.append(tuple(matrices.shape))
-        y = grouped_matmul(rows, matrices, offsets, offsets.tolist())
-        received = buffers.local("combine", rows.dtype).view(-1, H)
-        assert owners.buffers.tolist() == [received.data_ptr()] and owners.shift == buffers.shift
-        received[owners.origins[: y.shape[0]].long() & (1 << owners.shift) - 1] = y
-
-    monkeypatch.setattr(nvlink_transport, "can_send", lambda rows, matrices: able)
-    monkeypatch.setattr(nvlink_transport, "sent_matmul", sends)
-    # Matrices that do not lie at equal distances cannot be taken for a stack.
-    w1, w2 = weights if stacked else ([m.clone() for m in w.flip(0)][::-1] for w in weights)
-    found = problem.gradients(nvlink_moe(buffers, x, ids, probs, w1, w2))
-    assert sent == ([(E, F, H), (E, 2 * F, H)] if able and stacked else [])
-    agree(found, problem.expected())
-    buffers.workspace.check_errors()

@@ -139,25 +139,6 @@ def test_neighbours_in_memory_are_one_stack() -> None:
     assert ExpertWeights([apart[0], apart[1], normal(2, 3)], 3).stack is None
 
 
-def test_where_weights_lie_is_kept_until_one_moves() -> None:
-    stack, apart = normal(3, 4, 5), [normal(4, 5) for _ in range(3)]
-    turned = list(stack.unbind())[::-1]
-    pairs = (stack, stack), (apart, apart[1]), (list(stack.unbind()), None), (turned, None)
-    for weights, moved in pairs:
-        fc = ExpertWeights(weights, 3)
-        assert fc.kept.fits(weights) and (fc.reverse is None) is (weights is not turned)
-        again = ExpertWeights(weights, 3, kept=fc.kept)
-        assert again.kept is fc.kept and (again.stack is None) is (fc.stack is None)
-        for one, other in zip(fc.matrices, again.matrices, strict=True):
-            assert one.data_ptr() == other.data_ptr() and torch.equal(one, other)
-        if moved is not None:
-            moved.data = moved.data.clone()
-            assert not fc.kept.fits(weights)
-    kept = ExpertWeights(stack, 3).kept
-    assert not kept.fits(stack.clone()) and not kept.fits(apart)
-    assert not ExpertWeights(apart, 3).kept.fits(apart[:2])
-
-
 def test_rows_of_several_sources_are_merged_by_expert() -> None:
     groups = [RowGroups.of_counts(counts) for counts in ([2, 0, 1], [1, 1, 0])]
     segments = [torch.tensor([10, 11, 12]), torch.tensor([20, 21])]

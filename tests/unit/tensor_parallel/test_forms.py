@@ -177,34 +177,6 @@ def test_the_fused_form_moves_every_chunk(ranks: int, monkeypatch: pytest.Monkey
         _check(backends, m, n, k, dtype, turn % 2 == 0, turn > 0)
 
 
-def test_the_fused_form_lends_what_it_gathers_without_a_gemm(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ranks, m, k = 4, 4, 208  # of a GEMM's gather, four chunks
-    backends = fused_forms(ranks, monkeypatch)
-    b = torch.randn(k, 32).to(torch.bfloat16)
-    gemms = [Gemm(b)] * ranks
-    for _ in range(3):
-        shards = [torch.randn(m, k).to(torch.bfloat16) for _ in range(ranks)]
-        finish = [
-            backend.start_gather(shard) for backend, shard in zip(backends, shards, strict=True)
-        ]
-        lent = [end() for end in finish]
-        assert all(torch.equal(found, torch.cat(shards)) for found in lent)
-        others = [torch.randn(m, k).to(torch.bfloat16) for _ in range(ranks)]
-        pushed = [
-            backend._push(shard, Gemm(b)) for backend, shard in zip(backends, others, strict=True)
-        ]
-        assert all(torch.equal(found, torch.cat(shards)) for found in lent), (
-            "peers may be in their next gather already"
-        )
-        for backend, shard, push, gemm in zip(backends, others, pushed, gemms, strict=True):
-            c, whole = backend._gather_matmul(shard, push, gemm, keep=True)
-            assert whole is not None and torch.equal(whole, torch.cat(others))
-            assert whole.data_ptr() == push[0].data_ptr()
-            _close(c, whole.double() @ b.double())
-
-
 def test_what_is_gathered_stays_until_the_next_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, m, k = 2, 16, 64
     backends = fused_forms(ranks, monkeypatch)
