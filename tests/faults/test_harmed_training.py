@@ -1,8 +1,7 @@
-"""A real training whose ranks were started with different settings, or whose numbers are not
-finite: all ranks end in bounded time and say why.
+"""A real training whose numbers are not finite: all ranks end in bounded time and say why.
 
-Harmed caches are in tests/unit/examples/test_text_dataset.py and
-tests/unit/cuda/test_kernel_build.py.
+Ranks with different settings are in tests/unit/comm/test_same_settings.py, harmed caches in
+tests/unit/examples/test_text_dataset.py and tests/unit/cuda/test_kernel_build.py.
 """
 
 from __future__ import annotations
@@ -36,29 +35,6 @@ def last_words(training: Training) -> list[str]:
         assert not outcome.ok
         words.append("\n".join(_SAID.findall(f"{log}\n{outcome.error}")))
     return words
-
-
-def _on_rank_1(arguments: Sequence[str], rank: int) -> Sequence[str]:
-    return arguments if rank == 1 else ()
-
-
-@pytest.mark.parametrize(
-    ("different", "said", "timeout_s"),
-    [
-        (("--hidden-size", "32"), "hidden_size: found 64 on rank 0, 32 on rank 1", "8"),
-        (("--num-layers", "1"), "peer", "4"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
-)
-def test_ranks_with_different_settings_are_told_apart(
-    different: tuple[str, ...], said: str, timeout_s: str, tmp_path: Path
-) -> None:
-    bound = ("--fluid-timeout", timeout_s)
-    started = train(
-        tmp_path, "log", *bound, ranks=RANKS, prepare=functools.partial(_on_rank_1, different)
-    )
-    words = last_words(started)
-    assert all(said in text for text in words), words
 
 
 def poison(what: str, value: float, rank: int) -> Sequence[str]:

@@ -279,26 +279,6 @@ def test_head_groups_given_later_to_a_layer_without_overlap_are_named() -> None:
 
 
 @pytest.mark.parametrize("rotary", [None, Rotary(4)])
-@pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_chain_of_nodes_has_the_bits_of_the_one_node(
-    rotary: Rotary | None, qk_norm: bool, bias: bool
-) -> None:
-    layer = _layer(
-        sequence_layout="zigzag", rotary=rotary, qk_norm=qk_norm, qkv_bias=bias, output_bias=bias
-    )
-    x = _input()
-    y = layer(x)
-    found = [y, *_gradients(layer, y, x)]
-    assert len(found) == 4 + 2 * qk_norm + 2 * bias
-    call = layer.call(x)
-    layer.zero_grad()
-    x = _input()
-    y = overlap.overlapped_attention(x, layer.weights(), call)
-    torch.testing.assert_close(found, [y, *_gradients(layer, y, x)], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("rotary", [None, Rotary(4)])
 def test_rows_that_are_not_contiguous_are_attended_like_others(rotary: Rotary | None) -> None:
     layer = _layer(rotary=rotary)
     y = layer(x := _input())

@@ -144,22 +144,6 @@ def test_hooks_fire_once_with_the_gradient_in_place(scheduler: WeightGradSchedul
         assert sorted(fired) == sorted(["tensor", "post", "node"] * turn)
 
 
-def test_gradients_of_inputs_alone_leave_the_weights_as_they_are(
-    scheduler: WeightGradScheduler,
-) -> None:
-    weights, [x] = layers(2), inputs(1)
-    reference, (dx,) = (
-        layers(2),
-        torch.autograd.grad(run(weights, x.requires_grad_(), scheduler).sum(), x),
-    )
-    torch.testing.assert_close(
-        dx, torch.autograd.grad(run(reference, x, None).sum(), x)[0], rtol=1e-12, atol=0
-    )
-    run(weights, x, scheduler).sum().backward(inputs=[x])
-    assert x.grad is not None and torch.equal(x.grad, dx)
-    assert all(weight.grad is None for weight in weights)
-
-
 def test_weights_that_are_frozen_before_the_backward_get_none(
     scheduler: WeightGradScheduler,
 ) -> None:
@@ -368,9 +352,3 @@ def test_many_parameters_are_marked_with_one_memory_but_those_that_want_zeros() 
     params[1].zero_out_wgrad = True  # type: ignore[attr-defined]
     given = mark_added_to_main_grad(params)
     assert not given[1].any() and given[0].data_ptr() != given[1].data_ptr()
-
-
-def test_without_recording_nothing_is_deferred(scheduler: WeightGradScheduler) -> None:
-    (weight,) = layers(1)
-    with torch.no_grad():
-        assert not deferred_linear(inputs(1)[0], weight, scheduler=scheduler).requires_grad

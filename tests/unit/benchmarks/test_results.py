@@ -103,33 +103,6 @@ def test_the_committed_table_is_that_of_the_committed_results(path: Path) -> Non
     assert entries and set(entries) <= set(read_table())
 
 
-def test_the_table_of_backends_is_made_from_results(tmp_path: Path) -> None:
-    def row(case: str, variant: str, ms: float, host_us: float | None = None) -> Row:
-        return Row(case, "forward", variant, ms, ms, ms, 1, {"host_us": host_us})
-
-    rows = [
-        row("ag-8-4-4", "torch", 2.0, 1000.0),
-        row("ag-8-4-4", "fluid_fused", 1.5, 2100.0),
-        row("ag-8-4-2", "torch", 2.0),
-        row("ag-8-4-2", "fluid_copy_engine", 1.5),
-        row("ag-8-4-2", "fluid_fused", 1.25),
-        row("rs-8-4-2", "torch", 2.0),
-        row("rs-8-4-2", "fluid_copy_engine", 1.97),
-        row("rs-16-4-2", "torch", 2.0),
-        row("ag-8-4-2", "flux", 1.0),
-    ]
-    results = write_results("tp_overlap", rows, 4, tmp_path / "r.json")
-    gpu = read_results(results)["gpu"]
-    assert tp_table.main([str(results), "--output", str(tmp_path / "table.json")]) == 0
-    table = [tuple(entry) for entry in json.loads((tmp_path / "table.json").read_text())]
-    assert set(table) >= {entry for entry in read_table() if entry[0] != gpu}
-    assert [entry[2:] for entry in table if entry[0] == gpu] == [
-        ("gather", 8, 4, 2, "fused"),
-        ("gather", 8, 4, 4, "collective"),  # the host takes longer than the GPU
-        ("scatter", 8, 4, 2, "collective"),
-    ]
-
-
 ROWS = [
     Row("mixtral-8x7b", "train", variant, ms, ms, ms, 3)
     for variant, ms in (("megatron_te_alltoall", 4.0), ("fluid", 2.0), ("fluid_megatron", 2.0))

@@ -15,7 +15,7 @@ from benchmarks.cases.moe_rivals import RIVALS
 from benchmarks.cases.moe_variants import MEGATRON
 from benchmarks.harness.results import NO_SUITES, RESULTS, Row, write_results
 from benchmarks.report.descriptions import FLOORS, SUITES
-from benchmarks.report.headline import between_hosts, headline, wire_shares
+from benchmarks.report.headline import between_hosts, headline
 from benchmarks.report.tables import launched, summary
 from benchmarks.suites.tp_backends import BACKENDS
 from tools import release_check
@@ -108,30 +108,6 @@ def test_the_first_screen_marks_figures_of_older_code_and_leaves_out_those_of_a_
     assert "2.25 times" in between_hosts(tmp_path)
     write("slow_wire.json", "slow_wire", hosts, commit="a" * 40 + "-dirty")
     assert "nothing was measured" in between_hosts(tmp_path)
-
-
-def test_beside_the_clock_stands_how_long_the_gpu_was_busy(tmp_path: Path) -> None:
-    rows = [
-        Row("olmoe", "train", variant, ms, ms, ms, 3, {"kernels": {"busy_ms": busy, "kinds": {}}})
-        for variant, ms, busy in (
-            ("megatron_best", 400.0, 180.0),
-            ("fluid", 200.0, 150.0),
-            ("fluid_whole_graph", 100.0, 90.0),
-        )
-    ]
-    on_gpus(tmp_path / "pretrain-1gpu.json", "pretrain", rows, 1)
-    head, _, row = summary(tmp_path).splitlines()[2:]
-    assert head.endswith("| times faster | times less time in which a kernel runs |")
-    assert row.endswith("| 200.00 ms | 2.00 | 100.00 ms | 4.00 | 2.00 |")
-
-
-def test_between_hosts_a_cheaper_exchange_and_overlap_stand_apart(tmp_path: Path) -> None:
-    times = {"fluid": 40.0, "fluid_no_overlap": 70.0, "plain": 200.0}
-    megatron = {"megatron_alltoall": 110.0, "megatron_allgather": 100.0}
-    rows = of("moe-2x1-wire-1", "train", times | megatron)
-    write_results("slow_wire", rows, 2, tmp_path / "slow_wire.json", command="bench slow_wire")
-    assert wire_shares(tmp_path).endswith("| 1 | 100 ms | 30 ms | 30 ms | 40 ms |")
-    assert wire_shares(tmp_path / "empty") == "Not measured."
 
 
 def test_a_release_takes_figures_of_todays_code_at_one_commit_alone(

@@ -3,7 +3,6 @@ and against the recipe in plain torch."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -60,50 +59,47 @@ def oracle(ids: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
     return gradients(y, wide, grad.float())
 
 
-def cast_along_rows(rows: list[Tensor]) -> Tensor:
-    """An expert's rows in fp8, cast again with a scale for each feature. [n, width], n up to 128"""
-    turned = torch.cat([*rows, torch.zeros(128 - len(rows), rows[0].shape[1])]).t()
-    return reference.restore_rows(*reference.cast_rows(turned)).t()
+def cast(rows: Tensor) -> Tensor:
+    """What stands for rows in fp8."""
+    return reference.restore_rows(*reference.cast_rows(rows))
+
+
+def cast_twice(rows: Tensor) -> Tensor:
+    """An expert's rows [n, width], n up to 128: in fp8, cast again with a scale for each
+    feature."""
+    padded = torch.nn.functional.pad(cast(rows), (0, 0, 0, 128 - len(rows)))
+    return cast(padded.t()).t()
 
 
 def by_the_recipe(
     ids: Tensor, leaves: list[Tensor], grad: Tensor, fp8_weight_grads: bool
 ) -> list[Tensor]:
-    """y, dx, dprobs, dw1, dw2: each expert's rows one after the other, products of restored fp8
-    operands in fp32."""
+    """y, dx, dprobs, dw1, dw2: expert by expert, products of restored fp8 operands in fp32."""
     x, probs, w1, w2 = (leaf.detach() for leaf in leaves)
-    cast1, cast2 = (
-        reference.restore_weights(*reference.cast_weights(w.detach())) for w in (w1, w2)
-    )
-
-    def cast(rows: Tensor) -> Tensor:
-        return reference.restore_rows(*reference.cast_rows(rows))
-
-    y, dx = torch.zeros(T, H), torch.zeros(T, H)
-    dprobs, dw1, dw2 = torch.zeros(T, K), torch.zeros_like(w1).float(), torch.zeros_like(w2).float()
-    factors: dict[int, list[list[Tensor]]] = {e: [[], [], [], []] for e in range(E)}
-    for e, t, k in itertools.product(range(E), range(T), range(K)):
-        if ids[t, k] != e:
-            continue
-        rows, p = cast(x[t : t + 1]), probs[t, k].float().view(1)
-        h = (rows @ cast1[e].t()).bfloat16()
-        gate, up = h.float().chunk(2, 1)
-        y[t] += (cast(torch.nn.functional.silu(gate) * up * p) @ cast2[e].t())[0]
-        dy = grad[t : t + 1]
-        da = (cast(dy) @ cast2[e]).bfloat16()
-        dh, a, dp = reference.swiglu_backward(
-            reference.restore_companded(*reference.compand_rows(h)), da, p
+    y, dx, dprobs = torch.zeros(T, H), torch.zeros(T, H), torch.zeros(T, K)
+    dw1, dw2 = torch.zeros_like(w1).float(), torch.zeros_like(w2).float()
+    for e in ids[ids >= 0].unique().tolist():
+        token, choice = torch.nonzero(ids == e, as_tuple=True)
+        fc1, fc2 = (
+            reference.restore_weights(*reference.cast_weights(w[e : e + 1]))[0] for w in (w1, w2)
         )
-        dx[t] += (cast(dh) @ cast1[e])[0]
-        dprobs[t, k] = dp
-        dw1[e] += dh.t() @ rows
-        dw2[e] += cast(dy).t() @ a
-        for kept, found in zip(factors[e], (dh, rows, dy, a), strict=True):
-            kept.append(cast(found))
-    for e, found_rows in factors.items():
-        if fp8_weight_grads and found_rows[0]:
-            turned_dh, turned_x, turned_dy, turned_a = map(cast_along_rows, found_rows)
-            dw1[e], dw2[e] = turned_dh.t() @ turned_x, turned_dy.t() @ turned_a
+        rows, p = cast(x[token]), probs[token, choice].float()
+        h = (rows @ fc1.t()).bfloat16()
+        gate, up = h.float().chunk(2, 1)
+        value = torch.nn.functional.silu(gate) * up * p[:, None]
+        y.index_add_(0, token, cast(value) @ fc2.t())
+        dy = grad[token]
+        da = (cast(dy) @ fc2).bfloat16()
+        kept = reference.restore_companded(*reference.compand_rows(h))
+        dh, a, dprobs[token, choice] = reference.swiglu_backward(kept, da, p)
+        dx.index_add_(0, token, cast(dh) @ fc1)
+        if fp8_weight_grads:
+            dw1[e], dw2[e] = (
+                cast_twice(dh).t() @ cast_twice(rows),
+                cast_twice(dy).t() @ cast_twice(a),
+            )
+        else:
+            dw1[e], dw2[e] = dh.t() @ rows, cast(dy).t() @ a
     return [y, dx, dprobs, dw1, dw2]
 
 
@@ -145,11 +141,6 @@ def test_over_nvlink_the_same_numbers(emulated: None, capacity: int | None) -> N
 _RECOMPUTED = [(), ("rows",), ("hidden",), ("rows", "hidden")]
 
 
-def rounded(rows: Tensor) -> Tensor:
-    """What stands for rows in fp8."""
-    return reference.restore_rows(*reference.cast_rows(rows)).bfloat16()
-
-
 @pytest.mark.parametrize("fp8_weight_grads", [True, False])
 @pytest.mark.parametrize("recompute", _RECOMPUTED, ids=str)
 @pytest.mark.parametrize("over", ["local", pytest.param("nvlink", marks=pytest.mark.interpreter)])
@@ -177,8 +168,9 @@ def test_tokens_cast_before_they_are_dispatched_give_the_bits_of_rows_cast_after
     torch.testing.assert_close(found[exact], after[exact], rtol=0, atol=0)
     assert torch.equal(found[4], after[4]) == fp8_weight_grads
     # A cast of what was cast changes nothing: then every result is the same.
-    x = rounded(leaves[0].detach()).requires_grad_()
-    again = [results(before, [x, *leaves[1:]], rounded(grad)) for before in (True, False)]
+    x = cast(leaves[0].detach()).bfloat16().requires_grad_()
+    grad = cast(grad).bfloat16()
+    again = [results(before, [x, *leaves[1:]], grad) for before in (True, False)]
     torch.testing.assert_close(*again, rtol=0, atol=0)
     torch.testing.assert_close(found, again[0], rtol=0, atol=0)
 

@@ -114,20 +114,6 @@ def test_grouped_gemms(how: str, counts: list[int]) -> None:
     torch.testing.assert_close(gradients, wanted)
 
 
-@settings(deadline=None)
-@given(counts=counts_of, cuts=st.integers(1, 6))
-def test_parts_of_row_groups(counts: list[int], cuts: int) -> None:
-    groups = RowGroups.of_counts(counts)
-    total = torch.zeros(len(counts), dtype=torch.int64)
-    for i in range(cuts):
-        begin, end = i * groups.num_rows // cuts, (i + 1) * groups.num_rows // cuts
-        part = groups.part(begin, end)
-        assert part.num_rows == end - begin
-        assert part.offsets.tolist() == part.ends
-        total += torch.tensor([0, *part.ends]).diff()
-    assert total.tolist() == list(counts)
-
-
 def test_neighbours_in_memory_are_one_stack() -> None:
     flat = normal(4 * 6 + 3 * 2)
     apart = [flat[i * 8 : i * 8 + 6].view(2, 3) for i in range(3)]
@@ -137,16 +123,6 @@ def test_neighbours_in_memory_are_one_stack() -> None:
     assert ExpertWeights(apart[::-1], 3).stack is None
     assert ExpertWeights([apart[0], apart[2], apart[1]], 3).stack is None
     assert ExpertWeights([apart[0], apart[1], normal(2, 3)], 3).stack is None
-
-
-def test_rows_of_several_sources_are_merged_by_expert() -> None:
-    groups = [RowGroups.of_counts(counts) for counts in ([2, 0, 1], [1, 1, 0])]
-    segments = [torch.tensor([10, 11, 12]), torch.tensor([20, 21])]
-    left, right, merged = experts.merge_rows([(s, -s) for s in segments], groups)
-    assert left.tolist() == [10, 11, 20, 21, 12] == (-right).tolist()
-    assert merged.offsets.tolist() == merged.ends == [3, 4, 5]
-    parts = experts.split_rows(left, groups)
-    assert all(torch.equal(*pair) for pair in zip(parts, segments, strict=True))
 
 
 def test_weights_that_do_not_fit() -> None:
