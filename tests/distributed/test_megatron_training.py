@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from megatron_fluid.profiling.traces import read_document
+from tests.support.faulty_training import ARGUMENTS, PROGRAM, losses
 from tests.support.forked_program import run_program
-from tests.support.pretrain_flags import ARGUMENTS, losses
 
 pytest.importorskip("megatron.training")
 
-PROGRAM = Path(__file__).resolve().parents[1] / "support" / "pretrain_program.py"
 MEGATRON_LM = os.environ.get("MEGATRON_LM")
 
 

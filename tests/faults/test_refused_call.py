@@ -52,26 +52,20 @@ def hierarchical(rank: int) -> Callable[[bool], Any]:
     return _moe(backend="hierarchical", num_experts=8)
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, at: str) -> Tensor:
-        if at == "forward":
-            raise Broken("9 tokens too many")
-        ctx.at = at
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        if ctx.at == "backward":
-            raise Broken("9 tokens too many")
-        return grads[0], None
+def _fail(grad: Tensor | None = None) -> None:
+    raise Broken("9 tokens too many")
 
 
 def _experts(at: str) -> Callable[[bool], Any]:
     ends = [""]
 
     def activation(x: Tensor) -> Tensor:
-        return _Fails.apply(x, ends[0])
+        y = x.clone()
+        if ends[0] == "forward":
+            _fail()
+        if ends[0] == "backward":
+            y.register_hook(_fail)
+        return y
 
     layer = MoELayer({**CONFIG, "activation": activation}, group(), dtype=F64)
 

@@ -21,23 +21,34 @@ from typing import Any
 
 from tests.support.forked_program import run_here
 from tests.support.launch import RankOutcome, run_ranks_outcomes
-from tests.support.pretrain_flags import ARGUMENTS, losses
 
 __all__ = [
+    "ARGUMENTS",
     "FIRST_SAVE",
     "ITERATIONS",
     "PHASES",
+    "PROGRAM",
     "RANKS",
     "SHARDED",
     "Fault",
     "Training",
     "begin_from",
     "draw",
+    "losses",
     "named_error",
     "train",
 ]
 
 PROGRAM = Path(__file__).resolve().parent / "pretrain_program.py"
+# Flags of a small training with Megatron's own loop.
+ARGUMENTS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 32 "
+    "--max-position-embeddings 32 --position-embedding-type rope --disable-bias-linear --swiglu "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-3 --min-lr 1e-4 "
+    "--lr-decay-iters 4 --eval-iters 1 --eval-interval 100 --log-interval 1 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 128 "
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+).split()
 PHASES = ("start", "forward", "backward", "optimizer", "save", "save, files written", "last")
 RANKS, ITERATIONS, FIRST_SAVE, BOUND_S = 4, 5, 2, 10.0
 _TRAINING = (
@@ -47,6 +58,12 @@ _TRAINING = (
     *("--hidden-dropout", "0", "--attention-dropout", "0", "--ckpt-assume-constant-structure"),
     *("--fluid-timeout", str(BOUND_S), "--fluid-end-on-timeout"),
 )
+
+
+def losses(log: str) -> list[float]:
+    """Every loss that the log names, in order: one an iteration, then validation and test."""
+    found = re.findall(r"lm loss(?: value)?: ([0-9.E+-]+|nan|inf)", log)
+    return [float(text) for text in found]
 
 
 @dataclass(frozen=True)

@@ -237,18 +237,16 @@ class _Rank:
 
     def stop(self, folder: Path) -> None:
         """End the process; one that has not reported is first asked where its threads stand."""
-        if not self.outcome.finished and self.process.is_alive():
-            stacks = folder / f"stacks-{self.outcome.rank}"
-            if stacks.exists():
-                with contextlib.suppress(ProcessLookupError):  # it may end at this very moment
-                    os.kill(self.process.pid, signal.SIGUSR1)
-                time.sleep(0.2)
-                self.outcome.stacks = stacks.read_text(errors="replace")
-            self.process.kill()
-        self.process.join(_GRACE_S)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        stacks = folder / f"stacks-{self.outcome.rank}"
+        if self.outcome.finished:
+            self.process.join(_GRACE_S)
+        elif stacks.exists() and self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):  # it may end at this very moment
+                os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.2)
+            self.outcome.stacks = stacks.read_text(errors="replace")
+        self.process.kill()
+        self.process.join()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # children that it left behind
         self.outcome.exitcode = self.process.exitcode

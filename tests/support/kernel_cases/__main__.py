@@ -38,32 +38,23 @@ def compile_case(case: KernelCase) -> dict[str, Any]:
     signature |= dict.fromkeys(constexprs, "constexpr")
     constants = {(case.kernel.arg_names.index(name),): value for name, value in constexprs.items()}
     source = ASTSource(case.kernel, signature, constants, attrs)
-    options = {"num_warps": case.num_warps} | (
-        {"extern_libs": dict(case.libraries)} if case.libraries else {}
-    )
-    options |= {} if case.maxnreg is None else {"maxnreg": case.maxnreg}
+    options = {"num_warps": case.num_warps, "maxnreg": case.maxnreg}
+    options["extern_libs"] = dict(case.libraries)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])
         binary.flush()
-        usage = subprocess.run(
-            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", binary.name],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    stack = re.search(r"STACK:(\d+)", usage)
-    local = re.search(r"LOCAL:(\d+)", usage)
-    registers = re.search(r"REG:(\d+)", usage)
-    assert stack and local and registers, usage
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", binary.name]
+        usage = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    figures = {name: int(n) for name, n in re.findall(r"\b(STACK|LOCAL|REG):(\d+)", usage)}
     ptx: str = compiled.asm["ptx"]
     entry = ptx[ptx.index(".entry") :].partition(")")[0]
     return {
         "ptx": ptx,
         "types": [kind for kind in signature.values() if kind != "constexpr"],
         "parameters": [int(bits) // 8 for bits in re.findall(r"\.param \.[ubf](\d+)", entry)],
-        "spills": int(stack[1]) + int(local[1]),
-        "registers": int(registers[1]),
+        "spills": figures["STACK"] + figures["LOCAL"],
+        "registers": figures["REG"],
     }
 
 

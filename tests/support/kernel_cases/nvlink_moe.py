@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.cases.moe import CASES as SHAPES
 from benchmarks.cases.moe import MoECase
@@ -72,12 +71,7 @@ def _whole(name: str) -> None:
 def _moves(buffers: NvlinkBuffers) -> RoutingHandle:
     """Every step but the GEMMs and the activation."""
     tokens, top_k = buffers.max_tokens, buffers.top_k
-    ids, probs, grads = (
-        torch.zeros(tokens, top_k, dtype=torch.int32),
-        _probs(top_k, tokens),
-        _probs(top_k, tokens),
-    )
-    handle = nvlink_path.publish(buffers, ids, probs)
+    handle, grads = _published(buffers), torch.empty(tokens, top_k)
     nvlink_path.make_plan(buffers, handle)
     x = torch.empty(tokens, buffers.hidden, dtype=torch.bfloat16)
     rows, row_grad = x.new_empty(TOKENS, buffers.hidden), torch.empty(TOKENS)
@@ -106,9 +100,7 @@ def _streamed(shape: MoECase, dtype: torch.dtype = torch.bfloat16) -> None:
     """A streamed dispatch, of which a pushing program must find room beside waiting ones at any
     shape."""
     buffers = _buffers(shape, dtype=dtype)
-    handle = nvlink_path.publish(
-        buffers, torch.zeros(TOKENS, shape.top_k, dtype=torch.int32), _probs(shape.top_k)
-    )
+    handle = _published(buffers)
     x = torch.empty(TOKENS, shape.hidden, dtype=dtype)
     nvlink_path.push(buffers, handle, x, streamed=True)
     nvlink_path.scatter(buffers, handle, x, x.new_empty(x.shape), streamed=True)
@@ -118,17 +110,16 @@ def _packed(name: str) -> None:
     """A dispatch of packed fp8 rows, whole and streamed."""
     shape = SHAPES[name]
     buffers = _buffers(shape)
-    handle = nvlink_path.publish(
-        buffers, torch.zeros(TOKENS, shape.top_k, dtype=torch.int32), _probs(shape.top_k)
-    )
+    handle = _published(buffers)
     x = torch.empty(TOKENS, packed_width(shape.hidden), dtype=torch.bfloat16)
     for streamed in (False, True):
         nvlink_path.push(buffers, handle, x, streamed=streamed)
         nvlink_path.scatter(buffers, handle, x, x.new_empty(x.shape), streamed=streamed)
 
 
-def _probs(top_k: int, tokens: int = TOKENS) -> Tensor:
-    return torch.empty(tokens, top_k)
+def _published(buffers: NvlinkBuffers) -> RoutingHandle:
+    ids = torch.zeros(buffers.max_tokens, buffers.top_k, dtype=torch.int32)
+    return nvlink_path.publish(buffers, ids, torch.empty(ids.shape))
 
 
 _CALLS: dict[str, Callable[[], object]] = {
