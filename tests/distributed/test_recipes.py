@@ -95,7 +95,9 @@ def test_a_smoke_run_trains_the_same_structure_and_reports_what_the_table_says(
     assert (state, exchange) == ("on", "rounds, 2 expert-parallel ranks")
     # A run on CPUs has no grouped GEMM: its SequentialMLP is no part of the recipe.
     if not why.startswith("SequentialMLP's"):
-        assert told(recipe) == (f"Megatron's: `{why.partition('=')[0]}`" if why else "ours")
+        assert told(recipe) == (
+            f"Megatron's: `{why.partition('=')[0]}`" if why else "megatron_fluid"
+        )
 
     ran = dict(re.findall(r"^ +(\w+) \.{3,} (.*)$", log, re.MULTILINE))
     wanted = {name: text for name, text in model_arguments(recipe).items() if name not in SIZES}

@@ -37,24 +37,17 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py"])
 
 
-@pytest.mark.parametrize(
-    ("unit", "given"), [("iters", {"train_samples": None}), ("samples", {"train_samples": 64})]
-)
+@pytest.mark.parametrize("unit", ["iters", "samples"])
 def test_the_command_to_train_on_goes_on_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: str, given: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: str
 ) -> None:
     words = f"--train-{unit} 64 --skip-train --profile --profile-step-end 3 --lr 1e-3".split()
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", *words])
-    args = _args(tmp_path, train_iters=64, **given)
+    args = _args(tmp_path, train_iters=64, train_samples=64 if unit == "samples" else None)
     found = next(line for line in nc.next_commands(args, None) if "--load" in line).split()
     kept = found[found.index(next(word for word in found if word.endswith(".py"))) + 1 :]
     length = f"--train-{unit} 128 --override-opt-param-scheduler"
     assert kept == f"--lr 1e-3 --load {tmp_path} {length}".split()
-
-
-def _larger(lines: list[str]) -> tuple[str, list[str]]:
-    title, command = lines[-2:]
-    return title, command.split()
 
 
 @pytest.mark.parametrize(
@@ -65,30 +58,33 @@ def test_no_more_ranks_than_the_machine_has(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    title, words = _larger(nc.next_commands(_args(tmp_path), 0.3))
+    title, command = nc.next_commands(_args(tmp_path), 0.3)[-2:]
+    words = command.split()
     assert words[words.index("--nproc_per_node") + 1] == str(ranks)
     assert (f"on {ranks} ranks" in title) == (ranks > 2)
 
 
 @pytest.mark.parametrize(
-    ("flags", "save"), [("--load absent", "absent"), ("--load absent --save new", "new")]
+    ("flags", "begins"),
+    [
+        ("--load absent", False),
+        ("--load absent --save new", False),
+        ("--load=job --save=job", True),
+    ],
 )
-def test_a_checkpoint_that_is_not_there_is_an_error_not_a_new_training(
-    flags: str, save: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_checkpoint_that_is_not_there_is_an_error_unless_a_job_is_to_be_started_again(
+    flags: str, begins: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
+    words = flags.replace("=", " ").split()
+    load = {"load": words[1]}
+    if begins:
+        assert RunFolder.choose(load, "run", words[-1], resume=False).resumed is None
+        return
     with pytest.raises(ValueError, match="--load: found no checkpoint in absent"):
-        RunFolder.choose({"load": "absent"}, "run", save, resume=False)
+        RunFolder.choose(load, "run", words[-1], resume=False)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_job_that_is_started_again_and_again_begins_where_there_is_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--load=job", "--save=job"])
-    assert RunFolder.choose({"load": "job"}, "run", "job", resume=False).resumed is None
 
 
 ITERATION = (

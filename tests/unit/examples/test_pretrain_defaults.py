@@ -20,12 +20,12 @@ GPU = replace(CPU, cuda=True, ranks=4)
 def parser() -> argparse.ArgumentParser:
     """A parser with the kinds of arguments that Megatron's has."""
     made = argparse.ArgumentParser(allow_abbrev=False)
-    for name in pd.default_settings({}, GPU):
+    for name, value in pd.default_settings({}, GPU).items():
         flag = "--" + name.replace("_", "-")
-        if isinstance(pd.default_settings({}, GPU)[name], bool):
+        if isinstance(value, bool):
             made.add_argument(flag, action="store_true", dest=name)
         else:
-            made.add_argument(flag, type=type(pd.default_settings({}, GPU)[name]), dest=name)
+            made.add_argument(flag, type=type(value), dest=name)
     made.add_argument("--no-defaults", nargs="*")
     made.add_argument("--text-path", nargs="+", action="extend")
     return made
@@ -85,9 +85,8 @@ def test_experts_spread_over_ranks_that_divide_them(
     ("ranks", "pipeline"), [(1, 1), (2, 1), (4, 1), (16, 1), (2, 2), (4, 2), (16, 2), (8, 4)]
 )
 def test_the_global_batch_does_not_depend_on_the_ranks(ranks: int, pipeline: int) -> None:
-    chosen = pd.default_settings(
-        {"pipeline_model_parallel_size": pipeline}, replace(CPU, ranks=ranks)
-    )
+    given, machine = {"pipeline_model_parallel_size": pipeline}, replace(CPU, ranks=ranks)
+    chosen = pd.default_settings(given, machine)
     assert chosen["global_batch_size"] == 16
     at_once = chosen["micro_batch_size"] * ranks // pipeline
     assert 16 % at_once == 0
@@ -121,17 +120,15 @@ def test_data_flags_choose_the_tokenizer(tmp_path: Path) -> None:
 
 
 def test_machines_differ_only_where_they_must() -> None:
-    assert pd.default_settings({}, GPU)["use_gloo_process_groups"] is False
-    assert pd.default_settings({}, GPU)["bf16"] is True
+    gpu = pd.default_settings({}, GPU)
+    assert gpu["use_gloo_process_groups"] is False
+    assert gpu["bf16"] is True
     assert "bf16" not in pd.default_settings({"fp16": True}, GPU)
     assert "bf16" not in pd.default_settings({}, CPU)
-    assert pd.default_settings({}, GPU)["transformer_impl"] == "local"
+    assert gpu["transformer_impl"] == "local"
     # Megatron's own default is to fuse, which torch's FSDP does not go with.
-    fused = replace(GPU, wgrad_kernel=True)
-    name = "gradient_accumulation_fusion"
-    assert pd.default_settings({}, GPU)[name] is False and name not in pd.default_settings(
-        {}, fused
-    )
+    fused, name = replace(GPU, wgrad_kernel=True), "gradient_accumulation_fusion"
+    assert gpu[name] is False and name not in pd.default_settings({}, fused)
     assert pd.default_settings({"use_torch_fsdp2": True}, fused)[name] is False
     with_te = pd.default_settings({}, replace(GPU, transformer_engine=True))
     assert "transformer_impl" not in with_te

@@ -63,7 +63,7 @@ def test_the_table_says_which_setting_keeps_experts_on_megatrons_path(
     reason = checked[run]["unsupported"]
     said = told(run.split()[0])
     if reason is None:
-        assert said == "ours"
+        assert said == "megatron_fluid"
     else:
         assert said == f"Megatron's: `{reason.partition('=')[0]}`"
 
@@ -78,12 +78,7 @@ def test_data_of_ones_own_takes_the_place_of_made_up_tokens() -> None:
 
 def test_without_a_checkout_of_megatron_a_recipe_says_what_it_needs(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if name != "MEGATRON_LM"}
-    done = subprocess.run(
-        ["bash", str(ROOT / "examples/recipes/olmoe_1b_7b.sh")],
-        cwd=tmp_path,
-        env=kept,
-        capture_output=True,
-        text=True,
-    )
+    command = ["bash", str(ROOT / "examples/recipes/olmoe_1b_7b.sh")]
+    done = subprocess.run(command, cwd=tmp_path, env=kept, capture_output=True, text=True)
     assert done.returncode != 0
     assert "MEGATRON_LM: names no checkout of Megatron-LM" in done.stderr

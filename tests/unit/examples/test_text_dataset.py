@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -74,48 +76,41 @@ def test_every_byte_comes_back_in_exactly_one_split(tmp_path: Path) -> None:
 
 
 def test_one_small_file_still_has_a_held_out_part(tmp_path: Path) -> None:
-    files = write(tmp_path / "in", a=lines(150))
-    built = build(files, tmp_path, split=td.parse_split("95,5,0"))
+    built = build(write(tmp_path / "in", a=lines(150)), tmp_path, split=td.parse_split("95,5,0"))
     held_out = documents(built.prefixes["valid"])
     trained_on = b"\x00".join(documents(built.prefixes["train"]))
-    assert held_out
-    assert all(piece not in trained_on for piece in held_out)
+    assert held_out and all(piece not in trained_on for piece in held_out)
 
 
-@pytest.mark.parametrize("change", ["content", "time", "file", "split", "tokenizer"])
+class OtherTokenizer(td.ByteTokenizer):
+    def identity(self) -> dict[str, Any]:
+        return {"tokenizer": "other"}
+
+
+CHANGES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "content": lambda folder: {"files": write(folder, a=lines(201))},
+    "time": lambda folder: os.utime(folder / "a", ns=(1, 1)) or {},  # type: ignore[func-returns-value]
+    "file": lambda folder: {"files": write(folder, b=lines(3, "new"))},
+    "split": lambda folder: {"split": (0.75, 0.25, 0.0)},
+    "tokenizer": lambda folder: {"tokenizer": OtherTokenizer()},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_the_cache_is_left_when_something_changes(tmp_path: Path, change: str) -> None:
-    files = write(tmp_path / "in", a=lines(200))
-    split = HALF
-    tokenizer: td.TextTokenizer = td.ByteTokenizer()
-    first = build(files, tmp_path, tokenizer, split)
-    if change == "content":
-        files = write(tmp_path / "in", a=lines(201))
-    elif change == "time":
-        os.utime(files[0], ns=(1, 1))
-    elif change == "file":
-        files = write(tmp_path / "in", b=lines(3, "new"))
-    elif change == "split":
-        split = (0.75, 0.25, 0.0)
-    else:
-
-        class Other(td.ByteTokenizer):
-            def identity(self) -> dict[str, Any]:
-                return {"tokenizer": "other"}
-
-        tokenizer = Other()
-    second = build(files, tmp_path, tokenizer, split)
+    first_of: dict[str, Any] = {"files": write(tmp_path / "in", a=lines(200)), "folder": tmp_path}
+    first = build(**first_of)
+    second = build(**first_of | CHANGES[change](tmp_path / "in"))
     assert second.folder != first.folder
     assert Path(first.folder, "train.bin").is_file()
 
 
 def test_a_build_that_fails_leaves_nothing_and_can_be_repeated(tmp_path: Path) -> None:
-    class Fails(td.ByteTokenizer):
-        def encode(self, piece: bytes, source: str) -> numpy.ndarray:
-            raise ValueError(f"cannot read {source}")
-
-    files = write(tmp_path / "in", a=lines(200))
-    with pytest.raises(ValueError, match=r"cannot read .*a \(piece 0\)"):
-        build(files, tmp_path, Fails())
+    files, fails = write(tmp_path / "in", a=lines(200)), td.ByteTokenizer()
+    fails.encode = mock.Mock(side_effect=ValueError("cannot read"))
+    with pytest.raises(ValueError, match="cannot read"):
+        build(files, tmp_path, fails)
+    assert fails.encode.call_args.args[1].endswith("a (piece 0)")
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()] == []
     assert build(files, tmp_path).tokens["train"] > 0
 
@@ -170,14 +165,17 @@ def test_too_little_text_is_refused_with_figures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "fractions"),
-    [("95,5,0", (0.95, 0.05, 0)), ("1", (1, 0, 0)), ("969, 30, 1", (0.969, 0.03, 0.001))],
+    [
+        ("95,5,0", (0.95, 0.05, 0)),
+        ("1", (1, 0, 0)),
+        ("969, 30, 1", (0.969, 0.03, 0.001)),
+        *((text, None) for text in ("", "a,b", "0,1,1", "1,-1", "1,1,1,1")),
+    ],
 )
-def test_split_weights(text: str, fractions: tuple[float, ...]) -> None:
-    assert td.parse_split(text) == pytest.approx(fractions)
-
-
-@pytest.mark.parametrize("text", ["", "a,b", "0,1,1", "1,-1", "1,1,1,1"])
-def test_split_weights_that_make_no_sense(text: str) -> None:
+def test_split_weights(text: str, fractions: tuple[float, ...] | None) -> None:
+    if fractions is not None:
+        assert td.parse_split(text) == pytest.approx(fractions)
+        return
     with pytest.raises(ValueError, match="--split: found"):
         td.parse_split(text)
 
@@ -199,60 +197,51 @@ def test_cutting_loses_nothing_and_keeps_characters_whole(limit: int) -> None:
 
 
 def test_a_huggingface_tokenizer_folder(tmp_path: Path) -> None:
-    folder = tokenizer_folder(tmp_path / "tokenizer")
-    text = td.MegatronTextTokenizer(megatron_tokenizer(folder), str(folder))
-    files = write(tmp_path / "in", a=lines(300))
+    folder, files = tokenizer_folder(tmp_path / "tokenizer"), write(tmp_path / "in", a=lines(300))
+    text = tokenizer_of(folder)
     built = build(files, tmp_path, text)
     dataset = IndexedDataset(str(built.prefixes["train"]))
     again = megatron_tokenizer(folder)
     original = lines(300).decode()
-    for index in range(len(dataset)):
-        ids = dataset[index].tolist()
+    for ids in (dataset[index].tolist() for index in range(len(dataset))):
         assert ids[-1] == text.eod
         assert again.detokenize(ids[:-1]).strip() in original
     assert built.tokens["train"] < built.bytes["train"]
     assert sum(built.bytes.values()) == len(lines(300))
-    # Another vocabulary under the same path is another tokenizer.
-    tokenizer_folder(folder)  # of the same size, written anew
-    other = td.MegatronTextTokenizer(megatron_tokenizer(folder), str(folder))
-    assert build(files, tmp_path, other).folder != built.folder
+    # Another vocabulary of the same size under the same path is another tokenizer.
+    tokenizer_folder(folder)
+    assert build(files, tmp_path, tokenizer_of(folder)).folder != built.folder
 
 
 def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
     folder = tokenizer_folder(tmp_path / "tokenizer", end=None)
     with pytest.raises(ValueError, match=r"no end-of-text token.*eos_token"):
-        td.MegatronTextTokenizer(megatron_tokenizer(folder), str(folder))
+        tokenizer_of(folder)
 
 
 def test_text_that_a_tokenizer_cannot_read_is_named(tmp_path: Path) -> None:
-    folder = tokenizer_folder(tmp_path / "tokenizer")
-    text = td.MegatronTextTokenizer(megatron_tokenizer(folder), str(folder))
-    files = write(
-        tmp_path / "in", **{"good.txt": lines(50), "latin.txt": "süß\n".encode("latin-1") * 50}
-    )
+    texts = {"good.txt": lines(50), "latin.txt": "süß\n".encode("latin-1") * 50}
+    files, folder = write(tmp_path / "in", **texts), tokenizer_folder(tmp_path / "tokenizer")
     with pytest.raises(ValueError, match=r"latin.txt \(piece \d+\) is not UTF-8"):
-        build(files, tmp_path, text)
+        build(files, tmp_path, tokenizer_of(folder))
     assert build(files, tmp_path).files == 2
 
 
 def test_binary_files_in_a_folder_are_left_out_and_listed(tmp_path: Path) -> None:
-    files = write(
-        tmp_path / "in", **{"text.txt": lines(100), "image.bin": b"\x89PNG\x00\x01" * 100}
-    )
-    built = build(files, tmp_path)
+    texts = {"text.txt": lines(100), "image.bin": b"\x89PNG\x00\x01" * 100}
+    built = build(write(tmp_path / "in", **texts), tmp_path)
     assert built.files == 1
     assert built.skipped == [str((tmp_path / "in" / "image.bin").resolve())]
     assert sum(built.bytes.values()) == len(lines(100))
 
 
 def test_files_and_folders_are_found_once_and_hidden_ones_left_out(tmp_path: Path) -> None:
-    inner = tmp_path / "in" / "inner"
-    inner.mkdir(parents=True)
-    for path in (tmp_path / "in" / "a.txt", inner / "b.txt", inner / ".hidden", tmp_path / "c.txt"):
+    for name in ("in/a.txt", "in/inner/b.txt", "in/inner/.hidden", "in/.git/config", "c.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("text")
-    (tmp_path / "in" / ".git").mkdir()
-    (tmp_path / "in" / ".git" / "config").write_text("not text")
-    found = td.find_text_files([tmp_path / "in", inner, tmp_path / "c.txt", tmp_path / "c.txt"])
+    given = ("in", "in/inner", "c.txt", "c.txt")
+    found = td.find_text_files([tmp_path / name for name in given])
     assert [path.name for path in found] == ["c.txt", "a.txt", "b.txt"]
 
 
@@ -278,6 +267,10 @@ def megatron_tokenizer(folder: Path) -> Any:
     return MegatronTokenizer.from_pretrained(
         tokenizer_path=str(folder), metadata_path={"library": "huggingface"}
     )
+
+
+def tokenizer_of(folder: Path) -> Any:
+    return td.MegatronTextTokenizer(megatron_tokenizer(folder), str(folder))
 
 
 def tokenizer_folder(folder: Path, vocabulary: int = 300, end: str | None = "<end>") -> Path:
