@@ -8,16 +8,19 @@ import io
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron_fluid import patches
-from tests.support.launch import run_ranks
+pytest.importorskip("megatron.core")
 
-pytestmark = pytest.mark.skipif(
-    not patches.megatron_installed(), reason="megatron-core is not installed"
-)
+from megatron_fluid.patches import features as recorded
+from megatron_fluid.patches import startup_report
+from megatron_fluid.patches.layer_specs import FluidMoELayer
+from megatron_fluid.patches.moe import layer as moe_layer
+from tests.support import tiny_gpt
+from tests.support.launch import run_ranks
 
 TIMEOUT_S = 3.0
 
@@ -33,30 +36,25 @@ def outcome_of(layer: Any) -> tuple[str, str, float]:
 
 
 def _disagree(rank: int, world_size: int) -> dict[str, Any]:
-    from megatron_fluid.patches.moe import layer as moe_layer
-    from tests.support import tiny_gpt
-
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
     found: dict[str, Any] = {}
 
-    def build(backend: str, **settings: Any) -> Any:
+    def build(**settings: Any) -> Any:
         return tiny_gpt.moe_layer(tiny_gpt.config_of(**settings))
 
     for name, backends in (("named", ("rounds", "megatron")), ("auto", ("auto", "megatron"))):
         with tiny_gpt.plug_in(True, moe_backend=backends[rank], timeout_s=TIMEOUT_S):
-            found[name] = outcome_of(build(backends[rank]))
+            found[name] = outcome_of(build())
     with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=TIMEOUT_S + rank) as calls:
-        layer = build("auto", **({"activation_func_fp8_input_store": True} if rank else {}))
-        outcome = outcome_of(layer)
-        outcome = (*outcome, moe_layer.backend_of(layer), moe_layer.experts_reason_of(layer))
-        found["a reason of one rank"] = (*outcome, len(calls))
-        layer = build("auto")
-        find = moe_layer.DECISIONS.find
-        if rank:
-            moe_layer.DECISIONS.find = lambda *_: [][0]  # type: ignore[method-assign]
-        found["a rank that fails"] = outcome_of(layer)
-        moe_layer.DECISIONS.find = find  # type: ignore[method-assign]
-        layer = build("auto")
+        layer = build(**({"activation_func_fp8_input_store": True} if rank else {}))
+        kind, *_ = outcome_of(layer)
+        reason = moe_layer.backend_of(layer), moe_layer.experts_reason_of(layer)
+        found["a reason of one rank"] = (kind, *reason, len(calls))
+        layer = build()
+        fails = mock.patch.object(moe_layer.DECISIONS, "find", side_effect=IndexError)
+        with fails if rank else contextlib.nullcontext():
+            found["a rank that fails"] = outcome_of(layer)
+        layer = build()
         if rank == 0:
             found["a rank that stays away"] = outcome_of(layer)
     return found
@@ -71,7 +69,7 @@ def test_ranks_that_disagree_name_it_within_the_timeout() -> None:
             assert f"moe_backend: found '{backend}' on rank 0, 'megatron' on rank 1" in text
             assert "timeout_s" not in text
             assert seconds < 2 * TIMEOUT_S
-        kind, _, _, exchange, reason, overlapped = found["a reason of one rank"]
+        kind, exchange, reason, overlapped = found["a reason of one rank"]
         assert (kind, exchange, overlapped) == ("", ("rounds", None), 0)
         assert reason.startswith("rank 1 of the group: activation_func_fp8_input_store")
     assert ranks[0]["a rank that fails"][0] == "FluidError"
@@ -85,10 +83,6 @@ def test_ranks_that_disagree_name_it_within_the_timeout() -> None:
 def _fall_back_elsewhere(rank: int, world_size: int, lost: bool) -> str:
     """Two expert-parallel groups of two ranks; a hook on rank 3's experts is found in the first
     call, a setting of rank 2's and 3's layer when it is built. What this rank prints."""
-    from megatron_fluid.patches import features as recorded
-    from megatron_fluid.patches import startup_report
-    from tests.support import tiny_gpt
-
     tiny_gpt.parallel(expert_model_parallel_size=2)
     recorded._features.clear()
     os.environ["MEGATRON_FLUID_VERBOSE"] = "1"
@@ -101,10 +95,7 @@ def _fall_back_elsewhere(rank: int, world_size: int, lost: bool) -> str:
             late.experts.local_experts[0].linear_fc1.register_forward_hook(lambda *_: None)
         with contextlib.redirect_stdout(printed):
             if not (lost and rank == 3):
-                setup = startup_report.setup_model_and_optimizer(
-                    lambda: ([late, built], None, None)
-                )
-                setup()
+                startup_report.setup_model_and_optimizer(lambda: ([late, built], None, None))()
             if not lost:
                 late(torch.randn(4, 2, 32))
     return printed.getvalue()
@@ -113,9 +104,8 @@ def _fall_back_elsewhere(rank: int, world_size: int, lost: bool) -> str:
 def test_a_fallback_on_other_ranks_is_told_with_its_ranks() -> None:
     printed = run_ranks(_fall_back_elsewhere, 4, False)
     rows = [line for line in printed[0].splitlines() if line.startswith("overlapped MoE layer")]
-    assert (
-        len(rows) == 2 and "(ranks 2-3)" in rows[1] and "activation_func_fp8_input_store" in rows[1]
-    )
+    assert len(rows) == 2
+    assert "(ranks 2-3)" in rows[1] and "activation_func_fp8_input_store" in rows[1]
     assert "no report from" not in printed[0] and "NO MoE layer" not in printed[0]
     assert "overlapped MoE layer on from this call on (ranks 2-3)" in printed[2]
     assert "Megatron's experts: rank 1 of the group: a hook is registered" in printed[2]
@@ -128,9 +118,6 @@ def test_the_table_is_printed_without_a_rank_that_is_gone() -> None:
 
 
 def _spec_layer(rank: int, world_size: int) -> str:
-    from megatron_fluid.patches.layer_specs import FluidMoELayer
-    from tests.support import tiny_gpt
-
     tiny_gpt.parallel(expert_model_parallel_size=2)
     printed = io.StringIO()
     with tiny_gpt.plug_in(False, moe_backend="auto"):
