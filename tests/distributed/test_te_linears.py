@@ -6,6 +6,7 @@ A stand-in's own forward marks itself, so that what the patch leaves alone is se
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_fluid.config import FluidConfig, set_config
-from tests.support.launch import on_ranks, run_ranks
-from tests.support.whole_linear import whole_linear
-
 pytest.importorskip("megatron.core")
+
+from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.patches import linears
+from megatron_fluid.patches import startup_report as startup
+from tests.support.launch import on_ranks, world_group
+from tests.support.whole_linear import whole_linear
 
 S, B, H, OUT = 8, 2, 6, 10  # the whole sequence, batch, hidden, outputs
 
@@ -38,34 +41,19 @@ class _Linear(nn.Module):
         self.bias = nn.Parameter(torch.arange(shape[0], dtype=torch.float32))
         self.layer_norm_weight = nn.Parameter(torch.linspace(0.5, 1.5, H))
         self.layer_norm_bias = nn.Parameter(torch.linspace(-1, 1, H))
-        self.config = SimpleNamespace(
-            tp_comm_overlap=False,
-            fp8=None,
-            fp4=None,
-            delay_wgrad_compute=False,
-            batch_invariant_mode=False,
-            _cpu_offloading_context=None,
-        )
-        fields = {
-            "sequence_parallel": True,
-            "te_quant_params": None,
-            "use_bias": True,
-            "te_return_bias": False,
-            "eps": 1e-5,
-            "normalization": "RMSNorm",
-            "zero_centered_gamma": False,
-            "fuse_wgrad_accumulation": False,
-            "return_layernorm_output": False,
-            "is_first_microbatch": True,
-            "symmetric_ar_type": None,
-        }
-        for name, value in {**fields, **changes}.items():
+        self.config = SimpleNamespace(fp8=None, fp4=None, _cpu_offloading_context=None)
+        for name in ("tp_comm_overlap", "delay_wgrad_compute", "batch_invariant_mode"):
+            setattr(self.config, name, False)
+        self.sequence_parallel = self.use_bias = self.is_first_microbatch = True
+        self.te_return_bias = self.zero_centered_gamma = self.fuse_wgrad_accumulation = False
+        self.te_quant_params = self.symmetric_ar_type = None
+        self.eps, self.normalization, self.return_layernorm_output = 1e-5, "RMSNorm", False
+        for name, value in changes.items():
             setattr(self.config if hasattr(self.config, name) else self, name, value)
 
 
-_Linear.__module__ = (
-    "megatron.core.extensions.transformer_engine"  # as classes from elsewhere are not served
-)
+# As classes from elsewhere are not served.
+_Linear.__module__ = "megatron.core.extensions.transformer_engine"
 
 
 class _Quantiser:
@@ -88,6 +76,7 @@ def _normed(
     return norm
 
 
+LAYER_NORM = {"normalization": "LayerNorm"}
 # mode, whether a norm comes first, changes
 SERVED: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "column": ("column", False, {}),
@@ -96,17 +85,9 @@ SERVED: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "column, fused": ("column", False, {"fuse_wgrad_accumulation": True}),
     "RMSNorm": ("column", True, {}),
     "RMSNorm, centered": ("column", True, {"zero_centered_gamma": True, "te_return_bias": True}),
-    "LayerNorm": ("column", True, {"normalization": "LayerNorm", "use_bias": False}),
-    "LayerNorm, centered": (
-        "column",
-        True,
-        {"normalization": "LayerNorm", "zero_centered_gamma": True},
-    ),
-    "LayerNorm, fused": (
-        "column",
-        True,
-        {"normalization": "LayerNorm", "fuse_wgrad_accumulation": True},
-    ),
+    "LayerNorm": ("column", True, LAYER_NORM | {"use_bias": False}),
+    "LayerNorm, centered": ("column", True, LAYER_NORM | {"zero_centered_gamma": True}),
+    "LayerNorm, fused": ("column", True, LAYER_NORM | {"fuse_wgrad_accumulation": True}),
     "row": ("row", False, {}),
     "row without bias": ("row", False, {"use_bias": False}),
     "row, bias returned": ("row", False, {"te_return_bias": True}),
@@ -116,11 +97,8 @@ SERVED: dict[str, tuple[str, bool, dict[str, Any]]] = {
 
 @on_ranks(2)
 def test_columns_rows_and_norms_are_served_with_every_gradient(rank: int, ranks: int) -> None:
-    from megatron_fluid.patches import linears
-
     set_config(FluidConfig(tp_overlap="on"))
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     for case, (mode, normed, changes) in SERVED.items():
         linear = _Linear(mode, group, **changes)
         generator = torch.Generator().manual_seed(50 + rank)
@@ -143,11 +121,8 @@ def test_columns_rows_and_norms_are_served_with_every_gradient(rank: int, ranks:
             tensors["gamma"] = linear.layer_norm_weight
             if linear.normalization == "LayerNorm":
                 tensors["beta"] = linear.layer_norm_bias
-        norm = (
-            _normed(linear.normalization, linear.zero_centered_gamma, linear.eps)
-            if normed
-            else None
-        )
+        how = linear.normalization, linear.zero_centered_gamma, linear.eps
+        norm = _normed(*how) if normed else None
         expected = whole_linear(mode, group, tensors, upstream, norm)
         found = {"out": out.detach(), **{name: tensor.grad for name, tensor in tensors.items()}}
         if linear.fuse_wgrad_accumulation:
@@ -155,18 +130,14 @@ def test_columns_rows_and_norms_are_served_with_every_gradient(rank: int, ranks:
             found["weight"] = linear.weight.main_grad - 1  # type: ignore[attr-defined]
         for name, value in expected.items():
             assert found[name] is not None, f"{case}: {name} has no gradient"
-            torch.testing.assert_close(
-                found[name].double(),
-                value,
-                rtol=1e-5,
-                atol=2e-5,
-                msg=lambda m, at=f"{case}: {name}": f"{at}: {m}",
-            )
+            told = functools.partial("{}: {}: {}".format, case, name)
+            torch.testing.assert_close(found[name].double(), value, rtol=1e-5, atol=2e-5, msg=told)
         used = {id(tensor) for tensor in tensors.values()}
         for name, parameter in linear.named_parameters():
             assert id(parameter) in used or parameter.grad is None, f"{case}: {name} has a gradient"
 
 
+# Settings, and what is told of them.
 LEFT_ALONE: dict[str, dict[str, Any]] = {
     "Transformer Engine's own overlap": {"tp_comm_overlap": True},
     "quantised precision": {"fp8": "hybrid"},
@@ -176,45 +147,33 @@ LEFT_ALONE: dict[str, dict[str, Any]] = {
     "another way": {"symmetric_ar_type": "two_shot"},
     "": {"sequence_parallel": False},
 }
+TOLD = (
+    *("frozen", "its input is torch.float64", "nothing faster than NCCL", "2 dimensions"),
+    *("output of its norm", f"its class comes from {__name__}"),
+)
 
 
-def _left(rank: int, ranks: int) -> list[str]:
-    from megatron_fluid.patches import linears
-    from megatron_fluid.patches import startup_report as startup
-
+@on_ranks(2)
+def test_what_is_left_to_transformer_engine_is_told_with_the_reason(rank: int, ranks: int) -> None:
     set_config(FluidConfig(tp_overlap="on"))
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     x = torch.randn(S // ranks, B, H)
     forwards = linears.te_linear_forward(_own), linears.te_layer_norm_column_forward(_own)
-    for changes in LEFT_ALONE.values():
-        for forward in forwards:
-            assert forward(_Linear("column", group, **changes), x) == ("own", None), changes
-    assert forwards[0](_Linear(None, group), x) == ("own", None)  # experts, and what is duplicated
-    assert forwards[0](_Linear("column", group), x.double()) == ("own", None)
-    frozen = _Linear("row", group)
-    frozen.weight.requires_grad_(False)
-    assert forwards[0](frozen, torch.randn(S, B, H // ranks)) == ("own", None)
     quantised = type("QuantTELinear", (_Quantiser, _Linear), {"__module__": _Linear.__module__})
     for forward in forwards:
         assert forward(quantised("column", group), x) == ("own", None)
+        for changes in LEFT_ALONE.values():
+            assert forward(_Linear("column", group, **changes), x) == ("own", None), changes
+    assert forwards[0](_Linear(None, group), x) == ("own", None)  # experts, and what is duplicated
+    assert forwards[0](_Linear("column", group), x.double()) == ("own", None)
     assert forwards[0](_Linear("column", group), x[0]) == ("own", None)
     assert forwards[1](_Linear("column", group, return_layernorm_output=True), x) == ("own", None)
-    set_config(FluidConfig(tp_overlap="auto"))
-    assert forwards[0](_Linear("column", group), x) == ("own", None)  # nothing is faster on gloo
-    set_config(FluidConfig(tp_overlap="off"))
-    assert forwards[0](_Linear("column", group), x) == ("own", None)
-    return [reason for _, on, reason, _ in startup.features() if not on]
-
-
-def test_what_is_left_to_transformer_engine_is_told_with_the_reason() -> None:
-    for reasons in run_ranks(_left, 2):
-        told = (
-            "frozen",
-            "its input is torch.float64",
-            "nothing faster than NCCL",
-            "2 dimensions",
-            "output of its norm",
-        )
-        for part in (*filter(None, LEFT_ALONE), *told, f"its class comes from {__name__}"):
-            assert any(part in reason for reason in reasons), (part, reasons)
+    frozen = _Linear("row", group)
+    frozen.weight.requires_grad_(False)
+    assert forwards[0](frozen, torch.randn(S, B, H // ranks)) == ("own", None)
+    for overlap in ("auto", "off"):  # nothing is faster on gloo
+        set_config(FluidConfig(tp_overlap=overlap))
+        assert forwards[0](_Linear("column", group), x) == ("own", None)
+    reasons = [reason for _, on, reason, _ in startup.features() if not on]
+    for part in (*filter(None, LEFT_ALONE), *TOLD):
+        assert any(part in reason for reason in reasons), (part, reasons)

@@ -7,7 +7,7 @@ gradient, errors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,8 +19,7 @@ from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter, ops
-from megatron_fluid.tensor_parallel.choice import Backend, backend_for
-from megatron_fluid.tensor_parallel.gemm import Gemm
+from megatron_fluid.tensor_parallel.choice import backend_for
 from tests.support.launch import on_ranks, run_ranks, world_group
 
 # Relative Frobenius error allowed against a float64 reference.
@@ -101,7 +100,9 @@ def check_case(
     check(matmul_reduce_scatter, [parts[rank], b[rank], beta], dc[rank], wanted)
 
 
-def _cases(rank: int, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@on_ranks(timeout_s=100)
+def test_values_and_gradients_equal_one_process(rank: int, ranks: int) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for transpose_b in (False, True):
             for bias in (False, True):
@@ -109,65 +110,43 @@ def _cases(rank: int, ranks: int) -> None:
     check_case(1, 3, 2, torch.float64, True, True, "collective")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_values_and_gradients_equal_one_process(ranks: int) -> None:
-    run_ranks(_cases, ranks, timeout_s=100)
-
-
 @on_ranks(2)
 def test_a_gradient_is_computed_only_where_asked_for(rank: int, ranks: int) -> None:
-    group = world_group()
-    a, b = torch.randn(4, 6), torch.randn(6, 5, requires_grad=True)
-    all_gather_matmul(a, b, group).sum().backward()
-    assert a.grad is None and b.grad is not None
-    rows = [torch.empty(4, 6) for _ in range(ranks)]
-    dist.all_gather(rows, a)
-    torch.testing.assert_close(b.grad, torch.cat(rows).t() @ torch.ones(4 * ranks, 5))
-    a2, b2 = torch.randn(2 * ranks, 6, requires_grad=True), torch.randn(6, 5)
-    matmul_reduce_scatter(a2, b2, group).sum().backward()
-    assert b2.grad is None and a2.grad is not None
-    torch.testing.assert_close(a2.grad, torch.ones(2 * ranks, 5) @ b2.t())
-    a3, b3, bias = (
-        torch.randn(2 * ranks, 6),
-        torch.randn(6, 5, requires_grad=True),
-        torch.randn(5, requires_grad=True),
-    )
-    matmul_reduce_scatter(a3, b3, group, bias=bias).sum().backward()
-    assert a3.grad is None and b3.grad is not None and bias.grad is not None
-    torch.testing.assert_close(b3.grad, a3.t() @ torch.ones(2 * ranks, 5))
-    torch.testing.assert_close(bias.grad, torch.full((5,), 2.0))
-    bias.grad = None
-    matmul_reduce_scatter(a3, b2, group, bias=bias).sum().backward()
-    torch.testing.assert_close(bias.grad, torch.full((5,), 2.0))
-    with torch.no_grad():
-        assert not matmul_reduce_scatter(a2, b2, group).requires_grad
+    for operation, rows in ((all_gather_matmul, 4), (matmul_reduce_scatter, 2 * ranks)):
+        shapes = {"a": (rows, 6), "b": (6, 5), "bias": (5,)}
+        whole: dict[str, torch.Tensor] = {}
+        for asked in (("a", "b", "bias"), ("a",), ("b",), ("bias",), ("b", "bias"), ()):
+            a, b, bias = (
+                _random(7, *s).requires_grad_(name in asked) for name, s in shapes.items()
+            )
+            y = operation(a, b, world_group(), bias=bias)
+            assert y.requires_grad == bool(asked)
+            if asked:
+                y.sum().backward()
+            named = {"a": a.grad, "b": b.grad, "bias": bias.grad}
+            found = {name: grad for name, grad in named.items() if grad is not None}
+            assert found.keys() == set(asked)
+            whole = whole or found
+            torch.testing.assert_close(found, {name: whole[name] for name in found})
 
 
-def _chosen_again(rank: int, ranks: int) -> None:
-    group = world_group()
-    asked: list[tuple[str, str, tuple[int, ...], int]] = []
-
-    def recorded(
-        name: str, group: dist.ProcessGroup, operation: str, gemm: Gemm, m: int, a: torch.Tensor
-    ) -> Backend:
-        asked.append((name, operation, (gemm.k, gemm.n), m))
-        return backend_for(name, group, operation, gemm, m, a)
-
-    ops.backend_for = recorded  # type: ignore[assignment]
-    for name in ("auto", "collective"):
-        asked.clear()
-        a, b = torch.randn(4, 6, requires_grad=True), torch.randn(6, 5, requires_grad=True)
-        c = all_gather_matmul(a, b, group, backend=name)
-        matmul_reduce_scatter(
-            c, torch.randn(5, 7, requires_grad=True), group, backend=name
-        ).sum().backward()
-        forward = [(name, "gather", (6, 5), 4 * ranks), (name, "scatter", (5, 7), 4 * ranks)]
-        backward = [("auto", "gather", (7, 5), 4 * ranks), ("auto", "scatter", (5, 6), 4 * ranks)]
-        assert asked == forward + (backward if name == "auto" else [])
-
-
-def test_a_backward_is_chosen_for_its_own_shape_where_the_form_was_not_named() -> None:
-    run_ranks(_chosen_again, 2)
+@pytest.mark.parametrize("name", ["auto", "collective"])
+@on_ranks(2)
+def test_a_backward_is_chosen_for_its_own_shape_where_the_form_was_not_named(
+    rank: int, ranks: int, name: str
+) -> None:
+    a, b, b2 = (torch.randn(shape, requires_grad=True) for shape in ((4, 6), (6, 5), (5, 7)))
+    with mock.patch.object(ops, "backend_for", wraps=backend_for) as choose:
+        c = all_gather_matmul(a, b, world_group(), backend=name)
+        matmul_reduce_scatter(c, b2, world_group(), backend=name).sum().backward()
+    asked = []
+    for call in choose.call_args_list:
+        wanted, _, operation, gemm, m, _ = call.args
+        assert m == 4 * ranks
+        asked.append((wanted, operation, (gemm.k, gemm.n)))
+    backward = [("auto", "gather", (7, 5)), ("auto", "scatter", (5, 6))]
+    forward = [(name, "gather", (6, 5)), (name, "scatter", (5, 7))]
+    assert asked == forward + (backward if name == "auto" else [])
 
 
 @on_ranks(2)
@@ -220,20 +199,12 @@ def test_autocast_and_other_dtypes_of_the_result(rank: int, ranks: int) -> None:
 def test_no_rows_give_no_rows(rank: int, ranks: int) -> None:
     group = world_group()
     for operation in (all_gather_matmul, matmul_reduce_scatter):
-        a, b, bias = (
-            torch.zeros(0, 6, requires_grad=True),
-            torch.ones(6, 4, requires_grad=True),
-            torch.ones(4),
-        )
-        c = operation(a, b, group, bias=bias)
+        a, b = torch.zeros(0, 6, requires_grad=True), torch.ones(6, 4, requires_grad=True)
+        c = operation(a, b, group, bias=torch.ones(4))
         assert c.shape == (0, 4)
         c.sum().backward()
-        assert (
-            a.grad is not None
-            and a.grad.shape == (0, 6)
-            and b.grad is not None
-            and not b.grad.any()
-        )
+        assert a.grad is not None and a.grad.shape == (0, 6)
+        assert b.grad is not None and not b.grad.any()
 
 
 def _as_on_a_gpu() -> Any:
@@ -241,59 +212,75 @@ def _as_on_a_gpu() -> Any:
     return mock.patch.object(ops, "_compares_each_call", return_value=False)
 
 
-def _unequal(rank: int, ranks: int, on_gpu: bool) -> list[str]:
-    """What each rank is told of shapes and dtypes that differ between ranks."""
-    told: list[str] = []
-    with _as_on_a_gpu() if on_gpu else contextlib.nullcontext():
-        _refusals(rank, ranks, on_gpu, told)
-    return told
-
-
-def _refusals(rank: int, ranks: int, on_gpu: bool, told: list[str]) -> None:
-    group = world_group()
-
-    def refused(call: Callable[[], object]) -> None:
-        with pytest.raises(ConfigError) as caught:
-            call()
-        told.append(str(caught.value))
-
-    b = torch.randn(6, 8)
-    refused(lambda: all_gather_matmul(torch.ones(3 + rank, 6), b, group))
-    refused(lambda: all_gather_matmul(torch.ones(3, 6 + rank), torch.ones(6 + rank, 8), group))
-    kind = torch.float64 if rank else torch.float32
-    refused(lambda: all_gather_matmul(torch.ones(3, 6, dtype=kind), b.to(kind), group))
-    # One is a multiple of the ranks, the other is not.
-    refused(lambda: matmul_reduce_scatter(torch.ones(4 + rank, 6), b, group))
-    refused(lambda: matmul_reduce_scatter(torch.ones(4 * (1 + rank), 6), b, group))
-    # Nothing was sent: the next calls are served, and ask nobody about shapes that they know.
+@contextlib.contextmanager
+def _comparisons() -> Iterator[list[str]]:
+    """A list that grows with every comparison of shapes between ranks."""
     compared: list[str] = []
     gather = Agreement.gather
-    with mock.patch.object(
-        Agreement, "gather", lambda *given: (compared.append(given[1]), gather(*given))[1]
-    ):
-        for _ in range(3):
-            a = torch.ones(3, 6)
-            c = all_gather_matmul(a, b, group)
-            torch.testing.assert_close(c, torch.ones(3 * ranks, 6) @ b)
-            total = matmul_reduce_scatter(torch.ones(4, 6), b, group)
-            torch.testing.assert_close(total, ranks * torch.ones(4 // ranks, 6) @ b)
-    count = sum(name.startswith("compare the shapes") for name in compared)
-    assert count == (4 if on_gpu else 0), compared  # a shape after none, and after itself
-    # In a later call, too: of a new shape on all ranks, and where one alone changes its rows.
-    refused(lambda: all_gather_matmul(torch.ones(5 + rank, 6), b, group))
-    refused(lambda: matmul_reduce_scatter(torch.ones(6 + 2 * rank, 6), b, group))
-    if not on_gpu:
-        refused(lambda: all_gather_matmul(torch.ones(3 + rank, 6), b, group))
-        refused(lambda: matmul_reduce_scatter(torch.ones(4 + 2 * rank, 6), b, group))
+
+    def counted(self: Agreement, operation: str, *rest: Any, **named: Any) -> Any:
+        if operation.startswith("compare the shapes"):
+            compared.append(operation)
+        return gather(self, operation, *rest, **named)
+
+    with mock.patch.object(Agreement, "gather", counted):
+        yield compared
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_shapes_that_differ_between_ranks_are_refused_on_every_rank(on_gpu: bool) -> None:
-    one, other = run_ranks(_unequal, 2, on_gpu)
-    assert one == other and len(one) == (7 if on_gpu else 9)
-    assert "a_shard [m, K]: found (3, 6) torch.float32 on rank 0, (4, 6)" in one[0]
-    assert "(3, 6) torch.float64 on rank 1" in one[2]
-    assert "C [M, N]: found (4, 8) torch.float32 on rank 0, (5, 8)" in one[3]
+@on_ranks(2)
+def test_shapes_that_differ_between_ranks_are_refused_on_every_rank(
+    rank: int, ranks: int, on_gpu: bool
+) -> None:
+    group, b = world_group(), torch.randn(6, 8)
+    told: list[str] = []
+
+    def refused(operation: Callable[..., object], a: torch.Tensor, b: torch.Tensor = b) -> None:
+        with pytest.raises(ConfigError) as caught:
+            operation(a, b, group)
+        told.append(str(caught.value))
+
+    kind = torch.float64 if rank else torch.float32
+    with _as_on_a_gpu() if on_gpu else contextlib.nullcontext():
+        refused(all_gather_matmul, torch.ones(3 + rank, 6))
+        refused(all_gather_matmul, torch.ones(3, 6 + rank), torch.ones(6 + rank, 8))
+        refused(all_gather_matmul, torch.ones(3, 6, dtype=kind), b.to(kind))
+        # One is a multiple of the ranks, the other is not.
+        refused(matmul_reduce_scatter, torch.ones(4 + rank, 6))
+        refused(matmul_reduce_scatter, torch.ones(4 * (1 + rank), 6))
+        # Nothing was sent: the next calls are served, and ask nobody about shapes that they know.
+        with _comparisons() as compared:
+            for _ in range(3):
+                c = all_gather_matmul(torch.ones(3, 6), b, group)
+                torch.testing.assert_close(c, torch.ones(3 * ranks, 6) @ b)
+                total = matmul_reduce_scatter(torch.ones(4, 6), b, group)
+                torch.testing.assert_close(total, ranks * torch.ones(4 // ranks, 6) @ b)
+        # A shape after none, and after itself.
+        assert len(compared) == (4 if on_gpu else 0), compared
+        # In a later call, too: of a new shape on all ranks, and where one alone changes its rows.
+        refused(all_gather_matmul, torch.ones(5 + rank, 6))
+        refused(matmul_reduce_scatter, torch.ones(6 + 2 * rank, 6))
+        if not on_gpu:
+            refused(all_gather_matmul, torch.ones(3 + rank, 6))
+            refused(matmul_reduce_scatter, torch.ones(4 + 2 * rank, 6))
+    both: list[Any] = [None] * ranks
+    dist.all_gather_object(both, told)
+    assert both[0] == both[1]
+    assert "a_shard [m, K]: found (3, 6) torch.float32 on rank 0, (4, 6)" in told[0]
+    assert "(3, 6) torch.float64 on rank 1" in told[2]
+    assert "C [M, N]: found (4, 8) torch.float32 on rank 0, (5, 8)" in told[3]
+
+
+@on_ranks(2)
+def test_lengths_that_vary_are_compared_once_each(rank: int, ranks: int) -> None:
+    """And not for each of the 25 ways in which one follows another."""
+    b = torch.randn(6, 8)
+    few = mock.patch.object(ops, "_MANY_STEPS", 10)
+    with _as_on_a_gpu(), few, _comparisons() as compared:
+        for seed in range(150):
+            rows = int(torch.randint(1, 6, (), generator=torch.Generator().manual_seed(seed)))
+            all_gather_matmul(torch.ones(rows, 6), b, world_group())
+    assert 10 < len(compared) <= 15
 
 
 def _one_rank_changes(rank: int, ranks: int) -> str:
@@ -306,30 +293,6 @@ def _one_rank_changes(rank: int, ranks: int) -> str:
         with pytest.raises(FluidError) as caught:
             all_gather_matmul(torch.ones(4 if rank else 3, 6), b, group)
     return " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
-
-
-def _varying(rank: int, ranks: int) -> int:
-    group = world_group()
-    compared: list[str] = []
-    gather = Agreement.gather
-    b = torch.randn(6, 8)
-    with (
-        _as_on_a_gpu(),
-        mock.patch.object(ops, "_MANY_STEPS", 10),
-        mock.patch.object(
-            Agreement, "gather", lambda *given: (compared.append(given[1]), gather(*given))[1]
-        ),
-    ):
-        for seed in range(150):
-            rows = int(torch.randint(1, 6, (), generator=torch.Generator().manual_seed(seed)))
-            all_gather_matmul(torch.ones(rows, 6), b, group)
-    return sum(name.startswith("compare the shapes") for name in compared)
-
-
-def test_lengths_that_vary_are_compared_once_each() -> None:
-    """And not for each of the 25 ways in which one follows another."""
-    for count in run_ranks(_varying, 2):
-        assert 10 < count <= 15
 
 
 def test_a_wait_for_a_rank_that_alone_changes_its_rows_ends_by_name() -> None:

@@ -9,25 +9,29 @@ import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.launch import on_ranks, run_ranks, world_group
-from tests.support.whole_linear import whole_linear
-
 pytest.importorskip("megatron.core")
 
+from megatron.core.tensor_parallel import layers
+
+from megatron_fluid import patches
+from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.patches import linears as seam
+from megatron_fluid.patches import startup_report as startup
 from tests.support import tiny_gpt
+from tests.support.launch import on_ranks, world_group
+from tests.support.whole_linear import whole_linear
 
 LINEARS = ("column-parallel-linear", "row-parallel-linear")
 S, B, H, OUT = 8, 2, 6, 10  # the whole sequence, batch, hidden, outputs
 
 
 def _build(mode: str, cls: type | None = None, bias: bool = True) -> Any:
-    from megatron.core.tensor_parallel import layers
-
     dense = {"num_moe_experts": None, "moe_ffn_hidden_size": None}
     named = {
         "config": tiny_gpt.config_of(expert_model_parallel_size=1, **dense),
@@ -52,31 +56,31 @@ def _input(mode: str, rank: int, ranks: int, seed: int = 0) -> Tensor:
 @contextlib.contextmanager
 def _patched(on: bool = True) -> Iterator[list[str]]:
     """Inside, the linears are patched; yields a list that grows with each overlapped call."""
-    from megatron_fluid import patches
-    from megatron_fluid.config import FluidConfig, set_config
-    from megatron_fluid.patches import linears as seam
-
     calls: list[str] = []
-    real = seam.all_gather_matmul, seam.matmul_reduce_scatter
-    seam.all_gather_matmul = lambda *a, **k: (calls.append("column"), real[0](*a, **k))[1]  # type: ignore[assignment]
-    seam.matmul_reduce_scatter = lambda *a, **k: (calls.append("row"), real[1](*a, **k))[1]  # type: ignore[assignment]
+
+    def counted(name: str, mode: str) -> Any:
+        real = getattr(seam, name)
+
+        def call(*args: Any, **named: Any) -> Any:
+            calls.append(mode)
+            return real(*args, **named)
+
+        return mock.patch.object(seam, name, call)
+
     patches.revert(*LINEARS)
     set_config(FluidConfig(tp_overlap="on" if on else "off"))
-    try:
-        with patches.patched(*LINEARS):
-            yield calls
-    finally:
-        seam.all_gather_matmul, seam.matmul_reduce_scatter = real
-        set_config(None)
+    gathers, scatters = (
+        counted("all_gather_matmul", "column"),
+        counted("matmul_reduce_scatter", "row"),
+    )
+    with gathers, scatters, patches.patched(*LINEARS):
+        yield calls
+    set_config(None)
 
 
 def _start(ranks: int) -> None:
-
     logging.getLogger("megatron").setLevel(logging.ERROR)
     tiny_gpt.parallel(tensor_model_parallel_size=ranks)
-
-
-# --- every gradient ---
 
 
 @on_ranks(2)
@@ -129,14 +133,11 @@ def _close(found: Tensor, expected: Tensor, what: str) -> None:
     )
 
 
-# --- what others put into a linear ---
-
-
-def _kept(rank: int, ranks: int) -> list[str]:
+@on_ranks(2)
+def test_a_linear_computes_what_a_subclass_an_instance_or_a_quantiser_put_into_it(
+    rank: int, ranks: int
+) -> None:
     _start(ranks)
-    from megatron.core.tensor_parallel import layers
-
-    from megatron_fluid.patches import startup_report as startup
 
     def adding(impl: Any) -> Any:
         return functools.wraps(impl)(lambda *args, **named: impl(*args, **named) + 1000)
@@ -164,25 +165,16 @@ def _kept(rank: int, ranks: int) -> list[str]:
         x = _input(mode, rank, ranks).detach()
         found = []
         for on in (False, True):
-            with _patched(on) as calls:
-                layers.linear_with_grad_accumulation_and_async_allreduce = (
-                    gemm  # while it runs, as ModelOpt does
-                )
-                try:
-                    found.append(linear(x)[0])
-                finally:
-                    layers.linear_with_grad_accumulation_and_async_allreduce = real
+            # While it runs, as ModelOpt does.
+            with _patched(on) as calls, mock.patch.object(layers, real.__name__, gemm):
+                found.append(linear(x)[0])
             assert calls == (overlapped if on else []), (type(linear), gemm)
         torch.testing.assert_close(found[1], found[0])
-    return [reason for _, on, reason, _ in startup.features() if not on]
-
-
-def test_a_linear_computes_what_a_subclass_an_instance_or_a_quantiser_put_into_it() -> None:
-    for reasons in run_ranks(_kept, 2):
-        for told in (
-            "Row: its _forward_impl is not Megatron's own",
-            "RowParallelLinear: its _forward_impl is not Megatron's own",
-            "RowParallelLinear: its GEMM is not Megatron's own",
-            "ColumnParallelLinear: its GEMM is not Megatron's own",
-        ):
-            assert any(reason.startswith(told) for reason in reasons), (told, reasons)
+    reasons = [reason for _, on, reason, _ in startup.features() if not on]
+    for told in (
+        "Row: its _forward_impl is not Megatron's own",
+        "RowParallelLinear: its _forward_impl is not Megatron's own",
+        "RowParallelLinear: its GEMM is not Megatron's own",
+        "ColumnParallelLinear: its GEMM is not Megatron's own",
+    ):
+        assert any(reason.startswith(told) for reason in reasons), (told, reasons)
