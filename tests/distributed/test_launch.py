@@ -1,4 +1,4 @@
-"""The launcher itself: results, tracebacks, dead ranks, timeouts, and nothing left behind."""
+"""The launcher itself: tracebacks, dead ranks, timeouts, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -8,16 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.support.launch import RankError, run_ranks, run_ranks_outcomes
-
-
-def _sum_of_ranks(rank: int, world_size: int, offset: int) -> tuple[int, float, int]:
-    x = torch.tensor([float(rank + offset)])
-    dist.all_reduce(x)
-    return rank, x.item(), os.getpid()
 
 
 def _one_rank_raises(rank: int, world_size: int) -> None:
@@ -37,22 +30,12 @@ def _one_rank_hangs_here(rank: int, world_size: int) -> None:
         time.sleep(3600)  # longer than a test may take
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_results_come_back_in_rank_order(world_size: int) -> None:
-    results = run_ranks(_sum_of_ranks, world_size, 10)
-    assert [r[0] for r in results] == list(range(world_size))
-    assert {r[1] for r in results} == {10.0 * world_size + sum(range(world_size))}
-    assert len({r[2] for r in results}) == world_size
-
-
 def test_a_traceback_names_the_rank_and_comes_first() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(_one_rank_raises, 3)
     text = str(caught.value)
     assert "KeyError: 'only on rank one'" in text
-    assert text.index("--- rank 1 ---") < min(
-        text.find(f"--- rank {r}") for r in (0, 2) if f"--- rank {r}" in text
-    )
+    assert text.index("--- rank ") == text.index("--- rank 1 ---")
     assert not caught.value.outcomes[1].ok
 
 
@@ -78,9 +61,7 @@ def _leaves_a_child(rank: int, world_size: int) -> int:
 def test_children_of_a_rank_end_with_it() -> None:
     for pid in run_ranks(_leaves_a_child, 2):
         deadline = time.monotonic() + 10.0
-        while (
-            Path(f"/proc/{pid}/stat").exists()
-            and " Z " not in Path(f"/proc/{pid}/stat").read_text()
-        ):
+        stat = Path(f"/proc/{pid}/stat")
+        while stat.exists() and " Z " not in stat.read_text():
             assert time.monotonic() < deadline, f"the child {pid} still runs"
             time.sleep(0.05)
