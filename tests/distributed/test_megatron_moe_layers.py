@@ -7,26 +7,27 @@ A world of two ranks and one of four run all cases; the tests judge them one by 
 
 from __future__ import annotations
 
-import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_fluid.errors import ConfigError
-from tests.support.launch import run_ranks
-
 pytest.importorskip("megatron.core")
 
-from megatron.core import activations
+from megatron.core import activations, dist_checkpointing
 from megatron.core.fusions import fused_bias_geglu
 
+from megatron_fluid import get_fluid_custom_layers
+from megatron_fluid.errors import ConfigError
+from tests.support import tiny_gpt
+from tests.support.launch import on_ranks, run_ranks
 from tests.support.megatron_parity import (
     SPLITS,
     Layer,
     adapt,
-    compare_layers,
+    compare,
     hook_one_rank,
     keep_megatrons_experts,
     override_combine,
@@ -38,28 +39,24 @@ from tests.support.megatron_parity import (
 BIASES = {"add_bias_linear": True}
 UNGATED = {"activation_func": F.gelu, "gated_linear_unit": False}
 ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
-CLAMPED = {
-    "activation_func": activations.quick_gelu,
-    "activation_func_clamp_value": 1.5,
-    "glu_linear_offset": 1.0,
-}
+CLAMPED = {"activation_func": activations.quick_gelu, "activation_func_clamp_value": 1.5}
+CLAMPED |= {"glu_linear_offset": 1.0}
 GPT_OSS = BIASES | CLAMPED | {"num_moe_experts": 8, "moe_router_topk": 4}
 INTERLEAVED = {"moe_grouped_gemm": True, "moe_mlp_glu_interleave_size": 6}
 TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 ON_INPUT = TOP_1 | {"moe_apply_probs_on_input": True}
-SHARED = {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_overlap": True}
+SHARED = {"moe_shared_expert_intermediate_size": 40}
+SHARED_BESIDE = SHARED | {"moe_shared_expert_overlap": True}
 DROPPING = {"moe_expert_capacity_factor": 0.75}
 PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 SPLIT = {"expert_tensor_parallel_size": 2}  # Megatron refuses biases beside it
 ACT_RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 REPLAYED = RECOMPUTED | {"moe_enable_routing_replay": True}
-WEIGHT = {
-    "moe_grouped_gemm": True,
-    "use_transformer_engine_op_fuser": True,
-    "moe_single_grouped_weight": True,
-}
+WEIGHT = {"moe_single_grouped_weight": True, "use_transformer_engine_op_fuser": True}
 BIAS = {"moe_single_grouped_bias": True}
+TO_ONE_RANK = {"num_moe_experts": 6, "moe_router_topk": 3}
+FLEX = {"moe_token_dispatcher_type": "flex"}
 GROUPED = {"moe_grouped_gemm": True, "num_moe_experts": 6}
 
 
@@ -86,60 +83,61 @@ def _exchanged(model: dict[str, Any], **more: Any) -> Layer:
     return Layer(model, **{**settings, **more})
 
 
+def _by(exchange: str, model: dict[str, Any], **more: Any) -> Layer:
+    return Layer(model, fluid={"moe_backend": exchange}, exchange=exchange, **more)
+
+
+# Models that are served in each way: fused, or with Megatron's experts, or its exchange.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpt-oss": (GPT_OSS, {"lengths": (3, 12)}),
+    "all-gather, ungated": (BIASES | UNGATED | ALL_GATHER, {"lengths": (6, 6)}),
+    "dropping": (BIASES | DROPPING, {"lengths": (9, 9)}),
+    "capacity padding": (BIASES | PADDED, {"lengths": (9, 9)}),
+    "probabilities on the input": (BIASES | ON_INPUT, {}),
+    "shared experts beside": (SHARED_BESIDE | {"activation_func_clamp_value": 1.5}, {}),
+}
 AUTO = {"fluid": {"moe_backend": "auto"}, "why": "expert_tensor_parallel_size=2"}
+DEFERRED = {"fluid": {"defer_weight_grads": True}}
+SINGLE = {"ours": WEIGHT | BIAS}
+REPLAY = {"way": "phases", "why": "moe_enable_routing_replay"}
 CASES: dict[str, dict[str, Layer]] = {
     "ep2": {
+        **{name: Layer(model, **more) for name, (model, more) in MODELS.items()},
         "uneven ranks, chunks": Layer(
             {"num_moe_experts": 8, "moe_router_topk": 5}, lengths=(3, 17), fluid={"dx_chunks": 2}
         ),
-        "all tokens to one rank": Layer(
-            BIASES | {"num_moe_experts": 6, "moe_router_topk": 3}, wanted=(0, 1, 2)
-        ),
+        "all tokens to one rank": Layer(BIASES | TO_ONE_RANK, wanted=(0, 1, 2)),
         "all tokens to one expert": Layer(TOP_1, wanted=(3,)),
         "one token": Layer(TOP_1, lengths=(1, 1)),
-        "every expert, deferred": Layer({"moe_router_topk": 4}, fluid={"defer_weight_grads": True}),
+        "every expert, deferred": Layer({"moe_router_topk": 4}, **DEFERRED),
         "geglu": Layer({"activation_func": F.gelu}),
         "gelu, more chunks than rows": Layer(UNGATED, fluid={"dx_chunks": 50}),
         "padding mask": Layer({"moe_z_loss_coeff": 1e-2, "moe_aux_loss_coeff": 1.0}, padded=2),
-        "grouped, activation recomputed": Layer(
-            GROUPED, ours=ACT_RECOMPUTED, fluid={"defer_weight_grads": True}
-        ),
+        "grouped, activation recomputed": Layer(GROUPED, ours=ACT_RECOMPUTED, **DEFERRED),
         "frozen experts": Layer(BIASES, change=_frozen),
         "one local expert": Layer(BIASES | {"num_moe_experts": 2}),
-        "megatron's defaults": Layer(BIASES | UNGATED | ALL_GATHER, lengths=(6, 6)),
-        "gpt-oss": Layer(GPT_OSS, lengths=(3, 12)),
         "grouped, interleaved gates": Layer(GPT_OSS | INTERLEAVED),
         "fused quick GeGLU": Layer(
             CLAMPED
             | {"activation_func": fused_bias_geglu.quick_gelu, "bias_activation_fusion": True}
         ),
-        "dropping": Layer(BIASES | DROPPING, lengths=(9, 9)),
-        "capacity padding": Layer(BIASES | PADDED, lengths=(9, 9)),
-        "probabilities on the input": Layer(BIASES | ON_INPUT),
-        "shared experts beside": Layer(SHARED | {"activation_func_clamp_value": 1.5}),
         "single weights, fc1 recomputed": Layer(
             GROUPED, ours=WEIGHT, fluid={"moe_recompute": "hidden"}
         ),
         "single weights, biases apart": Layer(GROUPED | BIASES, ours=WEIGHT),
         "single biases": Layer(GROUPED | BIASES, ours=BIAS),
-        "single, deferred": Layer(
-            GROUPED | BIASES, ours=WEIGHT | BIAS, fluid={"defer_weight_grads": True}
-        ),
-        "single, gpt-oss": Layer(GROUPED | BIASES | CLAMPED, ours=WEIGHT | BIAS),
+        "single, deferred": Layer(GROUPED | BIASES, **SINGLE, **DEFERRED),
+        "single, gpt-oss": Layer(GROUPED | BIASES | CLAMPED, **SINGLE),
         "single, layer recomputed": Layer(GROUPED, ours=WEIGHT | RECOMPUTED),
         # Megatron's experts.
+        **{
+            f"exchange, {name}": _exchanged(model, **more) for name, (model, more) in MODELS.items()
+        },
         "adapters": _exchanged({}, change=adapt, why=""),
         "a hook of one rank": _exchanged(
             {}, change=hook_one_rank, why="rank 1 of the group: a hook is registered on"
         ),
-        "exchange, gpt-oss": _exchanged(GPT_OSS, lengths=(3, 12)),
-        "exchange, all tokens to one rank": _exchanged(
-            {"num_moe_experts": 6, "moe_router_topk": 3}, wanted=(0, 1, 2)
-        ),
-        "exchange, all-gather": _exchanged(BIASES | UNGATED | ALL_GATHER, lengths=(6, 6)),
-        "exchange, capacity padding": _exchanged(BIASES | PADDED, lengths=(9, 9)),
-        "exchange, probabilities on the input": _exchanged(BIASES | ON_INPUT),
-        "exchange, shared experts beside": _exchanged(SHARED),
+        "exchange, all tokens to one rank": _exchanged(TO_ONE_RANK, wanted=(0, 1, 2)),
         "exchange, frozen": _exchanged(
             BIASES, change=lambda layer, rank: (_frozen(layer, rank), keep_megatrons_experts(layer))
         ),
@@ -154,27 +152,15 @@ CASES: dict[str, dict[str, Layer]] = {
             change=override_combine, way="phases", why="Scaled.combine is overridden"
         ),
         "latent": Layer({"moe_latent_size": 12}, way="phases", why="moe_latent_size=12"),
-        "replayed routing in place of flex": Layer(
-            {"moe_token_dispatcher_type": "flex"} | REPLAYED,
-            lengths=(6, 6),
-            way="phases",
-            why="moe_enable_routing_replay",
-        ),
+        "replayed routing in place of flex": Layer(FLEX | REPLAYED, lengths=(6, 6), **REPLAY),
         "single, replayed routing": Layer(
-            GROUPED | BIASES,
-            ours=WEIGHT | BIAS | REPLAYED,
-            way="phases",
-            why="moe_enable_routing_replay",
+            GROUPED | BIASES, ours=WEIGHT | BIAS | REPLAYED, **REPLAY
         ),
         # Megatron's exchange.
-        "behind all-gather, ungated": _behind(BIASES | UNGATED | ALL_GATHER),
+        **{f"behind, {name}": _behind(model, **more) for name, (model, more) in MODELS.items()},
         "behind all-gather, gated": _behind(ALL_GATHER),
-        "behind all-to-all, gpt-oss": _behind(GPT_OSS),
         "behind all-to-all, interleaved": _behind(GPT_OSS | INTERLEAVED),
-        "behind, probabilities on the input": _behind(BIASES | ON_INPUT),
-        "behind, dropping, shared beside": _behind(SHARED | DROPPING),
-        "behind, capacity padding": _behind(PADDED),
-        "behind, single": _behind(GROUPED | BIASES, ours=WEIGHT | BIAS),
+        "behind, single": _behind(GROUPED | BIASES, **SINGLE),
         "behind, single, deferred": _behind(
             GROUPED | ALL_GATHER,
             ours=WEIGHT,
@@ -184,9 +170,7 @@ CASES: dict[str, dict[str, Layer]] = {
             BIASES, fluid={"moe_backend": "auto"}, why="no symmetric memory"
         ),
         "behind flex": _behind(
-            BIASES | {"moe_token_dispatcher_type": "flex"},
-            fluid={"moe_backend": "auto"},
-            why="moe_token_dispatcher_type='flex'",
+            BIASES | FLEX, fluid={"moe_backend": "auto"}, why="moe_token_dispatcher_type='flex'"
         ),
     },
     "etp2": {
@@ -194,21 +178,10 @@ CASES: dict[str, dict[str, Layer]] = {
         "all-gather, ungated": _behind(UNGATED | ALL_GATHER | SPLIT, **AUTO),
         "gpt-oss without biases": _behind(GPT_OSS | SPLIT | {"add_bias_linear": False}, **AUTO),
     },
-    "two hosts": {
-        "single": Layer(
-            GROUPED | BIASES,
-            ours=WEIGHT | BIAS,
-            fluid={"moe_backend": "hierarchical"},
-            exchange="hierarchical",
-        )
-    },
+    "two hosts": {"single": _by("hierarchical", GROUPED | BIASES, **SINGLE)},
     "ep1": {
-        "single": Layer(
-            GROUPED | BIASES, ours=WEIGHT | BIAS, fluid={"moe_backend": "local"}, exchange="local"
-        ),
-        "dropping": Layer(
-            DROPPING, lengths=(9, 9), fluid={"moe_backend": "local"}, exchange="local"
-        ),
+        "single": _by("local", GROUPED | BIASES, **SINGLE),
+        "dropping": _by("local", DROPPING, lengths=(9, 9)),
     },
     "ep2 etp2": {
         "gated": _behind(SPLIT, **AUTO),
@@ -224,7 +197,7 @@ def results() -> dict[int, list[dict[str, Any]]]:
 
 
 def _world(rank: int, world_size: int) -> dict[str, Any]:
-    return compare_layers(rank, world_size, CASES)
+    return compare(CASES)
 
 
 @pytest.mark.parametrize(("split", "name"), NAMES)
@@ -257,15 +230,11 @@ def test_output_and_every_gradient_in_double_precision(
             assert difference <= most * max(size, 1.0), f"rank {rank}, {what}: {difference}"
 
 
-def _checkpoints(rank: int, world_size: int) -> dict[str, Any]:
-    """Distributed checkpoints written by either load into the other; plain state dicts have the
-    same keys and shapes. And a setting that is refused by name."""
-    import torch.distributed as dist
-    from megatron.core import dist_checkpointing
-
-    from megatron_fluid import get_fluid_custom_layers
-    from tests.support import tiny_gpt
-
+@on_ranks(2)
+def test_checkpoints_of_either_load_in_the_other(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """Distributed checkpoints; plain state dicts have the same keys and shapes."""
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
 
     def model(on: bool, seed: int) -> Any:
@@ -273,35 +242,27 @@ def _checkpoints(rank: int, world_size: int) -> dict[str, Any]:
             config = tiny_gpt.config_of(num_moe_experts=8)
             return tiny_gpt.gpt(config, get_fluid_custom_layers(config) if on else None, seed=seed)
 
-    shapes = [
+    stock, ours = (
         {n: getattr(v, "shape", None) for n, v in model(on, 1).state_dict().items()}
         for on in (False, True)
-    ]
-    different = []
-    folders: list[Any] = [[tempfile.mkdtemp() for _ in range(2)] if rank == 0 else None]
-    dist.broadcast_object_list(folders)
-    for writer_on, folder in zip((True, False), folders[0], strict=True):
+    )
+    assert stock == ours and len(stock) > 20
+    for writer_on in (True, False):
+        folder = tmp_path / f"{writer_on}"
+        folder.mkdir(exist_ok=True)
         writer, reader = model(writer_on, 1), model(not writer_on, 2)
-        dist_checkpointing.save(writer.sharded_state_dict(), folder)
-        reader.load_state_dict(dist_checkpointing.load(reader.sharded_state_dict(), folder))
-        different += [
-            name
-            for (name, a), b in zip(writer.named_parameters(), reader.parameters(), strict=True)
-            if not torch.equal(a, b)
-        ]
+        dist_checkpointing.save(writer.sharded_state_dict(), str(folder))
+        loaded = dist_checkpointing.load(reader.sharded_state_dict(), str(folder))
+        reader.load_state_dict(loaded)
+        for (name, a), b in zip(writer.named_parameters(), reader.parameters(), strict=True):
+            assert torch.equal(a, b), name
+
+
+@on_ranks(2)
+def test_a_setting_that_is_not_honoured_is_named(rank: int, world_size: int) -> None:
+    tiny_gpt.parallel(expert_model_parallel_size=world_size)
     unsupported = tiny_gpt.config_of()
     unsupported.expert_gtp_weight_remat_size = 2
-    with plug_in(True), pytest.raises(ConfigError) as refused:
+    named = "moe_backend: found 'rounds'.*expert_gtp_weight_remat_size"
+    with plug_in(True), pytest.raises(ConfigError, match=named):
         tiny_gpt.gpt(unsupported)
-    return {
-        "shapes": shapes[0] == shapes[1] and len(shapes[0]) > 20,
-        "different": different,
-        "refused": str(refused.value),
-    }
-
-
-def test_checkpoints_of_either_load_in_the_other_and_what_is_not_honoured_is_named() -> None:
-    for found in run_ranks(_checkpoints, 2):
-        assert found["shapes"] and not found["different"]
-        assert "moe_backend: found 'rounds'" in found["refused"]
-        assert "expert_gtp_weight_remat_size" in found["refused"]

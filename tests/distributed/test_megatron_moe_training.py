@@ -12,37 +12,32 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-
-from megatron_fluid.config import FluidConfig, set_config
-from tests.support.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
-from megatron.core import activations
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from tests.support.megatron_parity import SPLITS, Training, compare_trainings, plug_in, ran
+from megatron_fluid import get_fluid_custom_layers
+from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.patches.layer_specs import FluidMoELayer
+from tests.distributed.test_megatron_moe_layers import (
+    ALL_GATHER,
+    BIASES,
+    GPT_OSS,
+    RECOMPUTED,
+    SHARED,
+    SHARED_BESIDE,
+    SPLIT,
+    UNGATED,
+    WEIGHT,
+)
+from tests.support import tiny_gpt
+from tests.support.launch import run_ranks
+from tests.support.megatron_parity import SPLITS, Training, compare, plug_in, ran
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
-BIASES = {"add_bias_linear": True}
-CLAMPED = {
-    "activation_func": activations.quick_gelu,
-    "activation_func_clamp_value": 1.5,
-    "glu_linear_offset": 1.0,
-}
-GPT_OSS = BIASES | CLAMPED | {"num_moe_experts": 8, "moe_router_topk": 4}
-UNGATED = {
-    "activation_func": F.gelu,
-    "gated_linear_unit": False,
-    "moe_token_dispatcher_type": "allgather",
-}
-SHARED = {"moe_shared_expert_intermediate_size": 40}
-SHARED_BESIDE = SHARED | {"moe_shared_expert_overlap": True}
 SKEWED = {"num_moe_experts": 8, "moe_router_force_biased": 6.0, "moe_z_loss_coeff": 1e-3}
-RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-WEIGHT = {"moe_single_grouped_weight": True, "use_transformer_engine_op_fuser": True}
-SPLIT = {"expert_tensor_parallel_size": 2}
 DEFERRED, MAIN_GRAD = {"defer_weight_grads": True}, {"gradient_accumulation_fusion": True}
 BEHIND = {"way": "experts", "exchange": "megatron"}
 
@@ -128,7 +123,7 @@ CASES: dict[str, dict[str, Training]] = {
         "exchange, gpt-oss": Training(GPT_OSS, REDUCED, way="exchange"),
         "exchange, recomputed": Training(SHARED | FULL, SHARDED, way="exchange"),
         "behind all-gather, deferred": Training(
-            BIASES | UNGATED, SHARDED, DEFERRED | {"moe_backend": "experts"}, **BEHIND
+            BIASES | UNGATED | ALL_GATHER, SHARDED, DEFERRED | {"moe_backend": "experts"}, **BEHIND
         ),
     },
     "ep1": {
@@ -177,7 +172,7 @@ NAMES = [(split, name) for split, cases in CASES.items() for name in cases]
 
 
 def _world(rank: int, world_size: int) -> dict[str, Any]:
-    found = compare_trainings(rank, world_size, CASES)
+    found = compare(CASES)
     if world_size == 2:
         found["specs"] = _specs()
     return found
@@ -185,12 +180,6 @@ def _world(rank: int, world_size: int) -> dict[str, Any]:
 
 def _specs() -> dict[str, list[float]]:
     """Losses without any patch, by the layer spec alone: with a configuration, and without one."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    from megatron_fluid import get_fluid_custom_layers
-    from megatron_fluid.patches.layer_specs import FluidMoELayer
-    from tests.support import tiny_gpt
-
     tiny_gpt.parallel(expert_model_parallel_size=2)
     losses = {}
     for name in ("stock", "config", "no config"):

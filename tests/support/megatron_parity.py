@@ -1,8 +1,7 @@
 """A Megatron MoE layer, and a small GPT-MoE in training, by Megatron's own path and by the patched
 layer: what the parity tests run on every rank.
 
-`compare_layers` and `compare_trainings` are bodies for `run_ranks`. A case that fails hands its
-traceback back, so that the cases after it still run.
+A case that fails hands its traceback back, so that the cases after it still run.
 """
 
 from __future__ import annotations
@@ -29,11 +28,9 @@ __all__ = [
     "Layer",
     "Training",
     "adapt",
-    "compare_layers",
-    "compare_trainings",
+    "compare",
     "hook_one_rank",
     "keep_megatrons_experts",
-    "layer_both",
     "override_combine",
     "pad_for_quantization",
     "plug_in",
@@ -405,21 +402,15 @@ def train_both(case: Training) -> dict[str, Any]:
     return result
 
 
-def compare_layers(rank: int, world_size: int, cases: dict[str, dict[str, Layer]]) -> Settings:
-    """Body of a rank: the results of `layer_both` by split and name."""
-    return _every_split(cases, lambda case: layer_both(rank, case))
-
-
-def compare_trainings(
-    rank: int, world_size: int, cases: dict[str, dict[str, Training]]
-) -> Settings:
-    """Body of a rank: the results of `train_both` by split and name."""
-    return _every_split(cases, train_both)
-
-
-def _every_split(cases: Any, body: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+def compare(cases: dict[str, dict[str, Any]]) -> Settings:
+    """The results of `layer_both` or `train_both` on this rank, by split and name. A case that
+    fails gives its traceback."""
     logging.getLogger("megatron").setLevel(logging.WARNING)
     rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def both(case: Layer | Training) -> dict[str, Any]:
+        return layer_both(rank, case) if isinstance(case, Layer) else train_both(case)
+
     found: dict[str, Any] = {}
     for name, group in cases.items():
         split = SPLITS[name]
@@ -432,6 +423,6 @@ def _every_split(cases: Any, body: Callable[[Any], dict[str, Any]]) -> dict[str,
         uneven = split.sizes.get("expert_tensor_parallel_size", 1) > 1 and ranks > 2
         with _uneven_collectives() if uneven else contextlib.nullcontext(), flex_without_deepep():
             found[name] = {
-                case: tiny_gpt.guarded(lambda one=one: body(one)) for case, one in group.items()
+                case: tiny_gpt.guarded(lambda one=one: both(one)) for case, one in group.items()
             }
     return found
