@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fluid import patches
-from tests.support.launch import run_ranks
+pytest.importorskip("megatron.core")
 
-pytestmark = [
-    pytest.mark.skipif(not patches.megatron_installed(), reason="megatron-core is not installed"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for Transformer Engine"),
-]
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
+from megatron.core.extensions import transformer_engine as extension
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_fluid.patches.moe import layer as moe_layer
+from tests.support import tiny_gpt
+from tests.support.launch import on_ranks
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="stands in for Transformer Engine"
+)
 
 
 def _train(on: bool, fused: bool) -> tuple[list[float], list[Any], int]:
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    from megatron_fluid.patches.moe import layer as moe_layer
-    from tests.support import tiny_gpt
-
     with tiny_gpt.plug_in(on, moe_backend="auto", defer_weight_grads=on) as calls:
         settings = {"gradient_accumulation_fusion": fused, "calculate_per_token_loss": True}
         config = tiny_gpt.config_of(**settings)
@@ -70,31 +70,21 @@ def _mesh(data_group: Any, tensor_group: Any, ep_size: int = 1) -> torch.Tensor:
     return next(mesh for mesh in meshes if rank in mesh.flatten().tolist())
 
 
-def _both(rank: int, world_size: int, fused: bool) -> dict[str, Any]:
-    from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
-
-    from tests.support import tiny_gpt
-
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2, timeout_s=240)
+def test_experts_under_megatron_fsdp_are_left_to_megatron_by_name(
+    rank: int, world_size: int, fused: bool
+) -> None:
     adapter.is_te_min_version = lambda *_, **__: True
     adapter._get_dp_tp_mesh = _mesh
     if fused:
-        import megatron.core.extensions.transformer_engine as extension
-
         extension.te_general_gemm = None
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        stock, fluid = _train(False, fused), _train(True, fused)
-    return {"stock": stock, "fluid": fluid, "printed": printed.getvalue()}
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_experts_under_megatron_fsdp_are_left_to_megatron_by_name(fused: bool) -> None:
-    for rank, found in enumerate(run_ranks(_both, 2, fused, timeout_s=240)):
-        losses, reasons, calls = found["fluid"]
-        assert losses == pytest.approx(found["stock"][0], rel=1e-6)
-        assert calls == 0 and len(reasons) == 2
-        for reason in reasons:
-            assert "Megatron-FSDP" in str(reason)
-        told = found["printed"].count("Megatron's experts: ")
-        assert told == (0 if rank else 1), found["printed"]
+        (stock, *_), (losses, reasons, calls) = _train(False, fused), _train(True, fused)
+    assert losses == pytest.approx(stock, rel=1e-6)
+    assert calls == 0 and len(reasons) == 2
+    assert all("Megatron-FSDP" in str(reason) for reason in reasons)
+    told = printed.getvalue().count("Megatron's experts: ")
+    assert told == (0 if rank else 1), printed.getvalue()

@@ -10,27 +10,57 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.launch import run_ranks
-
 pytest.importorskip("megatron.core")
 
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+from megatron_fluid.patches.moe import separate_experts
+from tests.support import tiny_gpt
+from tests.support.launch import on_ranks
 from tests.support.megatron_parity import plug_in
-from tests.support.tiny_gpt import guarded
-
-WAYS = ("stock", "exchange")
 
 
-def _one_by_one(way: str, delayed: bool = False) -> dict[str, Any]:
+def _start(ranks: int) -> None:
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    tiny_gpt.parallel(expert_model_parallel_size=ranks)
+
+
+@on_ranks(2, timeout_s=300)
+def test_under_autocast_the_experts_are_megatrons_behind_our_exchange(
+    rank: int, world_size: int
+) -> None:
+    """A layer in fp32 under autocast to bf16: output and gradients."""
+    _start(world_size)
+    found: list[dict[str, Any]] = []
+    for on in (False, True):
+        with plug_in(on) as counts:
+            autocast = {"enable_autocast": True, "autocast_dtype": torch.bfloat16}
+            config = tiny_gpt.config_of(moe_grouped_gemm=True, **autocast)
+            # Megatron's linears and its router know the autocast of GPUs alone.
+            layer = tiny_gpt.moe_layer(config, grouped=True)
+            layer.route = torch.autocast("cpu", enabled=False)(layer.route)
+            hidden = torch.randn(6 + rank, 2, 32, generator=torch.Generator().manual_seed(rank))
+            hidden.requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                output, _ = layer(hidden)
+            output.float().square().sum().backward()
+            grads = {name: p.grad for name, p in layer.named_parameters()}
+            found.append({"output": output.detach(), "input": hidden.grad, **grads})
+            assert counts["exchange"] == on
+    stock, ours = found
+    assert len(stock) == 7
+    for name, right in stock.items():
+        assert ours[name].dtype == right.dtype, name
+        error = (ours[name].float() - right.float()).norm() / right.float().norm()
+        assert error <= 2e-2, name
+
+
+def _one_by_one(on: bool, delayed: bool = False) -> dict[str, Any]:
     """Two iterations of three microbatches under the 1F1B expert overlap, which runs a layer's
     phases one by one, those of a forward between those of another microbatch's backward: every
     parameter's gradient. delayed: weight gradients wait until the schedule asks for them, which of
     Megatron's modules only Transformer Engine's know."""
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    from megatron_fluid.patches.moe import separate_experts
-    from tests.support import tiny_gpt
-
     ran: list[int] = []
     run = separate_experts._DelayedGradients.run
 
@@ -45,7 +75,7 @@ def _one_by_one(way: str, delayed: bool = False) -> dict[str, Any]:
     }
     scale = mock.patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.ones(1))
     count = mock.patch.object(separate_experts._DelayedGradients, "run", counted)
-    with plug_in(way != "stock") as counts, scale, count:
+    with plug_in(on) as counts, scale, count:
         config = tiny_gpt.config_of(**overrides)
         config.bf16, config.delay_wgrad_compute = False, delayed
         model = tiny_gpt.gpt(config)
@@ -71,75 +101,18 @@ def _one_by_one(way: str, delayed: bool = False) -> dict[str, Any]:
             )
             losses += [float(report["loss"]) for report in found]
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        counted = counts["fused"], counts["exchange"]
-        return {"losses": losses, "grads": grads, "counts": counted, "delayed": sum(ran)}
+        calls = counts["fused"], counts["exchange"], sum(ran)
+        return {"losses": losses, "grads": grads, "counts": calls}
 
 
-def _autocast(rank: int) -> dict[str, torch.Tensor]:
-    """A layer in fp32 under autocast to bf16: output and gradients, by our exchange and Megatron's.
-    The experts are Megatron's."""
-    from tests.support import tiny_gpt
-
-    found = {}
-    for way in WAYS:
-        with plug_in(way != "stock") as counts:
-            autocast = {"enable_autocast": True, "autocast_dtype": torch.bfloat16}
-            config = tiny_gpt.config_of(moe_grouped_gemm=True, **autocast)
-            # Megatron's linears and its router know the autocast of GPUs alone.
-            layer = tiny_gpt.moe_layer(config, grouped=True)
-            layer.route = torch.autocast("cpu", enabled=False)(layer.route)
-            hidden = torch.randn(6 + rank, 2, 32, generator=torch.Generator().manual_seed(rank))
-            hidden.requires_grad_()
-            with torch.autocast("cpu", torch.bfloat16):
-                output, _ = layer(hidden)
-            output.float().square().sum().backward()
-            found[f"{way} output"], found[f"{way} input"] = output.detach(), hidden.grad
-            found |= {f"{way} {name}": p.grad for name, p in layer.named_parameters()}
-            assert counts["exchange"] == (way != "stock")
-    return found  # type: ignore[return-value]
-
-
-def _world(rank: int, world_size: int) -> dict[str, Any]:
-    logging.getLogger("megatron").setLevel(logging.WARNING)
-    from tests.support import tiny_gpt
-
-    tiny_gpt.parallel(expert_model_parallel_size=world_size)
-    found = {"autocast": guarded(lambda: _autocast(rank))}
-    for way in WAYS:
-        found[f"one by one {way}"] = guarded(lambda w=way: _one_by_one(w))
-    found["one by one delayed"] = guarded(lambda: _one_by_one("exchange", delayed=True))
-    return found
-
-
-@pytest.fixture(scope="module")
-def ep2() -> list[dict[str, Any]]:
-    return run_ranks(_world, 2, timeout_s=300)
-
-
-def test_under_autocast_the_experts_are_megatrons_behind_our_exchange(
-    ep2: list[dict[str, Any]],
-) -> None:
-    for result in ep2:
-        case = result["autocast"]
-        assert "error" not in case, case["error"]
-        names = [name.removeprefix("stock ") for name in case if name.startswith("stock ")]
-        assert len(names) == 7
-        for name in names:
-            right, mine = case[f"stock {name}"].float(), case[f"exchange {name}"].float()
-            assert case[f"stock {name}"].dtype == case[f"exchange {name}"].dtype, name
-            assert float((mine - right).norm()) <= 2e-2 * float(right.norm()), name
-
-
-def test_phases_of_the_1f1b_overlap_called_one_by_one(ep2: list[dict[str, Any]]) -> None:
-    for result in ep2:
-        stock, ours, delayed = (result[f"one by one {way}"] for way in (*WAYS, "delayed"))
-        for case in (stock, ours, delayed):
-            assert "error" not in case, case["error"]
-        assert stock["counts"] == (0, 0) and len(stock["grads"]) > 20
-        # Two projections in each of two layers, in each microbatch.
-        for case, waited in ((ours, 0), (delayed, 24)):
-            assert case["counts"] == (0, 12) and case["delayed"] == waited
-            assert case["losses"] == pytest.approx(stock["losses"], rel=1e-6, abs=0)
-            assert stock["grads"].keys() == case["grads"].keys()
-            for name, value in stock["grads"].items():
-                torch.testing.assert_close(case["grads"][name], value, rtol=1e-5, atol=1e-7)
+@on_ranks(2, timeout_s=300)
+def test_phases_of_the_1f1b_overlap_called_one_by_one(rank: int, world_size: int) -> None:
+    _start(world_size)
+    stock = _one_by_one(False)
+    assert stock["counts"] == (0, 0, 0) and len(stock["grads"]) > 20
+    # Two projections in each of two layers, in each microbatch.
+    for delayed, waited in ((False, 0), (True, 24)):
+        ours = _one_by_one(True, delayed)
+        assert ours["counts"] == (0, 12, waited)
+        assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6, abs=0)
+        torch.testing.assert_close(ours["grads"], stock["grads"], rtol=1e-5, atol=1e-7)

@@ -21,10 +21,10 @@ from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.router import route
 from megatron_fluid.moe.sharding import local_part
+from tests.distributed.test_attention import OVERLAP, check_cases
 from tests.distributed.test_attention import _close as close
-from tests.distributed.test_attention import check_cases
 from tests.support.attention_reference import reference_attention
-from tests.support.launch import on_ranks, run_ranks
+from tests.support.launch import on_ranks
 from tests.support.moe_reference import moe_reference
 
 HIDDEN, HEAD_DIM, FFN, BATCH = 16, 4, 10, 2
@@ -78,18 +78,15 @@ def _layer(case: Case, index: int) -> TransformerLayer:
     with torch.no_grad():
         for parameter in layer.parameters():
             if parameter.dim() == 1:  # norms and biases: away from ones and zeros
-                parameter.add_(
-                    torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.3
-                )
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.add_(noise * 0.3)
     return layer
 
 
 def _data(case: Case, microbatch: int, rank: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(7 + microbatch + 1000 * rank)
-    x, g = (
-        torch.randn(case.length, BATCH, HIDDEN, generator=generator, dtype=torch.float64)
-        for _ in range(2)
-    )
+    shape = case.length, BATCH, HIDDEN
+    x, g = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
     return x, g
 
 
@@ -112,17 +109,10 @@ def _body(rank: int, world: int, case: Case) -> dict[str, Any]:
         outputs.append((h.detach(), x.grad))
     for layer in layers:
         layer.sum_replicated_gradients(dist.group.WORLD)
-    named = [
-        (f"layer {i} {name}", p)
-        for i, layer in enumerate(layers)
-        for name, p in layer.named_parameters()
-    ]
-    return {
-        "rows": rows,
-        "outputs": outputs,
-        "values": {name: local_part(p) for name, p in named},
-        "grads": {name: local_part(p.grad) for name, p in named},
-    }
+    named = dict(torch.nn.ModuleList(layers).named_parameters())
+    values = {name: local_part(p) for name, p in named.items()}
+    grads = {name: local_part(p.grad) for name, p in named.items()}
+    return {"rows": rows, "outputs": outputs, "values": values, "grads": grads}
 
 
 def _is_expert(name: str) -> bool:
@@ -131,11 +121,8 @@ def _is_expert(name: str) -> bool:
 
 def _reference(case: Case, values: dict[str, Tensor], index: int, x: Tensor) -> Tensor:
     """One layer on whole sequences, with all experts."""
-    p = {
-        name.removeprefix(f"layer {index} "): value
-        for name, value in values.items()
-        if name.startswith(f"layer {index} ")
-    }
+    layer = f"{index}."
+    p = {n.removeprefix(layer): value for n, value in values.items() if n.startswith(layer)}
 
     def norm(x: Tensor, name: str) -> Tensor:
         if case.norm == "rmsnorm":
@@ -204,9 +191,6 @@ def check(world: int, *cases: Case) -> None:
     check_cases(_body, _compare, world, cases)
 
 
-OVERLAP = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
-
-
 @OVERLAP
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_equals_one_process(world: int, overlap: bool) -> None:
@@ -224,22 +208,16 @@ def test_equals_one_process(world: int, overlap: bool) -> None:
 
 
 def test_three_ranks_and_many_layers() -> None:
-    check(
-        3,
-        Case(
-            heads=6,
-            kv_heads=3,
-            experts=6,
-            layers=8,
-            length=17,
-            chunks=2,
-            scheduler=True,
-            qk_norm=True,
-        ),
-    )
+    sizes: dict[str, Any] = {"heads": 6, "kv_heads": 3, "experts": 6, "layers": 8, "length": 17}
+    check(3, Case(**sizes, chunks=2, scheduler=True, qk_norm=True))
 
 
-def _copies(rank: int, world: int, case: Case) -> None:
+@OVERLAP
+@on_ranks(2)
+def test_a_deep_copy_has_parameters_of_its_own_and_trains_as_the_layer(
+    rank: int, world: int, overlap: bool
+) -> None:
+    case = Case(overlap=overlap, qk_norm=True, shared=6)
     layer = _layer(case, 0)
     rows = SequenceLayout(case.length, world, case.layout).positions(rank)
     x, g = (t[rows] for t in _data(case, 0))
@@ -257,10 +235,8 @@ def _copies(rank: int, world: int, case: Case) -> None:
     copied = copy.deepcopy(layer)
     attention = copy.deepcopy(layer.self_attention)
     assert attention.group is copied.cp_group is copied.ep_group is dist.group.WORLD
-    assert (
-        attention.connection is layer.self_attention.connection
-        and attention.scheduler is get_backward_scheduler()
-    )
+    assert attention.connection is layer.self_attention.connection
+    assert attention.scheduler is get_backward_scheduler()
     whole = copy.deepcopy(_layer(dataclasses.replace(case, context_parallel=False), 1))
     assert whole.cp_group is None and whole.ep_group is dist.group.WORLD
     assert copied.mlp.rounds is copy.deepcopy(layer.mlp).rounds is layer.mlp.rounds
@@ -276,30 +252,23 @@ def _copies(rank: int, world: int, case: Case) -> None:
     assert torch.equal(average(x), expected["y"])
 
 
-@OVERLAP
-def test_a_deep_copy_has_parameters_of_its_own_and_trains_as_the_layer(overlap: bool) -> None:
-    run_ranks(_copies, 2, Case(overlap=overlap, qk_norm=True, shared=6))
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [  # settings, and what the error names
-    ({"num_attention_heads": 3}, "num_heads"),
-    ({"num_kv_heads": 3}, "num_kv_heads"),
-    ({"num_experts": 3}, "num_experts"),
-    ({"norm": "batchnorm"}, "norm"),
-    ({"sequence_layout": "striped"}, "sequence_layout"),
-    ({"attention_kernel": "magic"}, "kernel"),
-    ({"attention_kernel": "te"}, "kernel"),
-    ({"head_groups": 5}, "head_groups"),
-    ({"dx_chunks": 0}, "dx_chunks"),
-    ({"dx_chunks": -1}, "dx_chunks"),
-    ({"window": 0}, "window"),
-    ({"attention_dropout": 1.5}, "dropout"),
-    ({"rotary_dim": 3}, "rotary"),
-    ({"rotary_dim": 8}, "rotary"),
-    ({"ep_group": None}, "group"),
-    ({"top_k": 9}, "top_k"),
-    ({"activation": "tanhshrinkish"}, "activation"),
-]
+# What the error names, and settings that it refuses.
+REFUSED: dict[str, tuple[dict[str, Any], ...]] = {
+    "num_heads": ({"num_attention_heads": 3},),
+    "num_kv_heads": ({"num_kv_heads": 3},),
+    "num_experts": ({"num_experts": 3},),
+    "norm": ({"norm": "batchnorm"},),
+    "sequence_layout": ({"sequence_layout": "striped"},),
+    "kernel": ({"attention_kernel": "magic"}, {"attention_kernel": "te"}),
+    "head_groups": ({"head_groups": 5},),
+    "dx_chunks": ({"dx_chunks": 0}, {"dx_chunks": -1}),
+    "window": ({"window": 0},),
+    "dropout": ({"attention_dropout": 1.5},),
+    "rotary": ({"rotary_dim": 3}, {"rotary_dim": 8}),
+    "group": ({"ep_group": None},),
+    "top_k": ({"top_k": 9},),
+    "activation": ({"activation": "tanhshrinkish"},),
+}
 
 
 @on_ranks(2)
@@ -307,9 +276,10 @@ def test_what_cannot_be_met_is_refused_by_name(rank: int, world: int) -> None:
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 8, "num_experts": 4}
     group = dist.group.WORLD
     common: dict[str, Any] = {**sizes, "top_k": 2, "ep_group": group, "cp_group": group}
-    for settings, named in REFUSED:
-        with pytest.raises(ConfigError, match=named):
-            TransformerLayer(**{**common, "head_dim": 4, **settings})
+    for named, wrong in REFUSED.items():
+        for settings in wrong:
+            with pytest.raises(ConfigError, match=named):
+                TransformerLayer(**{**common, "head_dim": 4, **settings})
     layer = TransformerLayer(**common)
     for shape, length, named in (
         ((3, 1, 15), None, "input"),
