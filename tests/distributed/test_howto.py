@@ -25,51 +25,35 @@ NEEDS_GPU = "(needs a GPU)"
 CALLS_FOR_GPU = ("benchmarks/launch.sh", "benchmarks.tune", "torchrun", "measured into")
 
 # What a page says in words of files that exist: (file, text, what stands there instead). {block} is
-# the page's block for that file.
+# the page's block for that file, {text} the text.
+BACKENDS, CHOOSE = "megatron_fluid/moe/backends.py", "megatron_fluid/moe/choose.py"
+TP_CHOICE = "megatron_fluid/tensor_parallel/choice.py"
 EDITS = {
     "add_a_kernel": [],
     "add_a_patch": [
-        (
-            "patches/__init__.py",
-            "PATCHES: tuple[Patch, ...] = (",
-            "PATCHES: tuple[Patch, ...] = (\n    *{block},",
-        )
+        ("patches/__init__.py", "PATCHES: tuple[Patch, ...] = (", "{text}\n    *{block},")
     ],
     "add_a_tp_backend": [
+        (TP_CHOICE, "    backends, reason = None, None\n", "{block}{text}"),
+        (TP_CHOICE, '"fused", "coll', '"pairwise", {text}'),
         (
-            "megatron_fluid/tensor_parallel/choice.py",
-            "    backends, reason = None, None\n",
-            "{block}    backends, reason = None, None\n",
-        ),
-        (
-            "megatron_fluid/tensor_parallel/choice.py",
-            '"fused", "coll',
-            '"pairwise", "fused", "coll',
-        ),
-        (
-            "megatron_fluid/tensor_parallel/choice.py",
+            TP_CHOICE,
             "from megatron_fluid.tensor_parallel.gemm import Gemm\n",
-            "from megatron_fluid.tensor_parallel.gemm import Gemm\n"
-            "from megatron_fluid.tensor_parallel.pairwise import PairwiseBackend\n",
+            "{text}from megatron_fluid.tensor_parallel.pairwise import PairwiseBackend\n",
         ),
     ],
     "add_a_transport": [
-        ("megatron_fluid/moe/backends.py", "BACKENDS: dict", "{block}\n\nBACKENDS: dict"),
+        (BACKENDS, "BACKENDS: dict", "{block}\n\n{text}"),
+        (BACKENDS, "_Hierarchical, _Rounds)", "_Hierarchical, _Rounds, _Gathered)"),
         (
-            "megatron_fluid/moe/backends.py",
-            "_Hierarchical, _Rounds)",
-            "_Hierarchical, _Rounds, _Gathered)",
+            BACKENDS,
+            "from megatron_fluid.moe.hierarchical.plan",
+            "from megatron_fluid.moe.gathered.transport import GatheredTransport\n{text}",
         ),
         (
-            "megatron_fluid/moe/backends.py",
-            "from megatron_fluid.moe.hierarchical.plan",
-            "from megatron_fluid.moe.gathered.transport import GatheredTransport\n"
-            "from megatron_fluid.moe.hierarchical.plan",
-        ),
-        (
-            "megatron_fluid/moe/choose.py",
+            CHOOSE,
             '    "rounds": lambda case: None,\n',
-            '    "rounds": lambda case: None,\n    "gathered": lambda case: None,\n',
+            '{text}    "gathered": lambda case: None,\n',
         ),
         ("megatron_fluid/config.py", '"rounds", "local"', '"rounds", "gathered", "local"'),
     ],
@@ -125,8 +109,9 @@ def add(page: Path, tree: Path) -> list[str]:
     for name, before, after in EDITS[page.stem]:
         text = (tree / name).read_text()
         assert before in text, (name, before)
-        block = files.get(name, "").rstrip().removesuffix(",")
-        (tree / name).write_text(text.replace(before, after.replace("{block}", block + "\n"), 1))
+        block = files.get(name, "").rstrip().removesuffix(",") + "\n"
+        after = after.replace("{text}", before).replace("{block}", block)
+        (tree / name).write_text(text.replace(before, after, 1))
     return new
 
 

@@ -18,13 +18,27 @@ from tests.support.machine import GPUS
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 600  # four processes that import torch, on machines that do more than this
-ONE_TEST = "whole and top-16 and combine"
+ONE_TEST = (
+    *(sys.executable, "-m", "pytest", "-svx", "-p", "no:cacheprovider"),
+    *("tests/test_all_to_all.py", "-k", "whole and top-16 and combine"),
+)
 MPIRUN = shutil.which("mpirun", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
 GLOO_ONLY = pytest.mark.skipif(bool(GPUS), reason="more ranks than GPUs: the CPU's part")
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+def start(*command: str, **variables: str) -> subprocess.Popen[str]:
+    settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | settings, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def said_by(*processes: subprocess.Popen[str]) -> str:
+    """What they print, all of which must end well."""
+    said = "\n".join(process.communicate(timeout=TIMEOUT_S)[0] for process in processes)
+    assert not any(process.returncode for process in processes), said
+    return said
 
 
 def free_port() -> str:
@@ -68,13 +82,9 @@ def test_the_table_has_a_row_for_each_transport_and_rival_and_a_column_for_each_
 
 @pytest.mark.slow
 def test_the_benchmark_starts_its_ranks() -> None:
-    command = [sys.executable, "-m", "tests.bench_all_to_all", "--ranks", "2", "--iters", "2"]
-    command += ["--transports", "gloo"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    labels = [line.split("|")[1].strip() for line in done.stdout.splitlines() if "μs ±" in line]
+    flags = "--ranks", "2", "--iters", "2", "--transports", "gloo"
+    said = said_by(start(sys.executable, "-m", "tests.bench_all_to_all", *flags))
+    labels = [line.split("|")[1].strip() for line in said.splitlines() if "μs ±" in line]
     assert labels == ["GLOO Dispatch", "GLOO Combine", "Torch AtA Dispatch", "Torch AtA Combine"]
 
 
@@ -90,49 +100,22 @@ def test_the_benchmark_says_what_cannot_be_had(
 @pytest.mark.slow
 @GLOO_ONLY
 def test_two_nodes_of_two_ranks_each_run_the_test_together() -> None:
-    port = free_port()
-    nodes = []
-    for node in ("0", "1"):
-        settings = environment(
-            NODE_RANK=node,
-            WORLD_SIZE="4",
-            WORLD_LOCAL_SIZE="2",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        command = [sys.executable, "-m", "pytest", "-svx", "-p", "no:cacheprovider"]
-        command += ["tests/test_all_to_all.py", "-k", ONE_TEST]
-        nodes.append(
-            subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=settings,
-                text=True,
-                start_new_session=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-        )
-    said = [node.communicate(timeout=TIMEOUT_S)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
-    assert all("1 passed" in text for text in said)
+    world = {"WORLD_SIZE": "4", "WORLD_LOCAL_SIZE": "2"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    nodes = [start(*ONE_TEST, NODE_RANK=node, **world) for node in ("0", "1")]
+    assert said_by(*nodes).count("1 passed") == 2
 
 
 @pytest.mark.slow
 @GLOO_ONLY
 @pytest.mark.skipif(MPIRUN is None, reason="Open MPI's mpirun is not installed")
 def test_mpirun_starts_the_ranks_of_the_test() -> None:
-    settings = environment(
+    mpi = start(
+        *(str(MPIRUN), "-np", "2", *ONE_TEST),
         OMPI_ALLOW_RUN_AS_ROOT="1",
         OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
         OMPI_MCA_rmaps_base_oversubscribe="1",  # Open MPI 4
         PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",  # Open MPI 5
         MASTER_PORT=free_port(),
     )
-    command = [str(MPIRUN), "-np", "2", sys.executable, "-m", "pytest", "-svx"]
-    command += ["-p", "no:cacheprovider", "tests/test_all_to_all.py", "-k", ONE_TEST]
-    done = subprocess.run(
-        command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("1 passed") == 2
+    assert said_by(mpi).count("1 passed") == 2

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 EXAMPLES = str(Path(__file__).resolve().parents[2] / "examples")
 
 
-def _two_iterations_and_two_evaluations(rank: int, world_size: int) -> Any:
+@on_ranks(3)
+def test_means_are_over_all_tokens_of_all_ranks(rank: int, world_size: int) -> None:
     sys.path.insert(0, EXAMPLES)
     from run_record import RunRecord
 
@@ -35,20 +35,12 @@ def _two_iterations_and_two_evaluations(rank: int, world_size: int) -> Any:
         record.end_evaluation(3)
     record.end_evaluation(3)  # one in which nobody computed a loss
     result = record.result()
-    return result.train_losses, [(e.iteration, e.loss) for e in result.evaluations], result.step_s
-
-
-def test_means_are_over_all_tokens_of_all_ranks() -> None:
-    answers = run_ranks(_two_iterations_and_two_evaluations, 3)
-    for losses, evaluations, step_s in answers:
-        tokens = {1: 10 + 11, 2: 20 + 21}
-        for iteration in (3, 4):
-            expected = sum(
-                count * (iteration + 0.5 * rank) for rank, count in tokens.items()
-            ) / sum(tokens.values())
-            assert losses[iteration] == pytest.approx(expected, rel=1e-12)
-        assert sorted(losses) == [3, 4]
-        assert evaluations[:2] == [(5, (6.0 + 12.0) / 4), (5, (12.0 + 24.0) / 4)]
-        assert evaluations[2][0] == 5
-        assert math.isnan(evaluations[2][1])
-        assert step_s is None  # two iterations: one warms up, and one start is no duration
+    tokens = {1: 10 + 11, 2: 20 + 21}
+    assert sorted(result.train_losses) == [3, 4]
+    for iteration, loss in result.train_losses.items():
+        total = sum(count * (iteration + 0.5 * other) for other, count in tokens.items())
+        assert loss == pytest.approx(total / sum(tokens.values()), rel=1e-12)
+    *found, last = [(each.iteration, each.loss) for each in result.evaluations]
+    assert found == [(5, (6.0 + 12.0) / 4), (5, (12.0 + 24.0) / 4)]
+    assert last[0] == 5 and math.isnan(last[1])
+    assert result.step_s is None  # two iterations: one warms up, and one start is no duration
