@@ -46,6 +46,8 @@ class Case:
     settings: tuple[tuple[str, Any], ...] = ()
 
 
+MODULES = ["core_attn", "mla_up_proj"]
+RECOMPUTED = ("recompute_granularity", "selective"), ("recompute_modules", MODULES)
 CASES = [
     Case(),
     Case(te=True),
@@ -54,12 +56,7 @@ CASES = [
     Case(te=True, values=6, norms=False, causal=False),
     Case(values=16, settings=(("softmax_type", "learnable"),)),
     Case(te=True, settings=(("window_size", (3, 0)),)),
-    Case(
-        settings=(
-            ("recompute_granularity", "selective"),
-            ("recompute_modules", ["core_attn", "mla_up_proj"]),
-        )
-    ),
+    Case(settings=RECOMPUTED),
     Case(te=True, dtype=torch.bfloat16, rope="yarn"),
 ]
 

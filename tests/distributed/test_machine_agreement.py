@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,30 +14,27 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.nvlink.schedule import Schedule
 from megatron_fluid.moe.nvlink.shared import _choose
 from megatron_fluid.plan.machine import REFERENCE
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 SHAPE = (4096, 4096, 14336, 2, 8)
 
 
-def _from_file(rank: int, ranks: int, folder: str) -> Schedule | str:
-    # Not there but on the first rank.
-    set_config(FluidConfig(machine=f"{folder}/rank-{rank}.json"))
-    try:
-        return _choose(dist.group.WORLD, SHAPE, torch.bfloat16)  # type: ignore[arg-type]
-    except ConfigError as error:
-        return str(error)
-
-
-def test_all_ranks_take_the_file_of_the_first(tmp_path: Path) -> None:
-    path, streams = tmp_path / "rank-0.json", []
+@on_ranks(3)
+def test_all_ranks_take_the_file_of_the_first(rank: int, ranks: int, tmp_path: Path) -> None:
+    path = tmp_path / f"rank-{rank}.json"
+    set_config(FluidConfig(machine=str(path)))
+    streams = []
     for wire in (1e8, 1e13):  # over a slow wire the dispatch is sent in chunks
-        path.write_text(dataclasses.replace(REFERENCE["h200"], wire_bytes_per_s=wire).dumps())
-        first, *others = run_ranks(_from_file, 3, str(tmp_path))
-        assert isinstance(first, Schedule) and others == [first] * 2
-        streams.append(first.stream)
+        if rank == 0:
+            path.write_text(dataclasses.replace(REFERENCE["h200"], wire_bytes_per_s=wire).dumps())
+        group = dist.new_group()  # which keeps no figures yet
+        schedule = _choose(group, SHAPE, torch.bfloat16)
+        found: list[Schedule | None] = [None] * ranks
+        dist.all_gather_object(found, schedule)
+        assert found == [schedule] * ranks
+        streams.append(schedule.stream)
     assert streams[0] != streams[1]
-    path.write_text("{}")
-    results = run_ranks(_from_file, 3, str(tmp_path))
-    assert all(
-        "allowed: a file that `megatron-fluid plan --write`" in str(text) for text in results
-    )
+    if rank == 0:
+        path.write_text("{}")
+    with pytest.raises(ConfigError, match="allowed: a file that `megatron-fluid plan --write`"):
+        _choose(dist.new_group(), SHAPE, torch.bfloat16)

@@ -3,6 +3,7 @@ function."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,85 +21,65 @@ from megatron_fluid import (
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.moe.activations import resolve_activation
 from megatron_fluid.moe.router import load_balancing_loss, route
-from megatron_fluid.moe.sharding import local_part
+from megatron_fluid.moe.sharding import is_sharded, local_part
 from tests.support.launch import on_ranks, run_ranks
-from tests.support.moe_layers import CONFIG, F64, LIMIT_S, close, group, tokens_of
+from tests.support.moe_layers import CONFIG, F64, LIMIT_S, close, group, tokens_of, whole
 from tests.support.moe_reference import moe_reference
 
 
 def plain_layer(
-    layer: MoELayer | MoEBaseline, world: int
-) -> tuple[list[Tensor], list[Tensor], Callable[..., Tensor]]:
-    """All ranks' weights of a layer, as leaves: [router, w1, w2], shared ones, and the layer in
-    plain torch."""
-    stacks = []
-    for weight in (layer.weight1, layer.weight2):
-        parts = [torch.empty_like(local_part(weight)) for _ in range(world)]
-        dist.all_gather(parts, local_part(weight))
-        stacks.append(torch.cat(parts))
-    main = [t.detach().clone().requires_grad_() for t in (layer.router.weight, *stacks)]
-    shared = [
-        w.detach().clone().requires_grad_()
-        for w in (layer.shared_weight1, layer.shared_weight2)
-        if w is not None
-    ]
+    layer: MoELayer,
+) -> tuple[dict[str, Tensor], Callable[[Tensor], tuple[Tensor, Tensor]]]:
+    """All ranks' weights of a layer by name, as leaves, and the layer in plain torch: the output of
+    one rank's tokens, and their balancing loss."""
+    weights = {name: whole(p).requires_grad_() for name, p in layer.named_parameters()}
     config, act = layer.config, resolve_activation(layer.config.activation)
 
-    def forward(x: Tensor, upstream: Tensor) -> Tensor:
-        """The loss of one rank: its tokens' output times upstream, and its own balancing loss."""
-        router, w1, w2 = main
-        choice = route(
-            x @ router.t(), config.top_k, config.score_function, config.pre_softmax, config.scaling
-        )
-        y = moe_reference(x, choice.ids, choice.probs, w1, w2, act)
-        if shared:
-            y = y + act.forward(x @ shared[0].t()) @ shared[1].t()
-        outputs.append(y.detach())
-        loss = (y * upstream).sum()
-        if config.aux_loss_coefficient:
-            loss = loss + load_balancing_loss(choice, config.aux_loss_coefficient)
-        return loss
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = x @ weights["router.weight"].t()
+        settings = config.score_function, config.pre_softmax, config.scaling
+        choice = route(logits, config.top_k, *settings)
+        experts = weights["weight1"], weights["weight2"]
+        y = moe_reference(x, choice.ids, choice.probs, *experts, act)
+        if "shared_weight1" in weights:
+            hidden = act.forward(x @ weights["shared_weight1"].t())
+            y = y + hidden @ weights["shared_weight2"].t()
+        if not config.aux_loss_coefficient:
+            return y, torch.zeros(())
+        return y, load_balancing_loss(choice, config.aux_loss_coefficient)
 
-    outputs: list[Tensor] = []
-    forward.outputs = outputs  # type: ignore[attr-defined]
-    return main, shared, forward
+    return weights, forward
+
+
+BACKENDS = {"one host": "rounds", "two hosts": "hierarchical"}
 
 
 def check_layer(rank: int, world: int, kind: str, deferred: bool, extra: dict[str, Any]) -> None:
-    scheduler = get_backward_scheduler()
-    if deferred:
-        scheduler.enable()
-    cls: type[MoELayer] | type[MoEBaseline] = MoELayer if kind == "overlapped" else MoEBaseline
+    get_backward_scheduler().enabled = deferred
+    if kind == "two hosts":
+        os.environ["MEGATRON_FLUID_NVLINK_DOMAIN"] = f"host{rank % 2}"
+    cls = MoEBaseline if kind == "baseline" else MoELayer
     layer = cls({**CONFIG, **extra}, group(), dtype=F64, layer_id=3)
-    main, shared, plain = plain_layer(layer, world)
-    xs, ys = [], []
+    weights, plain = plain_layer(layer)
     for m in range(2):  # two microbatches accumulate
-        x = tokens_of(rank, m).requires_grad_()
-        y = layer(x.view(1, -1, 8))
-        assert y.shape == (1, *x.shape)
+        mine = tokens_of(rank, m).requires_grad_()
+        y = layer(mine.view(1, -1, 8))
+        assert y.shape == (1, *mine.shape)
         y.backward(tokens_of(rank, m + 7).view_as(y))
-        xs.append(x)
-        ys.append(y[0].detach())
-    for m in range(2):
         for r in range(world):
             x = tokens_of(r, m).requires_grad_()
-            plain(x, tokens_of(r, m + 7)).backward()
+            expected, balancing = plain(x)
+            ((expected * tokens_of(r, m + 7)).sum() + balancing).backward()
             if r == rank:
-                close(xs[m].grad, x.grad)
-                close(ys[m], plain.outputs[-1])  # type: ignore[attr-defined]
-    local = slice(rank * layer.num_local_experts, (rank + 1) * layer.num_local_experts)
-    for weight, reference in ((layer.weight1, main[1]), (layer.weight2, main[2])):
-        assert reference.grad is not None
-        close(weight.grad, reference.grad[local])
-    # Router and shared expert are replicated: the sum over ranks is the whole gradient.
-    for parameter, reference in zip(
-        [layer.router.weight, layer.shared_weight1, layer.shared_weight2],
-        [main[0], *shared],
-        strict=False,
-    ):
-        assert parameter is not None and parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        close(parameter.grad, reference.grad)
+                close(mine.grad, x.grad)
+                close(y[0].detach(), expected.detach())
+    if world > 1 and kind in BACKENDS:
+        assert layer.backend == BACKENDS[kind]
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None
+        if not is_sharded(parameter):  # the sum over ranks is the whole gradient
+            dist.all_reduce(parameter.grad)
+        close(whole(parameter.grad), weights[name].grad)
 
 
 LAYERS = [
@@ -113,7 +94,7 @@ LAYERS = [
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(
     ("kind", "deferred"),
-    [("overlapped", False), ("overlapped", True), ("baseline", False)],
+    [("one host", False), ("one host", True), ("two hosts", True), ("baseline", False)],
     ids=str,
 )
 @on_ranks(timeout_s=LIMIT_S)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_fluid import (
@@ -32,20 +31,13 @@ from megatron_fluid import (
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.sharding import is_sharded, local_part
 from tests.support.launch import on_ranks, run_ranks
+from tests.support.moe_layers import CONFIG, F64, whole
 
-F64 = torch.float64
 KINDS = MoELayer, MoEBaseline
 EXPERTS = "weight1", "weight2"
 # By parameter and not by optimizer: one rank has one optimizer, several have two.
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-SIZES: dict[str, Any] = {
-    "hidden_size": 8,
-    "ffn_hidden_size": 12,
-    "num_experts": 8,
-    "top_k": 2,
-    "init_std": 0.4,
-    "shared_ffn_hidden_size": 4,
-}
+SIZES = CONFIG | {"num_experts": 8, "shared_ffn_hidden_size": 4}
 
 
 class Model(nn.Module):
@@ -68,10 +60,6 @@ class Model(nn.Module):
 def tokens(rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(5 + rank, 2, 8, dtype=F64, generator=generator)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def alone(rank: int, world: int) -> dist.ProcessGroup:
@@ -142,11 +130,15 @@ def model_on(world: int, ep: int) -> Model:
     return model
 
 
+def _states(model: Model, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    states = get_state_dict(model, optimizers, options=FLAT)
+    return dict(zip(("model", "optimizers"), states, strict=True))
+
+
 def saving_body(rank: int, world: int, ep: int, folder: str) -> dict[str, Tensor]:
     model = model_on(world, ep)
     optimizers = trained(model, [tokens(rank)])
-    states = get_state_dict(model, optimizers, options=FLAT)
-    dcp.save(dict(zip(("model", "optimizers"), states, strict=True)), checkpoint_id=folder)
+    dcp.save(_states(model, optimizers), checkpoint_id=folder)
     return _bits(model, optimizers)
 
 
@@ -156,17 +148,10 @@ def loading_body(rank: int, world: int, ep: int, folder: str, again: str) -> dic
         for parameter in model.parameters():
             parameter.zero_()
     optimizers = trained(model, [tokens(rank)], steps=1)
-    state = dict(
-        zip(("model", "optimizers"), get_state_dict(model, optimizers, options=FLAT), strict=True)
-    )
+    state = _states(model, optimizers)
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        model,
-        optimizers,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizers"],
-        options=FLAT,
-    )
+    named = {"model_state_dict": state["model"], "optim_state_dict": state["optimizers"]}
+    set_state_dict(model, optimizers, **named, options=FLAT)
     dcp.save(state, checkpoint_id=again)
     return _bits(model, optimizers)
 
@@ -213,9 +198,8 @@ def test_fully_shard_over_data_and_expert_parallel_ranks(
     if wide:
         model.to_empty(device="cpu")
         model.first.reset_parameters()
-        model.block.init_weights()
-        model.moe.init_weights()
-        model.baseline.init_weights()
+        for part in (model.block, model.moe, model.baseline):
+            part.init_weights()
     reference = Model(alone(rank, world), dtype=torch.float32)
     state = {name: whole(value) for name, value in model.state_dict().items()}
     for name, value in reference.state_dict().items():
@@ -326,9 +310,12 @@ def test_a_mesh_of_two_dimensions_is_refused(rank: int, world: int) -> None:
         MoELayer(SIZES, mesh)
 
 
-def _made_again(rank: int, world: int) -> list[float]:
-    """Norms that this thread and another one find: DTensor has caches in each thread, and autograd
-    runs the backward of a GPU's tensors in a thread of its own."""
+@on_ranks(2)
+def test_experts_of_a_group_that_is_made_again_forget_the_one_that_was_destroyed(
+    rank: int, world: int
+) -> None:
+    """Also in another thread: DTensor has caches in each, and autograd runs the backward of a GPU's
+    tensors in a thread of its own."""
     norms = []
     with ThreadPoolExecutor(1) as thread:
         for _ in range(3):
@@ -339,9 +326,4 @@ def _made_again(rank: int, world: int) -> list[float]:
             norms.append(thread.submit(clip_grad_norm_, layer.weight1, 1e9).result().item())
             close_group(group)
             dist.destroy_process_group(group)
-    return norms
-
-
-def test_experts_of_a_group_that_is_made_again_forget_the_one_that_was_destroyed() -> None:
-    for norms in run_ranks(_made_again, 2):
-        assert norms[0] > 0 and norms == [norms[0]] * 6
+    assert norms[0] > 0 and norms == [norms[0]] * 6

@@ -27,16 +27,11 @@ from megatron_fluid import (
 )
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.cpu import device as cpu_device
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 H = 16
-SIZES: dict[str, Any] = {
-    "hidden_size": H,
-    "ffn_hidden_size": 24,
-    "num_experts": 4,
-    "top_k": 2,
-    "init_std": 0.4,
-}
+SIZES: dict[str, Any] = {"hidden_size": H, "ffn_hidden_size": 24, "num_experts": 4, "top_k": 2}
+SIZES |= {"init_std": 0.4}
 
 
 class TensorParallel(nn.Module):
@@ -114,7 +109,19 @@ def gradients(
     return [y.detach(), *(t.grad for t in (x, *model.parameters()) if t.grad is not None)]
 
 
-def compiled_body(rank: int, world: int, backend: str, names: tuple[str, ...]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "world", "names"),
+    [
+        ("eager", 1, ("MoELayer", "SelfAttention")),  # whose paths on one rank are others
+        ("eager", 2, tuple(PARTS)),
+        ("inductor", 1, ("MoELayer",)),  # it compiles what is around a part
+    ],
+)
+@on_ranks(timeout_s=400)
+def test_a_compiled_model_equals_the_model_as_written(
+    rank: int, world: int, backend: str, names: tuple[str, ...]
+) -> None:
     cpu_device.switches.run_compiled_functions_eagerly = False
     cpu_device.switches.device_literals = False
     # A pool of compilers, and a header compiled for many kernels, cost more than these few.
@@ -139,31 +146,11 @@ def compiled_body(rank: int, world: int, backend: str, names: tuple[str, ...]) -
         torch.compiler.reset()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "world", "names"),
-    [
-        ("eager", 1, ("MoELayer", "SelfAttention")),  # whose paths on one rank are others
-        ("eager", 2, tuple(PARTS)),
-        ("inductor", 1, ("MoELayer",)),  # it compiles what is around a part
-    ],
-)
-def test_a_compiled_model_equals_the_model_as_written(
-    backend: str, world: int, names: tuple[str, ...]
+@pytest.mark.parametrize("name", PARTS)
+@on_ranks(2, timeout_s=200)
+def test_transforms_and_gradients_of_gradients_are_refused_by_name(
+    rank: int, world: int, name: str
 ) -> None:
-    run_ranks(compiled_body, world, backend, names, timeout_s=400)
-
-
-def on_each_part(rank: int, world: int, check: Callable[[str, int], None]) -> None:
-    for name in PARTS:
-        try:
-            check(name, rank)
-        except BaseException as error:
-            error.add_note(f"part: {name}")
-            raise
-
-
-def refused(name: str, rank: int) -> None:
     """torch.func refuses all parts; what is a backward of its own is refused in the backward."""
     layer = PARTS[name][0](dist.group.WORLD)
     x = torch.randn(6, 2, H)
@@ -176,9 +163,8 @@ def refused(name: str, rank: int) -> None:
         lambda: hessian(lambda t: layer(t).sum())(x),
         lambda: torch.export.export(layer, (x,)),
     ):
-        with pytest.raises(
-            ConfigError, match="transform: found 'torch.func or torch.export', allowed"
-        ):
+        named = "transform: found 'torch.func or torch.export', allowed"
+        with pytest.raises(ConfigError, match=named):
             transformed()
     x.requires_grad_()
     y = layer(x)
@@ -191,21 +177,18 @@ def refused(name: str, rank: int) -> None:
         torch.autograd.functional.jacobian(layer, x.detach(), vectorize=True)
     for loss in (y.sum(), layer(x).square().sum()):
         for inputs in ([x], list(layer.parameters())):
+            kept: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
             with pytest.raises(ConfigError, match="backward: create_graph: found True"):
-                torch.autograd.grad(
-                    loss, inputs, create_graph=True, retain_graph=True, allow_unused=True
-                )
+                torch.autograd.grad(loss, inputs, create_graph=True, **kept)
     wanted = torch.autograd.grad(layer(x).sum(), x)[0]
     torch.testing.assert_close(torch.autograd.grad(y, x, ones[0])[0], wanted)  # and goes on
 
 
-def test_transforms_and_gradients_of_gradients_are_refused_by_name() -> None:
-    run_ranks(on_each_part, 2, refused, timeout_s=200)
-
-
-def used(name: str, rank: int) -> None:
-    if name == "AllToAll":
-        return  # not differentiable
+@pytest.mark.parametrize("name", [name for name in PARTS if name != "AllToAll"])
+@on_ranks(2, timeout_s=200)
+def test_checkpoints_kept_graphs_autocast_and_inference_equal_a_plain_step(
+    rank: int, world: int, name: str
+) -> None:
     layer = PARTS[name][0](dist.group.WORLD)
     x = torch.randn(6, 2, H, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     with torch.inference_mode():
@@ -229,7 +212,3 @@ def used(name: str, rank: int) -> None:
         narrow = gradients(layer, x, lambda t: layer(t).float())
     for one, other in zip(narrow, wanted, strict=True):
         assert one.dtype == other.dtype and (one - other).norm() < 0.1 * other.norm()
-
-
-def test_checkpoints_kept_graphs_autocast_and_inference_equal_a_plain_step() -> None:
-    run_ranks(on_each_part, 2, used, timeout_s=200)

@@ -25,6 +25,7 @@ from tests.distributed.test_attention import OVERLAP, check_cases
 from tests.distributed.test_attention import _close as close
 from tests.support.attention_reference import reference_attention
 from tests.support.launch import on_ranks
+from tests.support.moe_layers import whole
 from tests.support.moe_reference import moe_reference
 
 HIDDEN, HEAD_DIM, FFN, BATCH = 16, 4, 10, 2
@@ -110,13 +111,9 @@ def _body(rank: int, world: int, case: Case) -> dict[str, Any]:
     for layer in layers:
         layer.sum_replicated_gradients(dist.group.WORLD)
     named = dict(torch.nn.ModuleList(layers).named_parameters())
-    values = {name: local_part(p) for name, p in named.items()}
-    grads = {name: local_part(p.grad) for name, p in named.items()}
+    values = {name: whole(p) for name, p in named.items()}
+    grads = {name: whole(p.grad) for name, p in named.items() if p.grad is not None}
     return {"rows": rows, "outputs": outputs, "values": values, "grads": grads}
-
-
-def _is_expert(name: str) -> bool:
-    return ".weight1" in name or ".weight2" in name
 
 
 def _reference(case: Case, values: dict[str, Tensor], index: int, x: Tensor) -> Tensor:
@@ -155,15 +152,10 @@ def _close(found: Tensor, expected: Tensor, what: str) -> None:
 
 
 def _compare(case: Case, world: int, results: list[dict[str, Any]]) -> None:
-    values: dict[str, Tensor] = {}
-    for name, value in results[0]["values"].items():
-        if _is_expert(name):
-            value = torch.cat([r["values"][name] for r in results])
-        else:
-            assert all(torch.equal(value, r["values"][name]) for r in results), (
-                f"{name} differs between ranks"
-            )
-        values[name] = value.clone().requires_grad_()
+    values = {n: value.requires_grad_() for n, value in results[0]["values"].items()}
+    for name, value in values.items():
+        same = all(torch.equal(value, r["values"][name]) for r in results)
+        assert same, f"{name} differs between ranks"
     for microbatch in range(case.microbatches):
         found = [r["outputs"][microbatch] for r in results]
         if case.context_parallel:
@@ -182,9 +174,8 @@ def _compare(case: Case, world: int, results: list[dict[str, Any]]) -> None:
             _close(dx, x.grad[rows], f"dx of microbatch {microbatch}")
     for name, value in values.items():
         assert value.grad is not None
-        shares = [r["grads"][name] for r in results]
-        for found_grad in [torch.cat(shares)] if _is_expert(name) else shares:
-            _close(found_grad, value.grad, f"dW of {name}")
+        for result in results:
+            _close(result["grads"][name], value.grad, f"dW of {name}")
 
 
 def check(world: int, *cases: Case) -> None:

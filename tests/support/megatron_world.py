@@ -12,11 +12,23 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.utils import get_batch_on_this_cp_rank
 
-import megatron_fluid  # noqa: F401 (its patches are in place before ranks are forked)
 from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.patches.attention import latent, self_attention
+from tests.support import tiny_gpt
 
 __all__ = ["SEQUENCES", "STEPS", "Case", "Run", "run_cases"]
 
@@ -86,8 +98,6 @@ def run_cases(rank: int, world_size: int, cases: Sequence[Case], folder: str) ->
 
 
 def _config(case: Case) -> Any:
-    from tests.support import tiny_gpt
-
     settings: dict[str, Any] = {
         "num_query_groups": 2,
         "ffn_hidden_size": 48,
@@ -112,11 +122,6 @@ def _config(case: Case) -> Any:
 
 def _model(case: Case, config: Any, stage: int | None) -> Any:
     """The chunk `stage` of this rank's, None where it has one."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.module import Float16Module
-
     ends: dict[str, Any] = {"ignore_virtual": stage is None, "vp_stage": stage}
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
     model = GPTModel(
@@ -136,8 +141,6 @@ def _model(case: Case, config: Any, stage: int | None) -> Any:
 def _initialise(case: Case, models: Sequence[Any], folder: Path) -> None:
     """Save the parameters on one rank, load them on several: Megatron's checkpoints are free of how
     they were split."""
-    from megatron.core import dist_checkpointing
-
     inner = [getattr(model, "module", model) for model in models]
     shards = {str(n): model.sharded_state_dict() for n, model in enumerate(inner)}
     path = folder / "-".join(["initial", *(f"{name}={value}" for name, value in case.model)])
@@ -153,9 +156,6 @@ def _initialise(case: Case, models: Sequence[Any], folder: Path) -> None:
 def _batches(step: int) -> Iterator[dict[str, torch.Tensor]]:
     """This rank's microbatches of one sequence each: its data-parallel share, its context-parallel
     part."""
-    from megatron.core import parallel_state
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCABULARY, (SEQUENCES, SEQUENCE), generator=generator)
     labels = (tokens * 5 + 1) % VOCABULARY  # something to learn
@@ -176,43 +176,24 @@ def _loss(per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str
     return total, count, {"loss": torch.stack([total.detach(), count.float()])}
 
 
-def _forward_step(
-    iterator: Iterator[dict[str, torch.Tensor]], model: Any, return_schedule_plan: bool = False
-) -> Any:
+def _forward_step(iterator: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
     batch = next(iterator)
-    arguments = (batch["tokens"], batch["position_ids"], None)
-    if return_schedule_plan:
-        return model.build_schedule_plan(*arguments, labels=batch["labels"]), _loss
-    return model(*arguments, labels=batch["labels"]), _loss
+    return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]), _loss
 
 
 def _train(case: Case, folder: Path) -> Run:
-    from megatron_fluid.patches.attention import latent, self_attention
+    calls: list[int] = []
 
-    calls: list[Any] = []
-    paths: tuple[Any, ...] = (self_attention.OverlappedAttention, latent.OverlappedLatentAttention)
-    real = [path.forward for path in paths]
-    for path, forward in zip(paths, real, strict=True):
-        path.forward = lambda *args, forward=forward: (calls.append(1), forward(*args))[1]
-    try:
-        return dataclasses.replace(_trained(case, folder), attention_calls=len(calls))
-    finally:
-        for path, forward in zip(paths, real, strict=True):
-            path.forward = forward
+    def counted(path: Any) -> Any:
+        real = path.forward
+        return mock.patch.object(path, "forward", lambda *args: (calls.append(1), real(*args))[1])
+
+    with counted(self_attention.OverlappedAttention), counted(latent.OverlappedLatentAttention):
+        run = _trained(case, folder)
+    return dataclasses.replace(run, attention_calls=len(calls))
 
 
 def _trained(case: Case, folder: Path) -> Run:
-    from megatron.core import parallel_state
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.attention import SelfAttention
-    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-
-    from megatron_fluid.patches.attention import latent
-    from megatron_fluid.patches.attention.self_attention import DECISIONS
-    from tests.support import tiny_gpt
-
     tiny_gpt.parallel(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
@@ -234,7 +215,7 @@ def _trained(case: Case, folder: Path) -> Run:
         attention.linear_qkv.gradient_accumulation_fusion = (
             attention.linear_proj.gradient_accumulation_fusion
         ) = True
-        DECISIONS.announce(attention)
+        self_attention.DECISIONS.announce(attention)
 
     sharded = "distributed_optimizer" in case.distributed
     overlap = "overlap" in case.distributed
@@ -278,5 +259,7 @@ def _trained(case: Case, folder: Path) -> Run:
             losses.append(float(total[0] / total[1]))
         else:
             losses.append(float("nan"))
-    decisions = [DECISIONS.get(found) or latent.DECISIONS.get(found) for found in attentions]
+    decisions = [
+        self_attention.DECISIONS.get(found) or latent.DECISIONS.get(found) for found in attentions
+    ]
     return Run(losses, norms, [found and found.backend for found in decisions], 0)

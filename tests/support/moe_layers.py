@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_fluid.moe.sharding import local_part
 
@@ -31,6 +32,11 @@ def tokens_of(rank: int, seed: int = 0) -> Tensor:
     """Uneven: rank 0 has none."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     return torch.randn(5 * rank, 8, generator=generator, dtype=F64)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy without history; of DTensors: all ranks' parts. Collective."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def close(found: Tensor | None, expected: Tensor | None) -> None:
