@@ -111,24 +111,22 @@ def test_a_layer_takes_the_setting_where_its_config_has_none(rank: int, world: i
 _EXACT = {"activation": "relu2", "num_experts": 4, "top_k": 2}
 
 
-def _over_symmetric_memory(rank: int, world: int, folder: str) -> list[Tensor]:
+def _exact_bits(rank: int, world: int, folder: str) -> list[Tensor]:
+    """Of layers on one rank; on several over symmetric memory, also for inference."""
+    half = torch.float16
+    if world == 1:
+        return [bits_in_batches(_layer("local", dtype="fp16", **_EXACT), rank, 72, half)]
     with nvlink_over_files(folder):
         training = _layer("nvlink", dtype="fp16", **_EXACT)
-        found = [bits_in_batches(training, rank, 72, torch.float16)]
+        found = [bits_in_batches(training, rank, 72, half)]
         layer = InferenceMoELayer.of(training, max_num_tokens=36, transport="nvlink")
-        return [*found, bits_in_batches(layer, rank, 72, torch.float16)]
-
-
-def _locally(rank: int, world: int) -> Tensor:
-    layer = _layer("local", dtype="fp16", **_EXACT)
-    return bits_in_batches(layer, rank, 72, torch.float16)
+        return [*found, bits_in_batches(layer, rank, 72, half)]
 
 
 def test_over_symmetric_memory_a_token_has_the_bits_of_one_rank(tmp_path: Path) -> None:
-    env = {"TRITON_INTERPRET": "1"}
-    ranks = run_ranks(_over_symmetric_memory, 2, str(tmp_path), timeout_s=300, env=env)
-    seen = [bits for found in ranks for bits in found]
-    assert tokens_seen([*seen, *run_ranks(_locally, 1)]) == 1
+    how: dict[str, Any] = {"timeout_s": 300, "env": {"TRITON_INTERPRET": "1"}}
+    ranks = [found for n in (1, 2) for found in run_ranks(_exact_bits, n, str(tmp_path), **how)]
+    assert tokens_seen([bits for found in ranks for bits in found]) == 1
 
 
 MEGATRON: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -23,7 +23,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.moe import layer as moe_layer
 from tests.distributed.test_rank_agreement import outcome_of
 from tests.support import tiny_gpt
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 TIMEOUT_S = 4.0
 
@@ -202,7 +202,6 @@ def _both(rank: int, change: Callable[[Any], Any], first: bool) -> dict[str, Any
             before, refused = len(calls), ""
             if (context := change(layer)) is not None:
                 stack.enter_context(context)
-            printed = io.StringIO()
             moe_layer.DECISIONS.report.said.clear()
             if on and first:
                 try:
@@ -211,16 +210,15 @@ def _both(rank: int, change: Callable[[Any], Any], first: bool) -> dict[str, Any
                     refused = str(error)
                     patches.reset_layers()
             layer.zero_grad()
-            before = before, len(calls)
+            changed, printed = len(calls), io.StringIO()
             with contextlib.redirect_stdout(printed):
-                result = [_step(layer, rank), _step(layer, rank)][1]
-            found["fluid" if on else "stock"] = result
+                _step(layer, rank)
+                found["fluid" if on else "stock"] = _step(layer, rank)
             if on:
-                found["overlapped"] = (before[0], len(calls) - before[1])
-                found["refused"] = refused
+                found["overlapped"] = before, len(calls) - changed
+                found["refused"], found["printed"] = refused, printed.getvalue()
                 found["backend"] = moe_layer.backend_of(layer)
                 found["experts"] = moe_layer.experts_reason_of(layer)
-                found["printed"] = printed.getvalue()
     return found
 
 
@@ -284,10 +282,12 @@ def test_a_change_on_one_rank_alone_is_an_error_by_name_on_all() -> None:
         assert "MoE layer 1 (rank 1) was changed after its first forward: a module of " in text
 
 
-def _before_ddp(rank: int, world_size: int) -> dict[str, Any]:
-    """A forward, and then the training of a model whose DDP lays parameters out in reverse."""
+@on_ranks(2, timeout_s=240)
+def test_experts_that_ddp_lays_out_in_reverse_after_a_forward_are_read_where_they_lie(
+    rank: int, world_size: int
+) -> None:
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
-    found: dict[str, Any] = {}
+    losses = []
     for on in (False, True):
         with tiny_gpt.plug_in(on, moe_backend="auto", timeout_s=60.0):
             model = tiny_gpt.gpt(tiny_gpt.config_of())
@@ -296,11 +296,7 @@ def _before_ddp(rank: int, world_size: int) -> dict[str, Any]:
             mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
             with torch.no_grad():
                 model(tokens, positions, mask)
-            losses = tiny_gpt.train(model, iterations=4, distributed_optimizer=True).losses
-            found["fluid" if on else "stock"] = losses
-    return found
-
-
-def test_experts_that_ddp_lays_out_in_reverse_after_a_forward_are_read_where_they_lie() -> None:
-    for found in run_ranks(_before_ddp, 2, timeout_s=240):
-        assert found["fluid"] == pytest.approx(found["stock"], rel=1e-6)
+            trained = tiny_gpt.train(model, iterations=4, distributed_optimizer=True)
+            losses.append(trained.losses)
+    stock, fluid = losses
+    assert fluid == pytest.approx(stock, rel=1e-6)

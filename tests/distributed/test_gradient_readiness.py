@@ -16,14 +16,13 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from tests.support.training_world import Done, Setup, TrainingWorld, difference
+from tests.support.training_world import Setup, TrainingWorld
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="CPU mode is for machines without a GPU"
 )
 
 ITERATIONS, SHAPES = 4, [(2, 16)] * 2
-CLOSE = 1e-5  # of losses, norms and parameters
 type Action = tuple[str, dict[str, Any]]
 
 
@@ -96,31 +95,21 @@ def worlds() -> Iterator[list[TrainingWorld]]:
         world.close()
 
 
-def _compare(world: TrainingWorld, *actions: Action) -> list[tuple[Done, Done]]:
-    """What each rank's halves hand back, which is alike."""
-    pairs = list(zip(*world.ask(*actions), strict=True))
-    for rank, (ours, stock) in enumerate(pairs):
-        assert not stock.error, stock.error
-        found = difference(ours, stock)
-        assert max(found.loss, found.norm, found.params) <= CLOSE, f"rank {rank}: {found}"
-    return pairs
-
-
 def _run(world: TrainingWorld, case: Case, expert_ranks: int) -> None:
     setup = Setup(expert_ranks, "distributed", "reduce and gather", **case.setup)
-    _compare(world, ("begin", {"setup": setup}))
+    world.same(("begin", {"setup": setup}))
     for iteration in range(ITERATIONS):
         special = iteration in case.when
         arguments = {"shapes": SHAPES, **(case.train if special else {})}
         before, after = (case.before, case.after) if special else ((), ())
-        for ours, stock in _compare(world, *before, ("train", arguments)):
+        for ours, stock in world.same(*before, ("train", arguments)):
             late = iteration in case.late
             assert ours.started == (0 if late else stock.started), "as early as Megatron's"
             assert ours.served
         if after:
-            _compare(world, *after)
+            world.same(*after)
     assert stock.started
-    _compare(world, ("parameters", {}))
+    world.same(("parameters", {}))
 
 
 @pytest.mark.parametrize(("name", "ranks"), RUNS)

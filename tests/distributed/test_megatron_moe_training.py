@@ -32,7 +32,7 @@ from tests.distributed.test_megatron_moe_layers import (
     WEIGHT,
 )
 from tests.support import tiny_gpt
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 from tests.support.megatron_parity import SPLITS, Training, compare, plug_in, ran
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
@@ -172,32 +172,7 @@ NAMES = [(split, name) for split, cases in CASES.items() for name in cases]
 
 
 def _world(rank: int, world_size: int) -> dict[str, Any]:
-    found = compare(CASES)
-    if world_size == 2:
-        found["specs"] = _specs()
-    return found
-
-
-def _specs() -> dict[str, list[float]]:
-    """Losses without any patch, by the layer spec alone: with a configuration, and without one."""
-    tiny_gpt.parallel(expert_model_parallel_size=2)
-    losses = {}
-    for name in ("stock", "config", "no config"):
-        with plug_in(False) as counts:
-            set_config(FluidConfig(moe_backend="rounds"))
-            config = tiny_gpt.config_of(moe_layer_freq=[0, 1])
-            spec = {
-                "stock": None,
-                "config": get_fluid_custom_layers(config),
-                "no config": get_fluid_custom_layers(),
-            }
-            model = tiny_gpt.gpt(config, spec[name])
-            kinds = [type(layer.mlp) for layer in model.decoder.layers]
-            assert not issubclass(kinds[0], MoELayer)
-            assert kinds[1] is (MoELayer if name == "stock" else FluidMoELayer)
-            losses[name] = tiny_gpt.train(model, iterations=5).losses
-            assert counts["fused"] == (0 if name == "stock" else 5)
-    return losses
+    return compare(CASES)
 
 
 @pytest.fixture(scope="module")
@@ -231,8 +206,23 @@ def test_losses_and_gradient_norms_are_megatrons(
             assert found["reported"] == 2 * counts["fused"], "autograd visited experts' parameters"
 
 
-def test_the_layer_spec_alone_without_patches(results: dict[int, list[dict[str, Any]]]) -> None:
-    for result in results[2]:
-        losses = result["specs"]
-        assert losses["config"] == pytest.approx(losses["stock"], rel=1e-6, abs=0)
-        assert losses["no config"] == pytest.approx(losses["stock"], rel=1e-6, abs=0)
+@on_ranks(2)
+def test_the_layer_spec_alone_without_patches(rank: int, world_size: int) -> None:
+    """With a configuration, and without one."""
+    tiny_gpt.parallel(expert_model_parallel_size=2)
+    losses = {}
+    for name in ("stock", "config", "no config"):
+        with plug_in(False) as counts:
+            set_config(FluidConfig(moe_backend="rounds"))
+            config = tiny_gpt.config_of(moe_layer_freq=[0, 1])
+            spec = None
+            if name != "stock":
+                spec = get_fluid_custom_layers(*([config] if name == "config" else []))
+            model = tiny_gpt.gpt(config, spec)
+            kinds = [type(layer.mlp) for layer in model.decoder.layers]
+            assert not issubclass(kinds[0], MoELayer)
+            assert kinds[1] is (MoELayer if name == "stock" else FluidMoELayer)
+            losses[name] = tiny_gpt.train(model, iterations=5).losses
+            assert counts["fused"] == (0 if name == "stock" else 5)
+    for name in ("config", "no config"):
+        assert losses[name] == pytest.approx(losses["stock"], rel=1e-6, abs=0)

@@ -31,12 +31,8 @@ class Linear(nn.Module):
         self.config, self.use_bias, self.te_return_bias = config, bias, skip_bias_add and bias
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else torch.empty(0)
-        self.te_quant_params, self.fuse_wgrad_accumulation, self.is_first_microbatch = (
-            None,
-            False,
-            True,
-        )
-        self.calls = 0
+        self.te_quant_params, self.calls = None, 0
+        self.fuse_wgrad_accumulation, self.is_first_microbatch = False, True
 
     def _rows(self, x: Tensor) -> Tensor:
         return x
@@ -44,9 +40,8 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         self.calls += 1
         bias = self.bias if self.use_bias and not self.te_return_bias else None
-        return F.linear(
-            self._rows(x), self.weight, bias
-        ), self.bias if self.te_return_bias else None
+        y = F.linear(self._rows(x), self.weight, bias)
+        return y, self.bias if self.te_return_bias else None
 
 
 class NormLinear(Linear):
@@ -85,17 +80,11 @@ class _Core(nn.Module):
         from megatron.core.transformer.utils import is_layer_window_attention
 
         super().__init__()
-        self.config, self.heads, self.groups = (
-            config,
-            config.num_attention_heads,
-            config.num_query_groups,
-        )
-        self.calls, self.dropout, self.scale = 0, config.attention_dropout, softmax_scale
-        self.window = None
-        if is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, layer_number
-        ):
-            self.window = config.window_size
+        self.config, self.calls = config, 0
+        self.heads, self.groups = config.num_attention_heads, config.num_query_groups
+        self.dropout, self.scale, size = config.attention_dropout, softmax_scale, config.window_size
+        windowed = is_layer_window_attention(size, config.window_attn_skip_freq, layer_number)
+        self.window = size if windowed else None
         self.softmax_offset = None
         if config.softmax_type == "off-by-one":
             self.softmax_offset = torch.zeros(self.heads)

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from tests.support.launch import RankOutcome, run_ranks_outcomes
 
-__all__ = ["PARTS", "Difference", "Done", "Setup", "TrainingWorld", "difference"]
+__all__ = ["PARTS", "Done", "Setup", "TrainingWorld"]
 
 _ANSWER_S = 180.0
+_CLOSE = 1e-5  # of losses, norms and parameters; what is found without a defect is below 1e-6
 
 PARTS = {
     "experts": (".experts.",),
@@ -138,40 +139,33 @@ class TrainingWorld:
             self._store.delete_key(key)
         return done[: self.ranks], done[self.ranks :]
 
+    def same(self, *actions: tuple[str, dict[str, Any]]) -> list[tuple[Done, Done]]:
+        """`ask`, and raise AssertionError where a rank's halves differ: one failed or skipped its
+        step, or numbers are too far apart. What both halves of each rank hand back."""
+        pairs = list(zip(*self.ask(*actions), strict=True))
+        for rank, (ours, megatrons) in enumerate(pairs):
+            assert not megatrons.error, megatrons.error
+            assert not ours.error, ours.error
+            found = _differences(ours, megatrons)
+            far = {name: off for name, off in found.items() if not off <= _CLOSE}
+            assert not far, f"rank {rank}: {far}"
+        return pairs
+
     def close(self) -> None:
         self._store.set(f"ask {self._number}", pickle.dumps(None))
         self._thread.join(60)
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """The largest differences between two ranks' results, relative to the larger of 1 and the
-    value."""
-
-    loss: float
-    norm: float
-    params: float
-    worst: str = ""
-
-
-def difference(ours: Done, theirs: Done) -> Difference:
-    """
-    Raises:
-        AssertionError: they are of different kinds: one failed or skipped its step, or the names of
-            parameters differ.
-    """
-    assert bool(ours.error) == bool(theirs.error), ours.error or theirs.error
+def _differences(ours: Done, theirs: Done) -> dict[str, float]:
+    """By what differs, relative to the larger of 1 and the value."""
     assert ours.stepped == theirs.stepped
     assert ours.params.keys() == theirs.params.keys()
     assert (ours.norm is None) == (theirs.norm is None)
-    params = {n: _off(p, theirs.params[n]) for n, p in ours.params.items()}
-    worst = max(params, key=params.__getitem__, default="")
-    return Difference(
-        loss=_off(torch.tensor(ours.losses), torch.tensor(theirs.losses)),
-        norm=_off(torch.tensor(ours.norm or 0.0), torch.tensor(theirs.norm or 0.0)),
-        params=params.get(worst, 0.0),
-        worst=worst,
-    )
+    return {
+        "loss": _off(torch.tensor(ours.losses), torch.tensor(theirs.losses)),
+        "norm": _off(torch.tensor(ours.norm or 0.0), torch.tensor(theirs.norm or 0.0)),
+        **{name: _off(value, theirs.params[name]) for name, value in ours.params.items()},
+    }
 
 
 def _off(a: Tensor, b: Tensor) -> float:

@@ -38,20 +38,18 @@ def whole_linear(
     }
     none = [None] * group.size()
     x, weight, bias = leaves["x"], leaves["weight"], leaves.get("bias")
+    rows = x
     if norm is not None:
-        rows = [
-            norm(*own) for own in zip(x, leaves["gamma"], leaves.get("beta", none), strict=True)
-        ]
-    else:
-        rows = list(x)
+        norms = zip(x, leaves["gamma"], leaves.get("beta", none), strict=True)
+        rows = [norm(*own) for own in norms]
     if mode == "column":
         whole = torch.cat(rows) @ torch.cat(weight).t()
         outputs = (whole if bias is None else whole + torch.cat(bias)).chunk(group.size(), -1)
     else:
         parts = (torch.cat(rows, -1) @ torch.cat(weight, 1).t()).chunk(group.size())
-        outputs = (
-            parts if bias is None else tuple(part + b for part, b in zip(parts, bias, strict=True))
-        )
+        outputs = parts
+        if bias is not None:
+            outputs = tuple(part + b for part, b in zip(parts, bias, strict=True))
     torch.autograd.backward(outputs, [given.double() for given in _every_rank(upstream, group)])
     found = {"out": outputs[group.rank()].detach()}
     for name, parts_of in leaves.items():
@@ -62,8 +60,7 @@ def whole_linear(
 
 
 def _every_rank(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    parts = [
-        torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())
-    ]
-    dist.all_gather(parts, tensor.detach().contiguous(), group=group)
+    own = tensor.detach().contiguous()
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own, group=group)
     return parts
