@@ -17,7 +17,7 @@ from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from tests.support.expert_calls import start_rounds
 from tests.support.launch import on_ranks
-from tests.support.moe_layers import CONFIG, F64, LIMIT_S, close, group, tokens_of
+from tests.support.moe_layers import CONFIG, F64, LIMIT_S, close, group, layer_of, tokens_of
 
 
 class Recomputed(nn.Module):
@@ -38,14 +38,7 @@ def test_distributed_data_parallel(rank: int, world: int, kind: type[nn.Module])
     """Two replicas of one rank each: torch's DistributedDataParallel averages, deferred or not."""
     single = [dist.new_group([r]) for r in range(world)][rank]
     torch.manual_seed(0)
-    layer: nn.Module
-    if kind is SelfAttention:
-        layer = SelfAttention(8, 2, group=single, dtype=F64)
-    elif kind is TransformerLayer:
-        sizes = {**CONFIG, "num_attention_heads": 2}
-        layer = TransformerLayer(sizes, ep_group=single, cp_group=single, dtype=F64)
-    else:
-        layer = kind(CONFIG, single, dtype=F64)
+    layer = layer_of(kind, single)
     data = [[tokens_of(r + 1, m)[:, None] for m in range(2)] for r in range(world)]
     for x in itertools.chain(*data):
         layer(x).square().sum().backward()

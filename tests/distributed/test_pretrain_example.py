@@ -15,12 +15,12 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.test_megatron_training import scalars
 from tests.support.forked_program import run_program
 from tests.unit.examples.test_text_dataset import tokenizer_folder
 
@@ -31,8 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_gpt_moe.py"
 TINY = shlex.split(
     "--hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 32 --seq-length 32 --num-experts 4 "
-    "--lr 1e-2 "
-    "--log-interval 1 --eval-iters 2 --micro-batch-size 4 --global-batch-size 16"
+    "--lr 1e-2 --log-interval 1 --eval-iters 2 --micro-batch-size 4 --global-batch-size 16"
 )
 
 pytestmark = [pytest.mark.slow]
@@ -57,11 +56,8 @@ class Run:
 
     def summary(self, name: str) -> str:
         """One row of the summary that ends a run."""
-        found = re.search(
-            rf"^{name} *: (.*(?:\n {{3,}}.*)*)",
-            self.output.split("run complete", 1)[1],
-            re.MULTILINE,
-        )
+        ending = self.output.split("run complete", 1)[1]
+        found = re.search(rf"^{name} *: (.*(?:\n {{3,}}.*)*)", ending, re.MULTILINE)
         assert found is not None, f"no row {name!r} in the summary"
         return found[1]
 
@@ -69,14 +65,14 @@ class Run:
 VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MEGATRON_FLUID_CPU": "1"}
 
 
-def forked(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
-    """Train in ``folder`` with ``ranks`` processes and a short log."""
-    return Run(*run_program(SCRIPT, ranks, flags, folder, VARIABLES))
+def forked(folder: Path, ranks: int, flags: str) -> Run:
+    """Train the tiny model in ``folder`` with ``ranks`` processes and a short log."""
+    return Run(*run_program(SCRIPT, ranks, [*TINY, *shlex.split(flags)], folder, VARIABLES))
 
 
-def succeed(folder: Path, ranks: int, flags: Sequence[str]) -> Run:
+def succeed(folder: Path, ranks: int, flags: str) -> Run:
     """A run with Megatron's full log that must end well."""
-    done = forked(folder, ranks, [*flags, "--fluid-verbose"])
+    done = forked(folder, ranks, f"{flags} --fluid-verbose")
     assert done.code == 0, done.output[-6000:]
     return done
 
@@ -95,8 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Run:
     """Ten iterations on two ranks, a checkpoint after the fifth and the last."""
-    flags = shlex.split("--text-path text --train-iters 10 --save c --save-interval 5")
-    return succeed(folder, 2, [*TINY, *flags])
+    return succeed(folder, 2, "--text-path text --train-iters 10 --save c --save-interval 5")
 
 
 def test_the_loss_falls_on_real_text(trained: Run) -> None:
@@ -141,27 +136,20 @@ def test_the_held_out_loss_is_megatrons(trained: Run) -> None:
     loss, perplexity, bits = map(float, row.groups())
     assert loss == pytest.approx(float(megatron[0][1]), abs=1e-4)
     assert perplexity == pytest.approx(2.718281828**loss, rel=1e-2)
-    assert (
-        loss / 0.6931 <= bits < 1.02 * loss / 0.6931
-    )  # a little above: the ends of documents are tokens, not bytes
+    # A little above: the ends of documents are tokens, not bytes.
+    assert loss / 0.6931 <= bits < 1.02 * loss / 0.6931
 
 
 def test_logs_for_tensorboard(trained: Run, folder: Path) -> None:
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "c" / "tensorboard"))
-    events.Reload()
-    logged = {event.step: event.value for event in events.Scalars("lm loss")}
-    assert {step: logged[step] for step in trained.losses} == pytest.approx(
-        trained.losses, rel=1e-5
-    )
-    assert "lm loss validation" in events.Tags()["scalars"]
+    logged = scalars(folder / "c" / "tensorboard")
+    assert logged["lm loss"] == pytest.approx(list(trained.losses.values()), rel=1e-5)
+    assert "lm loss validation" in logged
 
 
 def test_resuming_goes_on_as_if_never_stopped(trained: Run, folder: Path) -> None:
-    flags = [*TINY, "--text-path", "text", "--train-iters", "10", "--load", "c", "--ckpt-step", "5"]
-    resumed = succeed(folder, 2, [*flags, "--no-defaults", "save"])
+    flags = "--text-path text --train-iters 10 --load c --ckpt-step 5 --no-defaults save"
+    resumed = succeed(folder, 2, flags)
     assert sorted(resumed.losses) == [6, 7, 8, 9, 10]
     for iteration, loss in resumed.losses.items():
         assert loss == pytest.approx(trained.losses[iteration], rel=1e-5)
@@ -172,11 +160,9 @@ def test_resuming_goes_on_as_if_never_stopped(trained: Run, folder: Path) -> Non
 
 def test_one_rank_with_a_tokenizer_folder_that_stops_early(folder: Path) -> None:
     tokenizer_folder(folder / "tokenizer", vocabulary=320)
-    files = ["text/argparse.txt", "text/typing.txt"]
-    flags = [*TINY, "--text-path", *files, "--tokenizer-model", "tokenizer"]
-    done = succeed(
-        folder, 1, [*flags, "--train-iters", "6", "--exit-interval", "4", "--no-defaults", "save"]
-    )
+    flags = "--text-path text/argparse.txt text/typing.txt --tokenizer-model tokenizer"
+    flags += " --train-iters 6 --exit-interval 4 --no-defaults save"
+    done = succeed(folder, 1, flags)
     assert sorted(done.losses) == [1, 2, 3, 4]
     assert done.losses[4] < done.losses[1]
     assert "2 files, tokens of tokenizer" in done.summary("data")
@@ -191,8 +177,7 @@ def errors(done: Run) -> list[str]:
 
 def test_a_run_is_never_overwritten(trained: Run, folder: Path) -> None:
     before = sorted(path.name for path in (folder / "c").iterdir())
-    flags = [*TINY, "--text-path", "text", "--train-iters", "2", "--save", "c"]
-    done = forked(folder, 1, flags)
+    done = forked(folder, 1, "--text-path text --train-iters 2 --save c")
     assert done.code == 2
     (line,) = errors(done)
     assert line.startswith("error: c holds a run (its last checkpoint: 10)") and "--resume" in line
@@ -201,7 +186,7 @@ def test_a_run_is_never_overwritten(trained: Run, folder: Path) -> None:
 
 def test_a_folder_that_takes_no_files_is_found_before_anything_long(folder: Path) -> None:
     (folder / "a_file").write_text("")
-    done = forked(folder, 1, [*TINY, "--save", "a_file/run"])
+    done = forked(folder, 1, "--save a_file/run")
     assert done.code == 2
     (line,) = errors(done)
     assert line.startswith("error: a_file/run: this folder for the run cannot be written")
@@ -209,11 +194,11 @@ def test_a_folder_that_takes_no_files_is_found_before_anything_long(folder: Path
 
 
 def test_ctrl_c_saves_and_sums_up_and_the_run_resumes(folder: Path) -> None:
-    flags = [*TINY, "--text-path", "text", "--save", "stopped", "--train-iters"]
+    flags = "--text-path text --save stopped --train-iters"
     launcher = [sys.executable, "-m", "megatron_fluid.cli", "run", "--nproc-per-node", "2"]
     kept = {name: value for name, value in os.environ.items() if "MEGATRON_FLUID" not in name}
     with subprocess.Popen(
-        [*launcher, str(SCRIPT), *flags, "100000"],
+        [*launcher, str(SCRIPT), *TINY, *flags.split(), "100000"],
         cwd=folder,
         env=kept | VARIABLES | {"CUDA_VISIBLE_DEVICES": ""},  # every machine does the same
         stdout=subprocess.PIPE,
@@ -237,7 +222,7 @@ def test_ctrl_c_saves_and_sums_up_and_the_run_resumes(folder: Path) -> None:
     assert 3 <= saved < 1000
     assert "--resume" in done.output.split("next ")[1].split("\n")[1]
 
-    resumed = forked(folder, 2, [*flags, str(saved + 2), "--resume"])
+    resumed = forked(folder, 2, f"{flags} {saved + 2} --resume")
     assert resumed.code == 0, resumed.output[-3000:]
     shown = [line for line in resumed.output.splitlines() if not line.startswith("INFO:")]
     assert len(shown) < 100, "the terminal shows little (pytest's forks INFO); the log has it all"

@@ -97,13 +97,9 @@ NOT_RUN = {
     f"{TWO_NODES} examples/pretrain_gpt_moe.py": "needs two hosts; test_launchers.py starts two "
     "nodes, and test_pretrain_example.py this program",
 }
-# Commands that are run here, each with what makes it short.
-QUICK = {
-    "megatron-fluid doctor": "",
-    "megatron-fluid doctor --require megatron": "",
-    "megatron-fluid patches": "",
-    "torchrun --nproc_per_node 4 tests/test_correctness.py": "",
-}
+# Commands that are run here as they stand.
+PROGRAMS = [f"megatron-fluid {c}" for c in ("doctor", "doctor --require megatron", "patches")]
+CORRECTNESS = "torchrun --nproc_per_node 4 tests/test_correctness.py"
 SMALL = (
     "--train-iters 2 --eval-iters 1 --hidden-size 32 --seq-length 32 --micro-batch-size 1 "
     "--global-batch-size 4"
@@ -151,12 +147,12 @@ def test_the_generated_parts_are_up_to_date() -> None:
 
 def test_every_command_is_run_somewhere() -> None:
     assert COMMANDS
-    assert set(COMMANDS) == {*ELSEWHERE, *NOT_RUN, *QUICK, *MAKE}
+    assert set(COMMANDS) == {*ELSEWHERE, *NOT_RUN, *PROGRAMS, CORRECTNESS, *MAKE}
     for command, (file, words) in ELSEWHERE.items():
         assert words in (ROOT / file).read_text(), f"{command} is no longer run by {file}"
 
 
-@pytest.mark.parametrize("command", [c for c in QUICK if c.startswith("megatron-fluid")])
+@pytest.mark.parametrize("command", PROGRAMS)
 def test_program(command: str) -> None:
     _, *words = shlex.split(command)
     if "megatron" in words and not patches.megatron_installed():
@@ -167,7 +163,7 @@ def test_program(command: str) -> None:
 
 
 def test_correctness_under_torchrun() -> None:
-    assert "all correct" in under_torchrun("torchrun --nproc_per_node 4 tests/test_correctness.py")
+    assert "all correct" in under_torchrun(CORRECTNESS)
 
 
 def test_the_readme_is_short() -> None:

@@ -4,6 +4,7 @@ and whatever replaces parameters, each against one process."""
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +32,7 @@ from megatron_fluid import (
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.sharding import is_sharded, local_part
 from tests.support.launch import on_ranks, run_ranks
-from tests.support.moe_layers import CONFIG, F64, whole
+from tests.support.moe_layers import CONFIG, F64, layer_of, whole
 
 KINDS = MoELayer, MoEBaseline
 EXPERTS = "weight1", "weight2"
@@ -249,23 +250,13 @@ def test_data_parallel_refuses_experts_by_name_or_leaves_them_alone(rank: int, w
         torch.testing.assert_close(whole(p.grad) * scale, q.grad, rtol=1e-9, atol=1e-9)
 
 
-def made(kind: type[nn.Module], layer_id: int = 0, **options: Any) -> Any:
-    group, options = dist.group.WORLD, {"dtype": F64, **options}
-    if kind is SelfAttention:
-        return kind(8, 2, group=group, **options)
-    options["layer_id"] = layer_id
-    if kind is TransformerLayer:
-        sizes = {**SIZES, "num_attention_heads": 2}
-        return kind(sizes, ep_group=group, cp_group=group, **options)
-    return kind(SIZES, group, **options)
-
-
 @pytest.mark.parametrize("kind", [*KINDS, SelfAttention, TransformerLayer])
 @on_ranks(2)
 def test_what_replaces_parameters_keeps_them_sharded(
     rank: int, world: int, kind: type[nn.Module]
 ) -> None:
-    layer = made(kind)
+    made = functools.partial(layer_of, kind, dist.group.WORLD, SIZES)
+    layer = made()
     expected = layer(tokens(rank)[:5])
     full = {name: whole(value) for name, value in layer.state_dict().items()}
     mine = {name: local_part(value) for name, value in layer.state_dict().items()}
@@ -274,17 +265,17 @@ def test_what_replaces_parameters_keeps_them_sharded(
     file.seek(0)
     for state in (layer.state_dict(), full, mine, torch.load(file)):
         for assign in (False, True):
-            other = made(kind, layer_id=5)
+            other = made(layer_id=5)
             other.load_state_dict(state, assign=assign)
             _same(other, expected, rank)
     if kind is not SelfAttention:
-        other = made(kind, device="meta")
+        other = made(device="meta")
         other.to_empty(device="cpu").init_weights()
         _same(other, expected, rank)
     _same(copy.deepcopy(layer), expected, rank)
     _same(nn.Sequential(copy.deepcopy(layer).float().double())[0], None, rank)
     torch.__future__.set_swap_module_params_on_conversion(True)
-    other = made(kind, dtype=torch.float32).double()
+    other = made(dtype=torch.float32).double()
     _same(other, None, rank)
     other.load_state_dict(full)
     torch.__future__.set_swap_module_params_on_conversion(False)

@@ -42,31 +42,26 @@ type Settings = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Ranks, the parallel sizes of Megatron, and whether the ranks say that they are on two
-    hosts."""
+    """Ranks, sizes of expert, tensor and expert tensor parallelism, and whether the ranks say that
+    they are on two hosts."""
 
     ranks: int
-    sizes: dict[str, int]
+    ep: int = 1
+    tp: int = 1
+    etp: int = 1
     hosts: bool = False
 
 
 SPLITS = {
-    "ep2": Split(2, {"expert_model_parallel_size": 2}),
-    "etp2": Split(2, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
-    "tp2 ep2": Split(2, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}),
-    "ep1": Split(2, {}),
-    "two hosts": Split(2, {"expert_model_parallel_size": 2}, hosts=True),
-    "ep4": Split(4, {"expert_model_parallel_size": 4}),
-    "ep2 dp2": Split(4, {"expert_model_parallel_size": 2}),
-    "ep4 two hosts": Split(4, {"expert_model_parallel_size": 4}, hosts=True),
-    "ep2 etp2": Split(
-        4,
-        {
-            "tensor_model_parallel_size": 2,
-            "expert_model_parallel_size": 2,
-            "expert_tensor_parallel_size": 2,
-        },
-    ),
+    "ep2": Split(2, ep=2),
+    "etp2": Split(2, tp=2, etp=2),
+    "tp2 ep2": Split(2, tp=2, ep=2),
+    "ep1": Split(2),
+    "two hosts": Split(2, ep=2, hosts=True),
+    "ep4": Split(4, ep=4),
+    "ep2 dp2": Split(4, ep=2),
+    "ep4 two hosts": Split(4, ep=4, hosts=True),
+    "ep2 etp2": Split(4, ep=2, tp=2, etp=2),
 }
 
 # What runs of this package, by the name of the way: both in one call, the exchange under Megatron's
@@ -419,8 +414,12 @@ def compare(cases: dict[str, dict[str, Any]]) -> Settings:
         os.environ.pop("MEGATRON_FLUID_NVLINK_DOMAIN", None)
         if split.hosts:
             os.environ["MEGATRON_FLUID_NVLINK_DOMAIN"] = f"host{2 * rank // ranks}"
-        tiny_gpt.parallel(**split.sizes)
-        uneven = split.sizes.get("expert_tensor_parallel_size", 1) > 1 and ranks > 2
+        tiny_gpt.parallel(
+            tensor_model_parallel_size=split.tp,
+            expert_model_parallel_size=split.ep,
+            expert_tensor_parallel_size=split.etp,
+        )
+        uneven = split.etp > 1 and ranks > 2
         with _uneven_collectives() if uneven else contextlib.nullcontext(), flex_without_deepep():
             found[name] = {
                 case: tiny_gpt.guarded(lambda one=one: both(one)) for case, one in group.items()

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megatron_fluid import SelfAttention, TransformerLayer
 from megatron_fluid.moe.sharding import local_part
 
 LIMIT_S = 200.0  # on ranks that hang; a busy machine takes its time
@@ -26,6 +27,24 @@ CONFIG: dict[str, Any] = {
 def group() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
     return dist.group.WORLD
+
+
+def layer_of(
+    kind: type[nn.Module],
+    group: Any,
+    sizes: dict[str, Any] = CONFIG,
+    layer_id: int = 0,
+    **options: Any,
+) -> Any:
+    """A small layer of any kind; layer_id seeds the weights of all but SelfAttention."""
+    options = {"dtype": F64, **options}
+    if kind is SelfAttention:
+        return kind(8, 2, group=group, **options)
+    options["layer_id"] = layer_id
+    if kind is TransformerLayer:
+        sizes = {**sizes, "num_attention_heads": 2}
+        return kind(sizes, ep_group=group, cp_group=group, **options)
+    return kind(sizes, group, **options)
 
 
 def tokens_of(rank: int, seed: int = 0) -> Tensor:
