@@ -94,11 +94,6 @@ def test_zigzag_is_megatrons_layout() -> None:
     assert layout.positions(1).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
-def test_one_rank_has_the_sequence_in_one_piece(kind: str) -> None:
-    assert SequenceLayout(7, 1, kind).pieces(0) == [(slice(0, 7), slice(0, 7))]
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -4,9 +4,9 @@ process (thread_ranks.py), kernels interpreted."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,7 +41,7 @@ def _lying_apart(q: Tensor, k: Tensor, v: Tensor, case: CoreCase) -> Tensor:
 
 def _rank(case: Case, buffers: ThreadBuffers, apart: bool) -> dict[str, Any]:
     rank, world = buffers.rank, buffers.world
-    layers = _layers(dataclasses.replace(case, groups=1), None, torch.device("cpu"))
+    layers = _layers(replace(case, groups=1), None, torch.device("cpu"))
     scheduler = WeightGradScheduler()
     scheduler.enabled = case.scheduler
     heads = HeadLayout(case.heads, case.kv_heads, case.head_dim, world, case.groups)
@@ -54,7 +54,7 @@ def _rank(case: Case, buffers: ThreadBuffers, apart: bool) -> dict[str, Any]:
     def attend(index: int, h: Tensor) -> Tensor:
         exchange, layer = SymmetricExchange(buffers, heads, sequence, apart), layers[index]
         call = AttentionCall(exchange, kernel, core, table, name=f"attention {index}")
-        call = dataclasses.replace(call, norm_eps=layer.config.norm_eps, dx_chunks=case.chunks)
+        call = replace(call, norm_eps=layer.config.norm_eps, dx_chunks=case.chunks)
         return overlapped_attention(h, layer.weights(), call, scheduler)
 
     found = run_steps(case, rank, world, attend, scheduler)
@@ -80,49 +80,43 @@ BASE = Case(head_dim=8, rotary=Rotary(8), heads=8, kv_heads=4, length=16)
 TRANSPORTS = pytest.mark.parametrize("transport", ["sm_push", "copy_engine"])
 
 
-def _base(**settings: Any) -> Case:
-    return dataclasses.replace(BASE, **settings)
-
-
-ODD = _base(heads=12, kv_heads=6, layout="zigzag", length=11)
+ODD = replace(BASE, heads=12, kv_heads=6, layout="zigzag", length=11)
 F32 = torch.float32
 CASES: dict[str, tuple[Case, int]] = {
     "plain": (BASE, 4),
     "zigzag-norm-deferred": (
-        _base(layout="zigzag", qk_norm=True, bias=True, layers=2, scheduler=True),
+        replace(BASE, layout="zigzag", qk_norm=True, bias=True, layers=2, scheduler=True),
         4,
     ),
     "groups-uneven": (
-        _base(heads=16, kv_heads=8, groups=2, length=13, layout="zigzag", chunks=2),
+        replace(BASE, heads=16, kv_heads=8, groups=2, length=13, layout="zigzag", chunks=2),
         4,
     ),
-    "mqa": (_base(kv_heads=1, rotary=Rotary(4, 500.0, True), microbatches=2), 4),
-    "gqa-shared": (_base(heads=12, kv_heads=2, causal=False, dtype=F32, batch=1, bias=True), 4),
-    "bf16": (_base(dtype=torch.bfloat16, length=70, qk_norm=True, batch=1), 4),
+    "mqa": (replace(BASE, kv_heads=1, rotary=Rotary(4, 500.0, True), microbatches=2), 4),
+    "gqa-shared": (
+        replace(BASE, heads=12, kv_heads=2, causal=False, dtype=F32, batch=1, bias=True),
+        4,
+    ),
+    "bf16": (replace(BASE, dtype=torch.bfloat16, length=70, qk_norm=True, batch=1), 4),
     "two-ranks": (ODD, 2),
     "three-ranks": (ODD, 3),
 }
 
 
 @TRANSPORTS
+@pytest.mark.parametrize("apart", [False, True], ids=["packed", "apart"])
 @pytest.mark.parametrize(("case", "world"), CASES.values(), ids=CASES)
-def test_equals_the_reference(case: Case, world: int, transport: str) -> None:
-    check(world, transport, case)
-
-
-@TRANSPORTS
-@pytest.mark.parametrize("name", ["zigzag-norm-deferred", "groups-uneven", "mqa", "bf16"])
-def test_queries_keys_and_values_that_arrive_apart_give_the_same(name: str, transport: str) -> None:
-    case = dataclasses.replace(CASES[name][0], qk_norm=False)  # whose backward needs them together
-    check(4, transport, case, apart=True)
+def test_equals_the_reference(case: Case, world: int, apart: bool, transport: str) -> None:
+    """apart: queries, keys and values arrive apart, without norms, which need them together."""
+    check(world, transport, replace(case, qk_norm=case.qk_norm and not apart), apart)
 
 
 @TRANSPORTS
 def test_a_backward_under_autocast_moves_what_the_forward_would_have(transport: str) -> None:
     """Whoever wraps more than the forward: the gradients travel in the activations' type, not in
     autocast's."""
-    case = dataclasses.replace(BASE, rotary=None, dtype=torch.float32)
-    layer = _layers(dataclasses.replace(case, groups=1), None, torch.device("cpu"))[0]
+    case = replace(BASE, rotary=None, dtype=torch.float32)
+    layer = _layers(replace(case, groups=1), None, torch.device("cpu"))[0]
     heads, core = (
         HeadLayout(case.heads, case.kv_heads, case.head_dim, 2),
         CoreCase(case.head_dim, case.dtype, "cpu"),
@@ -269,6 +263,6 @@ def test_all_ranks_choose_one_transport_though_their_shares_differ(
 
     monkeypatch.setattr(symmetric, "choose_transport", choose)
     # Ranks hold 4 or 3 positions.
-    check(4, "auto", dataclasses.replace(BASE, heads=12, kv_heads=2, length=13))
+    check(4, "auto", replace(BASE, heads=12, kv_heads=2, length=13))
     first, *others = sizes.values()
     assert len(first) == 4 and others == [first] * 3

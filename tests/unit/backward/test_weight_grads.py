@@ -3,6 +3,7 @@ ever."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Callable, Sequence
@@ -57,18 +58,14 @@ def layers(count: int) -> list[nn.Parameter]:
 def run(
     weights: Sequence[Tensor], x: Tensor, scheduler: WeightGradScheduler | None, through: Any = None
 ) -> Tensor:
-    for i, weight in enumerate(weights):
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
         if scheduler is None:
-            x = torch.tanh(torch.nn.functional.linear(x, weight))
-        elif through is None:
-            x = torch.tanh(deferred_linear(x, weight, f"layer {i}", scheduler=scheduler))
-        else:
-            x = through(
-                lambda t, w=weight, n=f"layer {i}": torch.tanh(
-                    deferred_linear(t, w, n, scheduler=scheduler)
-                ),
-                x,
-            )
+            return torch.tanh(torch.nn.functional.linear(x, weight))
+        return torch.tanh(deferred_linear(x, weight, scheduler=scheduler))
+
+    for weight in weights:
+        one = functools.partial(layer, weight=weight)
+        x = one(x) if through is None else through(one, x)
     return x
 
 

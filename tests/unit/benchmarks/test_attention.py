@@ -17,29 +17,25 @@ from tests.support.launch import run_ranks
 
 
 class _Fails(nn.Module):
-    """Fails on one rank, in forward or in backward."""
-
-    def __init__(self, here: bool, where: str) -> None:
+    def __init__(self, where: str) -> None:
         super().__init__()
-        if here and where == "construction":
+        self.linear, self.where = nn.Linear(4, 4), where
+        self.reach("construction")
+
+    def reach(self, place: str) -> None:
+        if place == self.where:
             raise RuntimeError("no such kernel")
-        self.linear, self.here, self.where = nn.Linear(4, 4), here, where
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.here and self.where == "forward":
-            raise RuntimeError("no such kernel")
+        self.reach("forward")
         y: Tensor = self.linear(x)
-        if self.here and self.where == "backward":
-            y.register_hook(self._refuse)
+        y.register_hook(lambda _: self.reach("backward"))
         return y
-
-    def _refuse(self, gradient: Tensor) -> None:
-        raise RuntimeError("no such kernel")
 
 
 def _variants(rank: int, world: int) -> tuple[list[str], list[str], str]:
     places = ("construction", "forward", "backward", "nowhere")
-    builders = {place: (lambda place=place: _Fails(rank == 1, place)) for place in places}
+    builders = {place: (lambda place=place: _Fails(place if rank else "")) for place in places}
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         found = runnable(builders, set(), torch.randn(3, 4, requires_grad=True))

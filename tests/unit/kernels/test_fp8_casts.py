@@ -4,6 +4,8 @@ rows of bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import Tensor
@@ -39,6 +41,12 @@ def same_bits(found: Tensor, expected: Tensor) -> None:
     assert torch.equal(*bits)
 
 
+def same_rows(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    """Values and scales."""
+    for pair in zip(found, expected, strict=True):
+        same_bits(*pair)
+
+
 @pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "denormals", "huge", "one value"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_are_cast_as_by_the_reference(kind: str, dtype: torch.dtype) -> None:
@@ -46,9 +54,8 @@ def test_rows_are_cast_as_by_the_reference(kind: str, dtype: torch.dtype) -> Non
         pytest.skip("needs a GPU")
     for rows, width in ((5, 640), (9, 128)):
         x = rows_of(kind, rows, width, dtype)
-        found, expected = casts.cast_rows(x), reference.cast_rows(x)
-        for value, right in zip(found, expected, strict=True):
-            same_bits(value, right)
+        found = casts.cast_rows(x)
+        same_rows(found, reference.cast_rows(x))
         if kind == "denormals" and not _DENORMAL_BF16:
             continue
         restored = casts.restore_rows(found)
@@ -77,8 +84,7 @@ def test_a_block_with_an_infinity_or_a_nan_becomes_nan_and_no_other_does(bad: fl
     assert bool(restored[1, 128:256].isnan().all()) and bool(found.values[1, 128:256].isnan().all())
     restored[1, 128:256] = 0.0
     assert bool(restored.isfinite().all())
-    for value, right in zip(found, reference.cast_rows(x), strict=True):
-        same_bits(value, right)
+    same_rows(found, reference.cast_rows(x))
 
 
 def test_rows_beyond_the_count_are_not_touched() -> None:
@@ -108,8 +114,7 @@ def test_weights_are_cast_in_both_layouts(kind: str) -> None:
     )
     casts.cast_weights(w, out)  # type: ignore[arg-type]
     for found, matrix in zip(out, (w, w.transpose(1, 2)), strict=True):
-        for value, right in zip(found, reference.cast_weights(matrix), strict=True):
-            same_bits(value, right)
+        same_rows(found, reference.cast_weights(matrix))
     if kind == "nan":
         assert bool(reference.restore_weights(*out[0])[1, :128, 128:256].isnan().all())
         assert bool(reference.restore_weights(*out[0])[0].isfinite().all())
@@ -129,8 +134,7 @@ def test_what_is_kept_of_fc1_is_companded_to_a_byte(kind: str) -> None:
         h[1, 3], h[2, 700] = float("nan"), float("inf")
     _, kept = casts.swiglu_cast(h, probs, True)
     assert kept is not None
-    for value, right in zip(kept, reference.compand_rows(h), strict=True):
-        same_bits(value, right)
+    same_rows(kept, reference.compand_rows(h))
     restored = reference.restore_companded(*kept).view(5, -1, 128)
     blocks = h.float().view(5, -1, 128)
     finite = blocks.isfinite().all(2)
@@ -169,8 +173,7 @@ def test_the_backward_of_swiglu_and_its_cast_in_one_pass(companded: bool) -> Non
     for value, right in zip((dh, a, dprobs), expected, strict=True):
         assert isinstance(value, Tensor)
         torch.testing.assert_close(value.float(), right, rtol=1e-2, atol=1e-2 * float(right.std()))
-    for value, right in zip((*in_fp8, sums), (*dh_cast, dprobs), strict=True):
-        same_bits(value, right)
+    same_rows((*in_fp8, sums), (*dh_cast, dprobs))
     assert isinstance(a_cast, Fp8Rows)
     close_casts(a_cast, expected[1])
 
@@ -191,11 +194,6 @@ def tokens(count: int, width: int, seed: int = 3) -> Tensor:
     if count > 3:
         x[1, :128], x[2, 5], x[3, 70] = 0.0, float("nan"), float("-inf")
     return x.bfloat16().to(DEVICE)
-
-
-def same_rows(found: Fp8Rows, expected: Fp8Rows) -> None:
-    for pair in zip(found, expected, strict=True):
-        same_bits(*pair)
 
 
 @pytest.mark.parametrize(("width", "packed"), [(128, 128), (384, 256), (2048, 1088), (7168, 3712)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,9 +18,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import backends, choose, layer
 from megatron_fluid.moe.backends import choose_backend
 from megatron_fluid.moe.choose import choose_transport, nvlink_layer_reason
-from megatron_fluid.moe.nvlink import schedule as nvlink_schedule
 from megatron_fluid.moe.nvlink import shared as nvlink_buffers
-from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP
 from megatron_fluid.moe.nvlink.transport import NvlinkBackend
 from megatron_fluid.moe.transport import LayerShape
 from tests.support.launch import on_ranks, world_group
@@ -232,19 +229,3 @@ def test_buffers_are_sized_by_the_rank_with_most_tokens_and_grow_for_all_copies(
 def test_a_machine_without_gpus_is_refused_by_name(rank: int, world: int) -> None:
     with pytest.raises(ConfigError, match=r"symmetric memory: found .*CUDA is not available"):
         nvlink_buffers.shared_buffers(world_group(), 8, 64, 32, 2, 4)
-
-
-def test_a_dispatch_is_streamed_where_the_wire_takes_longer_than_moving_tokens() -> None:
-    olmoe, deepseek, mixtral = (
-        (4096, 2048, 1024, 8, 64),
-        (4096, 7168, 2048, 8, 256),
-        (4096, 4096, 14336, 2, 8),
-    )
-    choose_schedule = functools.partial(nvlink_schedule.choose_schedule, sends=False)
-    assert choose_schedule(*olmoe, ranks=4).stream and choose_schedule(*mixtral, ranks=4).stream
-    assert not choose_schedule(1024, *olmoe[1:], ranks=4).stream, "little is sent"
-    assert not choose_schedule(*deepseek, ranks=2).stream, (
-        "moving the tokens takes as long as the wire"
-    )
-    assert choose_schedule(*deepseek, ranks=4).stream
-    assert choose_schedule(*olmoe, ranks=1) == choose_schedule(0, *olmoe[1:], ranks=2) == NO_OVERLAP

@@ -101,15 +101,6 @@ def test_inputs_without_gradients_leave_the_experts_theirs() -> None:
     torch.testing.assert_close(list(found), problem.expected("gelu")[3:], rtol=1e-5, atol=1e-6)
 
 
-def test_an_exchange_is_answered_once() -> None:
-    ids, (x, probs, *_), _ = _problem()
-    opened = OpenExchange(_torch(ids))
-    rows = opened.dispatch(x, probs)
-    opened.combine(rows.tokens)
-    with pytest.raises(AssertionError, match="answered once"):
-        opened.combine(rows.tokens)
-
-
 @pytest.mark.interpreter
 def test_moves_of_a_kind_in_a_row_are_kept_apart_by_a_barrier(
     monkeypatch: pytest.MonkeyPatch,

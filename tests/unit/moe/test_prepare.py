@@ -24,6 +24,7 @@ from megatron_fluid.moe.rounds.transport import RoundsTransport
 from megatron_fluid.moe.transport import TokenTransport
 from tests.support.launch import on_ranks
 from tests.support.machine import NEEDS_INTERPRETER
+from tests.support.moe_reference import ExpertProblem
 
 pytestmark = NEEDS_INTERPRETER
 
@@ -68,11 +69,9 @@ ROWS: dict[str, Callable[[ExactPlan], TokenTransport]] = {
 }
 
 
-def _leaves() -> tuple[Tensor, list[Tensor]]:
-    g = torch.Generator().manual_seed(5)
-    ids = torch.rand(T, E, generator=g).topk(K, -1).indices
-    shapes = ((T, H), (T, K), (E, 2 * F, H), (E, H, F))
-    return ids, [torch.randn(*shape, generator=g).requires_grad_() for shape in shapes]
+def _problem() -> ExpertProblem:
+    ids = torch.rand(T, E, generator=torch.Generator().manual_seed(5)).topk(K, -1).indices
+    return ExpertProblem.draw(ids, E, H, F)
 
 
 def _step(name: str, leaves: list[Tensor], ids: Tensor) -> list[Tensor]:
@@ -99,7 +98,7 @@ def _step(name: str, leaves: list[Tensor], ids: Tensor) -> list[Tensor]:
 @on_ranks(1)
 def test_under_autocast_every_transport_computes_in_its_dtype(rank: int, world: int) -> None:
     """Weights and tokens of 32 bits: as if they had been cast before, bit for bit."""
-    ids, wide = _leaves()
+    ids, wide, _ = _problem()
     # Probabilities stay in fp32, as under autocast.
     narrow = [leaf.detach().to(leaf.dtype if i == 1 else BF16) for i, leaf in enumerate(wide)]
     for name in (*TOKENS, *ROWS):
@@ -185,7 +184,7 @@ def test_a_cast_that_is_made_in_an_evaluation_serves_training(
 
 
 def test_calls_are_refused_by_name() -> None:
-    _, (x, probs, w1, w2) = _leaves()
+    x, _, probs, w1, w2 = _problem().arguments
     with pytest.raises(ConfigError, match="moe: dimensions of the tokens: found 3, allowed: 2"):
         prepare(ExpertCall(x=x[None], probs=probs, w1=w1, w2=w2, num_experts=E))
     call = ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=E, recompute=("rows",))
