@@ -12,17 +12,9 @@ from tests.support.launch import run_ranks
 pytest.importorskip("megatron.core")
 
 
-def _step(layer: Any, rank: int, number: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(7 * number + rank)
-    x = torch.randn(6, 2, 32, generator=generator).requires_grad_()
-    layer.zero_grad()
-    y = layer(x)[0]
-    y.square().sum().backward()
-    grads = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
-    return {"y": y.detach(), "dx": x.grad, **grads}
-
-
 def _asleep_between_steps(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
     from megatron_fluid.comm import groups
     from megatron_fluid.errors import FluidError
     from megatron_fluid.patches.moe import layer as seam
@@ -31,14 +23,17 @@ def _asleep_between_steps(rank: int, world_size: int, settings: dict[str, Any]) 
 
     stand_ins.wrap_groups()
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
-    assert type(tiny_gpt.expert_group()) is stand_ins.WrappedGroup
+    group = parallel_state.get_expert_model_parallel_group()
+    assert type(group) is stand_ins.WrappedGroup
     found: dict[str, Any] = {}
     for on in (False, True):
         with tiny_gpt.plug_in(on) as calls:
             layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**settings))
             steps = []
             for number in range(3):
-                steps.append(_step(layer, rank, number))
+                generator = torch.Generator().manual_seed(7 * number + rank)
+                x = torch.randn(6, 2, 32, generator=generator)
+                steps.append(tiny_gpt.layer_step(layer, x))
                 stand_ins.sleep()
                 if on and number == 0:
                     with pytest.raises(FluidError, match="WrappedGroup .*make its group again"):

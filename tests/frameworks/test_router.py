@@ -16,18 +16,6 @@ pytest.importorskip("megatron.core")
 TOKENS, EXPERTS, TOP_K = 10, 8, 3
 
 
-def _step(layer: Any) -> dict[str, torch.Tensor]:
-    x = torch.randn(TOKENS, 1, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    layer.zero_grad()
-    y = layer(x)[0]
-    y.square().sum().backward()
-    grads = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
-    found = {"y": y.detach(), "dx": x.grad, **grads}
-    if layer.router.enable_expert_bias:
-        found["counts"] = layer.router.local_tokens_per_expert.clone()
-    return found
-
-
 def _patched(rank: int, world_size: int, who: str) -> dict[str, Any]:
     from megatron.core.transformer.moe import router as router_module
 
@@ -62,7 +50,10 @@ def _patched(rank: int, world_size: int, who: str) -> dict[str, Any]:
         with tiny_gpt.plug_in(on, moe_backend="local") as calls, contextlib.ExitStack() as undo:
             undo.callback(patch())  # after ours, and before a layer is built
             layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**settings))
-            found[f"{on}"], found["calls"] = _step(layer), len(calls)
+            x = torch.randn(TOKENS, 1, 32, generator=torch.Generator().manual_seed(3))
+            found[f"{on}"], found["calls"] = tiny_gpt.layer_step(layer, x), len(calls)
+            if who == "expert bias":
+                found[f"{on}"]["counts"] = layer.router.local_tokens_per_expert
     return {**found, "shapes": set(shapes)}
 
 

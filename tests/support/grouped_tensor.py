@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["GroupedTensor", "megatron_with_grouped_tensors", "pack"]
+__all__ = ["GroupedTensor", "megatron_with_grouped_tensors", "members", "pack"]
 
 _ATTRIBUTES = (
     "rowwise_data",
@@ -171,7 +171,7 @@ class _FusedExperts(torch.nn.Module):
     @staticmethod
     def _product(linear: Any, rows: Any, counts: Any, scale: Any) -> list[torch.Tensor]:
         splits = counts.tolist()
-        weights, biases = (linear.members(kind) for kind in ("weight", "bias"))
+        weights, biases = (members(linear, kind) for kind in ("weight", "bias"))
         parts = [x @ w.t() for x, w in zip(rows.split(splits), weights, strict=True)]
         if not linear.use_bias:
             return parts

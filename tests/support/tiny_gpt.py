@@ -13,6 +13,7 @@ import functools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_fluid import patches
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.config import FluidConfig, set_config
+from megatron_fluid.patches.moe import expert_modules
 from megatron_fluid.patches.moe import layer as seam
 from tests.support import grouped_tensor
 
@@ -47,11 +49,11 @@ __all__ = [
     "config_of",
     "descending",
     "device",
-    "expert_group",
     "expert_order",
     "gpt",
     "grouped_spec",
     "guarded",
+    "layer_step",
     "moe_layer",
     "parallel",
     "plug_in",
@@ -68,26 +70,28 @@ MOE_PATCHES = (
 
 @contextlib.contextmanager
 def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
-    """Inside, Megatron's MoELayer is patched or its own; yields a list that grows with each
-    overlapped call."""
+    """Inside, Megatron's MoELayer is patched or its own, and takes GroupedLinear for one of
+    Transformer Engine's; yields a list that grows with each overlapped call."""
     calls: list[int] = []
-    real = seam.start_experts
+    real, linears = seam.start_experts, expert_modules._te_linear_types
 
     def counted(*args: Any) -> Any:
         calls.append(1)
         return real(*args)
 
+    def known() -> tuple[type, ...]:
+        return (*linears(), GroupedLinear)
+
     patches.revert(*MOE_PATCHES)
     set_config(FluidConfig(**{"moe_backend": "rounds" if on else "auto", **fields}))
-    seam.start_experts = counted
     try:
-        if on:
-            with patches.patched(*MOE_PATCHES):
-                yield calls
-        else:
+        with (
+            mock.patch.object(seam, "start_experts", counted),
+            mock.patch.object(expert_modules, "_te_linear_types", known),
+            patches.patched(*MOE_PATCHES) if on else contextlib.nullcontext(),
+        ):
             yield calls
     finally:
-        seam.start_experts = real
         set_config(None)
         get_backward_scheduler().disable()
 
@@ -98,11 +102,6 @@ def parallel(**sizes: int | None) -> None:
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**{"expert_tensor_parallel_size": 1, **sizes})
-
-
-def expert_group() -> torch.distributed.ProcessGroup:
-    """The expert-parallel group in force."""
-    return parallel_state.get_expert_model_parallel_group()
 
 
 def expert_order(layer: MoELayer) -> list[int] | None:
@@ -318,14 +317,11 @@ class GroupedLinear(torch.nn.Module):
             if getattr(self, f"single_grouped_{kind}"):
                 grouped_tensor.pack(self, kind)
 
-    def members(self, kind: str) -> list[torch.Tensor]:
-        return grouped_tensor.members(self, kind)
-
     def forward(
         self, x: torch.Tensor, m_splits: list[int]
     ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         assert not self.single_grouped_weight, "Transformer Engine refuses it, too"
-        weights, biases = self.members("weight"), self.members("bias")
+        weights, biases = (grouped_tensor.members(self, kind) for kind in ("weight", "bias"))
         rows = [part @ w.t() for part, w in zip(x.split(m_splits), weights, strict=True)]
         if not self.use_bias:
             return torch.cat(rows), None
@@ -372,6 +368,23 @@ def moe_layer(config: TransformerConfig, seed: int = 4321, grouped: bool = False
         for parameter in layer.experts.parameters():
             parameter *= 5
     return layer.to(device())
+
+
+def layer_step(
+    layer: MoELayer, x: torch.Tensor, forward: Callable[[torch.Tensor], Any] | None = None
+) -> dict[str, torch.Tensor]:
+    """The output "y" of one pass, and the gradients of its squares' sum: "dx" and by parameter.
+
+    Args:
+        forward: takes the place of the layer's own; returns the output alone.
+    """
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    y = layer(x)[0] if forward is None else forward(x)
+    y.square().sum().backward()
+    assert x.grad is not None
+    grads = {n: p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "dx": x.grad, **grads}
 
 
 def guarded(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:

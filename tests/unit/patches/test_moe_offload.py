@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -70,12 +69,7 @@ def _steps(
     settings = {"moe_grouped_gemm": True, "min_offloaded_tensor_size": 1, **settings, **overrides}
     if modules:
         settings |= {"fine_grained_activation_offloading": True, "offload_modules": modules}
-    grouped = "megatron_fluid.patches.moe.expert_modules._te_linear_types"
-    with (
-        manager_on_cpu() as log,
-        tiny_gpt.plug_in(True, moe_backend=backend, **fields),
-        mock.patch(grouped, return_value=(tiny_gpt.GroupedLinear,)),
-    ):
+    with manager_on_cpu() as log, tiny_gpt.plug_in(True, moe_backend=backend, **fields):
         config = tiny_gpt.config_of(**settings)
         model = tiny_gpt.gpt(config, tiny_gpt.grouped_spec(config))
         config.delay_offload_until_cuda_graph = replay

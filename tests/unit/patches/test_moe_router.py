@@ -197,16 +197,9 @@ def over_nvlink(layer: Any, tokens: int, graphed: bool = False) -> Iterator[Any]
     yield path
 
 
-def _step(forward: Any, layer: Any) -> dict[str, torch.Tensor]:
-    hidden = torch.randn(TOKENS, 1, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    layer.zero_grad()
-    output = forward(hidden)
-    output.square().sum().backward()
-    return {
-        "y": output.detach(),
-        "dx": hidden.grad,
-        **{n: p.grad.clone() for n, p in layer.named_parameters()},
-    }
+def _step(layer: Any, forward: Any = None) -> dict[str, torch.Tensor]:
+    x = torch.randn(TOKENS, 1, 32, generator=torch.Generator().manual_seed(3))
+    return tiny_gpt.layer_step(layer, x, forward)
 
 
 def _whole_layer(rank: int, world_size: int) -> dict[Any, Any]:
@@ -219,9 +212,9 @@ def _whole_layer(rank: int, world_size: int) -> dict[Any, Any]:
         for projection in ExpertParameters(layer.experts).current():
             if kind != "separate":
                 share_storage(projection if kind == "one storage" else tuple(reversed(projection)))
-        stock = _step(lambda x, layer=layer: layer(x)[0], layer)
+        stock = _step(layer)
         with over_nvlink(layer, TOKENS) as path, patches.patched("moe-router-topk"):
-            ours = _step(lambda x, path=path, layer=layer: path.forward(layer, x, None)[0], layer)
+            ours = _step(layer, lambda x, path=path, layer=layer: path.forward(layer, x, None)[0])
             found[kind] = stock, ours
             if kind == "reversed":
                 found["columns"] = path.columns.tolist()
@@ -273,14 +266,14 @@ def _bounded(rank: int, world_size: int) -> dict[str, Any]:
         with over_nvlink(layer, TOKENS, graphed=True) as path:
             step, room = functools.partial(forward, path=path), path.transports.shape.captured
             buffers = path.transports.buffers
-            eager, rows, room.most = _step(step, layer), room.most, room.most
+            eager, rows, room.most = _step(layer, step), room.most, room.most
             with (
                 mock.patch.multiple(ROOMS, bounded=True, margin=0.0),
                 mock.patch("megatron_fluid.moe.room._LEAST", 1),
             ):
-                bounded, enough = _step(step, layer), buffers.overflow.item()
+                bounded, enough = _step(layer, step), buffers.overflow.item()
                 room.most -= 1
-                _step(step, layer)
+                _step(layer, step)
             found[recompute] = eager, bounded, rows, enough, buffers.overflow.item()
     return found
 

@@ -22,7 +22,7 @@ from megatron_fluid.patches.gradient_readiness import _Gate
 from megatron_fluid.patches.moe import layer as moe_layer
 from megatron_fluid.patches.moe.expert_modules import share_storage
 from tests.support import tiny_gpt
-from tests.support.grouped_tensor import megatron_with_grouped_tensors
+from tests.support.grouped_tensor import megatron_with_grouped_tensors, members
 from tests.unit.patches.test_moe_router import over_nvlink
 
 WEIGHT = {
@@ -35,10 +35,8 @@ ITERATIONS, MICROBATCHES, LAYERS = 2, 2, 2
 
 @contextlib.contextmanager
 def _plug_in(on: bool = True) -> Iterator[list[int]]:
-    linears = "megatron_fluid.patches.moe.expert_modules._te_linear_types"
     with (
         megatron_with_grouped_tensors(),
-        mock.patch(linears, return_value=(tiny_gpt.GroupedLinear,)),
         tiny_gpt.plug_in(on, moe_backend="local" if on else "auto") as calls,
     ):
         yield calls
@@ -71,7 +69,7 @@ def _changes() -> dict[str, Any]:
 
     with _plug_in(on=False), torch.no_grad():
         layer = tiny_gpt.moe_layer(config_of(moe_grouped_gemm=True), grouped=True)
-        starts = torch.stack(layer.experts.linear_fc2.members("weight"))
+        starts = torch.stack(members(layer.experts.linear_fc2, "weight"))
         right = layer(hidden)[0]  # linear in fc2
 
     with _plug_in() as calls:
