@@ -25,6 +25,7 @@ from tests.support import tiny_gpt
 from tests.support.launch import on_ranks, run_ranks
 from tests.support.megatron_parity import (
     SPLITS,
+    WAYS,
     Layer,
     adapt,
     compare,
@@ -33,7 +34,6 @@ from tests.support.megatron_parity import (
     override_combine,
     pad_for_quantization,
     plug_in,
-    ran,
 )
 
 BIASES = {"add_bias_linear": True}
@@ -209,7 +209,7 @@ def test_output_and_every_gradient_in_double_precision(
         found = result[split][name]
         assert "error" not in found, f"rank {rank}:\n{found['error']}"
         assert not any(found["stock counts"].values())
-        assert {part for part, count in found["counts"].items() if count} == ran(case.way)
+        assert {part for part, count in found["counts"].items() if count} == WAYS[case.way]
         assert all(count >= 3 for count in found["counts"].values() if count)
         assert found["copies"] == 0, "a single grouped parameter was copied"
         exchange, why = found["exchange"]

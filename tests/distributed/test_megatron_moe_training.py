@@ -33,7 +33,7 @@ from tests.distributed.test_megatron_moe_layers import (
 )
 from tests.support import tiny_gpt
 from tests.support.launch import on_ranks, run_ranks
-from tests.support.megatron_parity import SPLITS, Training, compare, plug_in, ran
+from tests.support.megatron_parity import SPLITS, WAYS, Training, compare, plug_in
 
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 SKEWED = {"num_moe_experts": 8, "moe_router_force_biased": 6.0, "moe_z_loss_coeff": 1e-3}
@@ -196,7 +196,7 @@ def test_losses_and_gradient_norms_are_megatrons(
         assert found["exchanges"] == {case.exchange}
         counts = found["counts"]
         assert not any(found["stock counts"].values())
-        assert {part for part, count in counts.items() if count} == ran(case.way)
+        assert {part for part, count in counts.items() if count} == WAYS[case.way]
         assert all(count >= found["least calls"] for count in counts.values() if count)
         if case.way == "fused" and not case.grouped:  # as Megatron's buffers lay parameters out
             sharded = case.options.get("distributed_optimizer", False)

@@ -7,6 +7,7 @@ tests/gpu/test_attention_kinds.py.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -69,14 +70,21 @@ def _compare(rank: int, ranks: int, cases: list[Case]) -> None:
             assert error < 1.5 * before_errors[name] + 5e-3, f"{case} {name}"
 
 
-BF16 = torch.bfloat16
+def _both(**fields: Any) -> list[Case]:
+    """In Megatron's local spec and in Transformer Engine's."""
+    return [Case(te=te, **fields) for te in (False, True)]
+
+
+BF16, WINDOW = torch.bfloat16, ("window_size", (3, 0))
+LAYER_NORM, GATE = ("normalization", "LayerNorm"), ("attention_output_gate", True)
+OFFSET = ("softmax_type", "learnable")
+CORE_RECOMPUTE = ("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"])
+YARN = (("yarn_rotary_scaling_factor", 8.0), ("yarn_mscale", 1.0), ("yarn_mscale_all_dim", None))
 CASES = [
-    *(
-        Case(te=te, groups=groups, norms=norms)
-        for te in (False, True)
-        for groups, norms in ((1, True), (2, False), (8, True))
-    ),
-    *(Case(te=te, rotated=0, causal=False, bias=False) for te in (False, True)),
+    *_both(groups=1, norms=True),
+    *_both(groups=2),
+    *_both(groups=8, norms=True),
+    *_both(rotated=0, causal=False, bias=False),
     Case(rotated=4, norms=True),
     Case(rotated=8, interleaved=True, groups=4),
     Case(te=True, rotated=4, interleaved=True),
@@ -88,48 +96,31 @@ CASES = [
     Case(te=True, frozen=("linear_qkv.weight", "linear_proj.bias")),
     Case(frozen=("linear_proj.weight", "linear_qkv.bias"), norms=True),
     Case(te=True, settings=(("apply_rope_fusion", False), ("no_rope_freq", [1, 0]))),
-    *(
-        Case(te=te, dtype=BF16, norms=True, groups=groups)
-        for te in (False, True)
-        for groups in (1, 4)
-    ),
+    *_both(dtype=BF16, norms=True, groups=1),
+    *_both(dtype=BF16, norms=True, groups=4),
     Case(te=True, dtype=BF16, fused=True, microbatches=2),
-    *(
-        Case(te=True, dtype=dtype, settings=(("normalization", "LayerNorm"),))
-        for dtype in (torch.float32, BF16)
-    ),
+    *(Case(te=True, dtype=dtype, settings=(LAYER_NORM,)) for dtype in (torch.float32, BF16)),
 ]
-
-WINDOW = ("window_size", (3, 0))
-LAYER_NORM, GATE = ("normalization", "LayerNorm"), ("attention_output_gate", True)
-CORE_RECOMPUTE = ("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"])
-YARN = (("yarn_rotary_scaling_factor", 8.0), ("yarn_mscale", 1.0), ("yarn_mscale_all_dim", None))
 # What models have besides plain softmax attention: gpt-oss (offset, window, YaRN), Qwen3-Next
 # (gate, partial rotation), Llama 4 (L2 norm), GPT with LayerNorms.
 KINDS = [
-    *(
-        Case(te=te, settings=(("softmax_type", kind), *more), groups=groups)
-        for te in (False, True)
-        for kind, more, groups in (
-            ("learnable", (), 2),
-            ("learnable", (WINDOW,), 8),
-            ("off-by-one", (), 1),
-        )
-    ),
-    *(Case(te=te, settings=(WINDOW,), norms=True) for te in (False, True)),
-    Case(settings=(("softmax_type", "learnable"), *YARN), recompute=True, microbatches=2),
+    *_both(settings=(OFFSET,)),
+    *_both(settings=(OFFSET, WINDOW), groups=8),
+    *_both(settings=(("softmax_type", "off-by-one"),), groups=1),
+    *_both(settings=(WINDOW,), norms=True),
+    Case(settings=(OFFSET, *YARN), recompute=True, microbatches=2),
     Case(te=True, settings=YARN, norms=True),
-    *(Case(te=te, settings=(GATE,), norms=True, rotated=4) for te in (False, True)),
+    *_both(settings=(GATE,), norms=True, rotated=4),
     Case(settings=(GATE,), groups=1, bias=False, recompute=True),
     Case(te=True, settings=(GATE,), groups=8, fused=True, microbatches=2),
     Case(settings=(GATE,), deferred=True, microbatches=2),
     Case(te=True, settings=(GATE,), dtype=BF16),
-    *(Case(te=te, settings=(LAYER_NORM,), norms=True, groups=4) for te in (False, True)),
-    Case(te=True, settings=(LAYER_NORM, ("softmax_type", "learnable")), norms=True, dtype=BF16),
+    *_both(settings=(LAYER_NORM,), norms=True, groups=4),
+    Case(te=True, settings=(LAYER_NORM, OFFSET), norms=True, dtype=BF16),
     Case(settings=(LAYER_NORM,), norms=True, groups=8, microbatches=2),
-    *(Case(te=te, settings=(("qk_l2_norm", True),)) for te in (False, True)),
-    *(Case(te=te, settings=CORE_RECOMPUTE, norms=True) for te in (False, True)),
-    Case(settings=(*CORE_RECOMPUTE, ("softmax_type", "learnable"), LAYER_NORM), norms=True),
+    *_both(settings=(("qk_l2_norm", True),)),
+    *_both(settings=CORE_RECOMPUTE, norms=True),
+    Case(settings=(*CORE_RECOMPUTE, OFFSET, LAYER_NORM), norms=True),
     Case(bias=False, settings=(("add_qkv_bias", True),)),
 ]
 
@@ -151,16 +142,13 @@ def test_dropout_draws_what_it_draws_around_the_exchanged_core_attention(
     length = 6 * ranks
     rows = SequenceLayout(length, ranks, "zigzag").positions(rank)
     dropout = ("attention_dropout", 0.4)
-    cases = (
-        *(
-            Case(te=te, settings=(dropout,), groups=groups)
-            for te in (False, True)
-            for groups in (2, 8)
-        ),
+    cases = [
+        *_both(settings=(dropout,), groups=2),
+        *_both(settings=(dropout,), groups=8),
         Case(settings=(dropout, WINDOW)),
         Case(settings=(dropout,), recompute=True),
-        *(Case(te=te, settings=(dropout, *CORE_RECOMPUTE)) for te in (False, True)),
-    )
+        *_both(settings=(dropout, *CORE_RECOMPUTE)),
+    ]
     for case in cases:
         plain = dataclasses.replace(case, settings=case.settings[:1], recompute=False)
         if WINDOW in case.settings:

@@ -7,14 +7,12 @@ A stand-in's own forward marks itself, so that what the patch leaves alone is se
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 pytest.importorskip("megatron.core")
@@ -23,6 +21,7 @@ from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.patches import linears
 from megatron_fluid.patches import startup_report as startup
 from tests.support.launch import on_ranks, world_group
+from tests.support.te_attention import normed
 from tests.support.whole_linear import whole_linear
 
 S, B, H, OUT = 8, 2, 6, 10  # the whole sequence, batch, hidden, outputs
@@ -64,18 +63,6 @@ def _own(self: Any, x: Tensor) -> tuple[str, None]:
     return "own", None
 
 
-def _normed(
-    normalization: str, centered: bool, eps: float
-) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    def norm(x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
-        gamma = gamma + 1 if centered else gamma
-        if normalization == "RMSNorm":
-            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gamma
-        return F.layer_norm(x, x.shape[-1:], gamma, beta, eps)
-
-    return norm
-
-
 LAYER_NORM = {"normalization": "LayerNorm"}
 # mode, whether a norm comes first, changes
 SERVED: dict[str, tuple[str, bool, dict[str, Any]]] = {
@@ -99,7 +86,7 @@ SERVED: dict[str, tuple[str, bool, dict[str, Any]]] = {
 def test_columns_rows_and_norms_are_served_with_every_gradient(rank: int, ranks: int) -> None:
     set_config(FluidConfig(tp_overlap="on"))
     group = world_group()
-    for case, (mode, normed, changes) in SERVED.items():
+    for case, (mode, has_norm, changes) in SERVED.items():
         linear = _Linear(mode, group, **changes)
         generator = torch.Generator().manual_seed(50 + rank)
         shape = (S // ranks, B, H) if mode == "column" else (S, B, H // ranks)
@@ -107,7 +94,7 @@ def test_columns_rows_and_norms_are_served_with_every_gradient(rank: int, ranks:
         if linear.fuse_wgrad_accumulation:
             linear.weight.main_grad = torch.ones_like(linear.weight)  # type: ignore[attr-defined]
             linear.weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        forward = linears.te_layer_norm_column_forward if normed else linears.te_linear_forward
+        forward = linears.te_layer_norm_column_forward if has_norm else linears.te_linear_forward
         out, bias = forward(_own)(linear, x)
         upstream = torch.randn(out.shape, generator=generator)
         out.backward(upstream)
@@ -117,13 +104,12 @@ def test_columns_rows_and_norms_are_served_with_every_gradient(rank: int, ranks:
         tensors = {"x": x, "weight": linear.weight}
         if linear.use_bias and not linear.te_return_bias:
             tensors["bias"] = linear.bias
-        if normed:
+        if has_norm:
             tensors["gamma"] = linear.layer_norm_weight
             if linear.normalization == "LayerNorm":
                 tensors["beta"] = linear.layer_norm_bias
-        how = linear.normalization, linear.zero_centered_gamma, linear.eps
-        norm = _normed(*how) if normed else None
-        expected = whole_linear(mode, group, tensors, upstream, norm)
+        norm = functools.partial(normed, eps=linear.eps, centered=linear.zero_centered_gamma)
+        expected = whole_linear(mode, group, tensors, upstream, norm if has_norm else None)
         found = {"out": out.detach(), **{name: tensor.grad for name, tensor in tensors.items()}}
         if linear.fuse_wgrad_accumulation:
             assert linear.weight.grad_added_to_main_grad, case  # type: ignore[attr-defined]

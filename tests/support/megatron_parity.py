@@ -25,6 +25,7 @@ from tests.support.grouped_tensor import GroupedTensor, megatron_with_grouped_te
 
 __all__ = [
     "SPLITS",
+    "WAYS",
     "Layer",
     "Training",
     "adapt",
@@ -34,7 +35,6 @@ __all__ = [
     "override_combine",
     "pad_for_quantization",
     "plug_in",
-    "ran",
 ]
 
 type Settings = dict[str, Any]
@@ -66,7 +66,7 @@ SPLITS = {
 
 # What runs of this package, by the name of the way: both in one call, the exchange under Megatron's
 # experts, both one after the other, and the experts behind Megatron's exchange.
-_WAYS = {
+WAYS = {
     "fused": {"fused"},
     "exchange": {"exchange"},
     "phases": {"exchange", "experts"},
@@ -86,7 +86,7 @@ class Layer:
         wanted: experts that all tokens prefer.
         padded: tokens of padding at the end of the first sequence.
         change: is called with both layers and the rank before the first forward.
-        way: which parts of this package must run, a name in `_WAYS`.
+        way: which parts of this package must run, a name in `WAYS`.
         exchange: whose exchange the layer must report.
         why: how the reason begins for which a part is left to Megatron, or the parts are not fused.
     """
@@ -122,11 +122,6 @@ class Training:
     linears: bool = False
     way: str = "fused"
     exchange: str = "rounds"
-
-
-def ran(way: str) -> set[str]:
-    """The parts of this package that run in a way, by the keys of the counts."""
-    return _WAYS[way]
 
 
 @contextlib.contextmanager

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 HEADS = 8
 
 
-def _normed(x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, centered: bool) -> Tensor:
-    """RMSNorm, or where there is a bias LayerNorm; centered: the weight is stored less one."""
-    wide, weight = x.float(), gamma.float() + centered
+def normed(x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, centered: bool) -> Tensor:
+    """RMSNorm, or where there is a bias LayerNorm, in fp32 or wider; centered: the weight is stored
+    less one."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    weight = gamma.to(wide.dtype) + centered
     if beta is not None:
-        return F.layer_norm(wide, wide.shape[-1:], weight, beta.float(), eps).to(x.dtype)
+        return F.layer_norm(wide, wide.shape[-1:], weight, beta.to(wide.dtype), eps).to(x.dtype)
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
@@ -56,7 +58,7 @@ class NormLinear(Linear):
 
     def _rows(self, x: Tensor) -> Tensor:
         norm = self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma
-        return _normed(x, *norm)
+        return normed(x, *norm)
 
 
 class _Core(nn.Module):
@@ -160,7 +162,7 @@ class TENorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = getattr(self, "bias", None)
-        return _normed(x, self.weight, bias, self.eps, self.zero_centered_gamma)
+        return normed(x, self.weight, bias, self.eps, self.zero_centered_gamma)
 
 
 class TELayerNorm(TENorm):
