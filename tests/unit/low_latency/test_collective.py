@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fluid.comm.p2p_rounds import P2PRounds
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, all_to_all
 from megatron_fluid.low_latency.layout import Layout
@@ -47,24 +48,22 @@ def test_after_a_timeout_over_gloo_every_call_raises_it_again(rank: int, world: 
 
 
 @on_ranks(2)
-def test_scales_of_a_column_and_of_no_tokens_travel_and_wide_ids_are_no_expert(
-    rank: int, world: int
-) -> None:
-    ids = torch.zeros(4, 1, dtype=torch.int32)
-    # One scale a row: of a column's strides, and of no tokens at all.
+def test_scales_of_a_column_and_of_no_tokens_travel(rank: int, world: int) -> None:
+    ids, x = torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 16, dtype=torch.bfloat16)
     ata = _open(rank, world, scale_bytes=4)
-    scale = torch.arange(1.0, 5.0)[None].t()
-    send(ata, torch.ones(4, 16, dtype=torch.bfloat16), ids, ONES, scale=scale)
-    _, _, out_scale = receive(ata)
-    if rank == 0 and out_scale is not None:
-        assert out_scale.flatten().tolist() == [1.0, 2.0, 3.0, 4.0] * 2
-    m = 3 * rank
-    send(ata, torch.ones(m, 16, dtype=torch.bfloat16), ids[:m], ONES[:m], scale=scale[:m])
-    counts, _, out_scale = receive(ata)
-    assert int(counts) == (3 if rank == 0 else 0)
-    if rank == 0 and out_scale is not None:
-        assert out_scale.flatten().tolist()[:3] == [1.0, 2.0, 3.0]
-    # Ids beyond 32 bits are no expert.
+    scale = torch.arange(1.0, 5.0)[None].t()  # one scale a row, in a column's strides
+    for counts in ((4, 4), (0, 3)):
+        m = counts[rank]
+        send(ata, x[:m], ids[:m], ONES[:m], scale=scale[:m])
+        received, _, out_scale = receive(ata)
+        assert int(received) == (sum(counts) if rank == 0 else 0)
+        if rank == 0 and out_scale is not None:
+            expected = [value for n in counts for value in scale[:n].flatten().tolist()]
+            assert out_scale.flatten().tolist()[: len(expected)] == expected
+
+
+@on_ranks(2)
+def test_ids_beyond_32_bits_are_no_expert(rank: int, world: int) -> None:
     ata, ids = _open(rank, world), torch.tensor([[1], [1 << 40], [-(1 << 40)], [-1]])
     send(ata, torch.ones(4, 16, dtype=torch.bfloat16), ids, ONES)
     assert int(receive(ata)[0]) == (0 if rank == 0 else 2)
@@ -85,8 +84,6 @@ def test_what_is_built_in_inference_mode_works_outside_it(
 
 @on_ranks(2)
 def test_a_round_that_timed_out_is_not_done_and_fails_again(rank: int, world: int) -> None:
-    from megatron_fluid.comm.p2p_rounds import P2PRounds
-
     rounds = P2PRounds(dist.group.WORLD, timeout_s=1.0)
     if rank == 1:
         time.sleep(4)
@@ -104,17 +101,10 @@ def test_two_objects_of_one_group_are_in_flight_at_a_time(rank: int, world: int)
     objects = [_open(rank, world, hidden) for hidden in (16, 48)]
     ids = torch.tensor([[0], [1], [1]], dtype=torch.int32)
     for turn in range(2):
-        x = [
-            torch.full((3, ata.layout.hidden_dim), 1.0 + rank + 2 * turn + 4 * number).bfloat16()
-            for number, ata in enumerate(objects)
-        ]
+        x = [torch.full((3, width), 1.0 + rank + 2 * turn + width).bfloat16() for width in (16, 48)]
         for ata, sent in zip(objects, x, strict=True):
             send(ata, sent, ids, ONES[:3])
-        rows = []
-        for ata in objects:
-            counts, got, _ = receive(ata)
-            assert counts.tolist() == [world * (1 + rank)]
-            rows.append(got)
+        rows = [receive(ata)[1] for ata in objects]
         for ata, got in zip(objects, rows, strict=True):
             send_back(ata, got)
         for ata, sent in zip(objects, x, strict=True):
@@ -122,13 +112,10 @@ def test_two_objects_of_one_group_are_in_flight_at_a_time(rank: int, world: int)
 
 
 def _another(rank: int, world: int, what: str) -> str:
-    named: dict[str, Any] = {}
-    if what == "multiprocessors":
-        all_to_all._multiprocessors = lambda: 132 - 18 * rank
-    else:
-        named["combine_dtype"] = (torch.bfloat16, torch.float16)[rank]
+    all_to_all._multiprocessors = lambda: 132 - 18 * rank if what == "multiprocessors" else 132
+    dtype = (torch.bfloat16, torch.float16)[rank if what == "combine_dtype" else 0]
     with pytest.raises(ConfigError) as caught:
-        _open(rank, world, **named)
+        _open(rank, world, combine_dtype=dtype)
     return str(caught.value)
 
 

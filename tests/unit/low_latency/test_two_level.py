@@ -14,6 +14,7 @@ from megatron_fluid import topology
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, open_transport
 from megatron_fluid.low_latency.layout import Layout
+from megatron_fluid.low_latency.peer_memory import PeerMemory
 from megatron_fluid.low_latency.reference import combine_reference
 from megatron_fluid.low_latency.transport import (
     CombineReceive,
@@ -43,7 +44,6 @@ _TOLERANCE = 1.2e-2  # three roundings to bf16
 
 def _build(fake: FakeNvshmem, sizes: TwoLevelLayout) -> list[TwoLevel]:
     from megatron_fluid.low_latency.nvshmem import Nvshmem
-    from megatron_fluid.low_latency.peer_memory import PeerMemory
 
     rails = [SimulatedWorkspace(sizes.domains) for _ in range(sizes.domain_size)]
     domains = [SimulatedWorkspace(sizes.domain_size) for _ in range(sizes.domains)]
@@ -184,27 +184,27 @@ def test_after_lost_weights_every_call_fails(rank: int, world: int) -> None:
 
 @on_ranks(4)
 def test_hosts_are_the_domains_where_no_size_is_given(rank: int, world: int) -> None:
-    group = world_group()
+    group, sizes = world_group(), (4, 8, 2, rank, world, 1, 16, 32, 0)
     topology.socket.gethostname = lambda: f"host{rank // 2}"  # type: ignore[attr-defined]
     assert open_transport.domain_size_of(group, None) == 2
     ata = _open(rank, world, 4, 8, 2, 16, domain_size=None)
     assert "2 domains of 2 ranks" in ata.transport_report()
     ata.destroy()
-    plain = AllToAll.internode(4, 8, 2, rank, world, 1, 16, 32, 0, timeout_s=20.0)
+    plain = AllToAll.internode(*sizes, timeout_s=20.0)
     assert plain.transport == "gloo" and "CUDA is not available" in plain.transport_reason
     with pytest.raises(ConfigError, match=r"transport.*backend of the group, gloo"):
         _open(rank, world, 4, 8, 2, 16, transport="nvlink+nccl")
     with pytest.raises(ConfigError, match=r"transport: found 'gloo\+gloo'"):
-        AllToAll.intranode(4, 8, 2, rank, world, 1, 16, 32, 0, transport="gloo+gloo")
-    # Domains of one size are needed, and sizes that two levels can have.
-    sizes = Layout(4, 8, 2, 4, 1, 16, 32, 0)
-    assert "CUDA is not available" in str(
-        open_transport.two_level_unsupported_reason(group, sizes, None)
-    )
-    assert "one rank" in str(open_transport.two_level_unsupported_reason(group, sizes, 1, True))
-    assert "dp_size" in str(
-        open_transport.two_level_unsupported_reason(group, Layout(4, 8, 2, 4, 2, 16, 32, 0), 2)
-    )
+        AllToAll.intranode(*sizes, transport="gloo+gloo")
+
+    def unsupported(domain_size: int | None, dp_size: int = 1, *named: bool) -> str:
+        layout = Layout(4, 8, 2, 4, dp_size, 16, 32, 0)
+        reason = open_transport.two_level_unsupported_reason(group, layout, domain_size, *named)
+        return str(reason)
+
+    assert "CUDA is not available" in unsupported(None)
+    assert "one rank" in unsupported(1, 1, True)
+    assert "dp_size" in unsupported(2, 2)
     topology.socket.gethostname = lambda: f"host{min(rank, 1)}"  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="hosts that hold the same number of consecutive ranks"):
         open_transport.domain_size_of(group, None)
