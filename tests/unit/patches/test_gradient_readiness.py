@@ -24,9 +24,9 @@ from megatron_fluid.patches.gradient_readiness import _Owner, register_grad_read
 class _Ddp(torch.nn.Module):
     """Stands for a DistributedDataParallel with parameters in two bucket groups."""
 
-    def __init__(self, count: int = 3, first: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.module = torch.nn.ParameterList(torch.zeros(1) for _ in range(count))
+        self.module = torch.nn.ParameterList(torch.zeros(1) for _ in range(3))
         self.params = list(self.module)
         self.groups = [
             SimpleNamespace(
@@ -35,15 +35,15 @@ class _Ddp(torch.nn.Module):
             for _ in range(2)
         ]
         self.param_to_bucket_group: dict[Any, Any] = {
-            param: self.groups[number >= first] for number, param in enumerate(self.params)
+            param: self.groups[number >= 2] for number, param in enumerate(self.params)
         }
         self.ddp_config = SimpleNamespace(overlap_grad_reduce=True)
         self.config = SimpleNamespace(cuda_graph_impl="none")
         self.force_all_reduce = False
 
 
-def _owned(ddp: _Ddp | None = None) -> tuple[_Ddp, Any]:
-    ddp = _Ddp() if ddp is None else ddp
+def _owned() -> tuple[_Ddp, Any]:
+    ddp = _Ddp()
     owner = _Owner(ddp)
     for param in ddp.params:
         set_gradient_owner(param, owner)
@@ -74,53 +74,24 @@ def test_parameters_are_gathered_once_every_group_has_waited() -> None:
     assert _gathers(hooks, ran)
 
 
-def _bucket_group(params: list[torch.nn.Parameter], starts: list[int], number: int = 0) -> Any:
-    """Megatron's own bucket group, as far as it counts."""
+class _BucketGroup(_ParamAndGradBucketGroup):
+    """Megatron's own, as far as it counts."""
 
-    class Counting(_ParamAndGradBucketGroup):
-        def __init__(self) -> None:
-            self.params = set(params)
-            self.param_to_bucket = dict.fromkeys(params)  # type: ignore[assignment]
-            self.ddp_config = SimpleNamespace(overlap_grad_reduce=True)  # type: ignore[assignment]
-            self.golden_per_param_grad_ready_counts: dict[Any, int] = {}
-            self.per_param_grad_ready_counts: dict[Any, int] = {}
-            self.is_last_microbatch = self.is_first_batch = True
+    def __init__(self, params: list[torch.nn.Parameter], starts: list[int]) -> None:
+        self.params, self.param_to_bucket = set(params), dict.fromkeys(params)
+        self.ddp_config = SimpleNamespace(overlap_grad_reduce=True)
+        self.golden_per_param_grad_ready_counts: dict[Any, int] = {}
+        self.per_param_grad_ready_counts: dict[Any, int] = {}
+        self.is_last_microbatch = self.is_first_batch = True
+        self.starts = starts
 
-        def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-            starts.append(number)
-
-    return Counting()
-
-
-def test_a_gate_counts_its_parameters_as_megatron_counts_them() -> None:
-    """Over iterations, with another parameter in each group, and one that autograd reports."""
-    found: list[tuple[list[int], list[list[int]]]] = []
-    for together in (True, False):
-        starts: list[int] = []
-        ddp, owner = _owned(_Ddp(8, 4))
-        params = ddp.params
-        groups = [_bucket_group(params[:4], starts, 0), _bucket_group(params[4:], starts, 1)]
-        ddp.param_to_bucket_group = {p: groups[n > 3] for n, p in enumerate(params)}
-        counts = []
-        for pending in (set[int](), {id(params[2])}, set[int]()):
-            if together:
-                owner.gate_of(params[1:7]).report(lambda pending=pending: pending)
-            singles = params[1:7] if not together else [p for p in params if id(p) in pending]
-            for param in (*singles, params[0], params[7]):
-                ddp.param_to_bucket_group[param].register_grad_ready(param, False)
-            counts += [[group.per_param_grad_ready_counts[p] for p in params if p in group.params]
-                       for group in groups]  # fmt: skip
-            for group in groups:
-                group.reset()
-            starts.append(-1)
-        found.append((starts, counts))
-    assert found[0] == found[1]
-    assert found[0][0] == [-1, 0, 1, -1, 0, 1, -1]
+    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        self.starts.append(1)
 
 
 def test_a_gradient_behind_the_start_of_its_reduction_is_an_error() -> None:
     ddp, _ = _owned()
-    group = _bucket_group(ddp.params, starts := [])
+    group = _BucketGroup(ddp.params, starts := [])
     register = register_grad_ready(type(group).register_grad_ready)
     for _ in range(2):
         for param in ddp.params:

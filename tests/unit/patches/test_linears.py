@@ -13,29 +13,22 @@ from torch import Tensor
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.patches import features as recorded
 from megatron_fluid.patches import linears
 
 
-def _linear(ranks: int = 2, offloading: object = None, invariant: bool = False) -> Any:
+def _linear(
+    ranks: int = 2, offloading: object = None, invariant: bool = False, expert: bool = False
+) -> Any:
     return SimpleNamespace(
+        explicit_expert_comm=expert,
         tp_group=SimpleNamespace(size=lambda: ranks),
         config=SimpleNamespace(_cpu_offloading_context=offloading, batch_invariant_mode=invariant),
     )
-
-
-def test_experts_linears_keep_megatrons_path_and_nothing_is_said(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of a run with --sequence-parallel they were reported as linears without it."""
-    monkeypatch.setattr(linears, "note", lambda *_: pytest.fail("said something"))
-    linear, a = _linear(), torch.zeros(2, 1, 4)
-    linear.explicit_expert_comm, linear.input_is_parallel = True, True
-    linear.sequence_parallel, linear.weight = True, torch.nn.Parameter(torch.zeros(4, 4))
-    column = linears.column_forward_impl(lambda self, input, weight, **_: "Megatron's")  # type: ignore[arg-type, return-value]
-    assert column(linear, input=a, weight=linear.weight, sequence_parallel=False) == "Megatron's"
-    assert linears.row_forward(lambda self, input_: "Megatron's")(linear, a) == "Megatron's"
 
 
 @pytest.fixture
@@ -63,20 +56,14 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def _row_linear(**changes: Any) -> Any:
-    from megatron.core.tensor_parallel.layers import RowParallelLinear
-
     class Row(SimpleNamespace):
         _forward_impl = RowParallelLinear._forward_impl
 
     fields: dict[str, Any] = {
-        "explicit_expert_comm": False,
-        "input_is_parallel": True,
-        "sequence_parallel": True,
-        "skip_bias_add": False,
-        "bias": None,
-        "gradient_accumulation_fusion": False,
+        "explicit_expert_comm": False, "input_is_parallel": True, "sequence_parallel": True,
+        "skip_bias_add": False, "bias": None, "gradient_accumulation_fusion": False,
         "weight": torch.nn.Parameter(torch.zeros(6, 4)),
-    }
+    }  # fmt: skip
     return Row(**{**vars(_linear()), **fields, **changes})
 
 
@@ -87,7 +74,6 @@ def _call_column(
     a: Tensor, *args: Any, linear: Any = None, frozen: Any = False, **named: Any
 ) -> Tensor:
     linear, weight = linear or _linear(), torch.nn.Parameter(torch.zeros(6, 4), not frozen)
-    linear.explicit_expert_comm = False
     forward = linears.column_forward_impl(lambda *_, **__: MEGATRONS)
     return forward(linear, a, weight, *args, **{"sequence_parallel": True, **named})
 
@@ -137,7 +123,15 @@ def test_what_on_leaves_out_is_never_left_out_without_a_word(serving: list[str])
     for reason, calls in left.items():
         for call in calls:
             assert call() is MEGATRONS and len(serving) == 1 and reason in serving.pop(), reason
-    assert _call_column(a, linear=_linear(ranks=1)) is MEGATRONS  # there is nothing to overlap
+
+
+def test_where_there_is_nothing_to_overlap_nothing_is_said(serving: list[str]) -> None:
+    """Experts' linears were reported as linears without --sequence-parallel."""
+    a = torch.zeros(4, 2, 4)
+    assert _call_column(a, linear=_linear(ranks=1)) is MEGATRONS
+    experts = _linear(expert=True)
+    assert _call_column(a, linear=experts, sequence_parallel=False) is MEGATRONS
+    assert _call_row(a, explicit_expert_comm=True) is MEGATRONS
     set_config(FluidConfig(tp_overlap="off"))
     assert _call_row(a) is MEGATRONS
     assert serving == []
@@ -179,8 +173,6 @@ def test_a_linear_is_counted_once_with_what_was_last_true_of_it(
 
 
 def test_a_quantisers_gemm_is_known_whenever_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.tensor_parallel import layers
-
     name = "linear_with_grad_accumulation_and_async_allreduce"
     own = getattr(layers, name)
     during = linears._watch_gemm()
