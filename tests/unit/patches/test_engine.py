@@ -99,20 +99,6 @@ def test_revert_gives_back_the_very_objects(fakemega: Any) -> None:
     assert set(states(made).values()) == {"reverted"}
 
 
-def test_the_defaults_of_a_function_can_be_a_target(fakemega: Any) -> None:
-    def defaults_of_seven(original: object) -> tuple[int]:
-        return (7,)
-
-    made = engine(
-        Patch("defaults", "fakemega.functions:double.__defaults__", defaults_of_seven, "test")
-    )
-    double = fakemega("functions").double
-    made.apply()
-    assert double() == 14
-    made.revert()
-    assert double.__defaults__ is None
-
-
 @pytest.mark.parametrize("held", ["before", "after"])
 def test_a_function_held_by_value_is_replaced_and_restored(fakemega: Any, held: str) -> None:
     made = engine(DOUBLE)

@@ -188,30 +188,6 @@ def test_offloading_is_ours_but_of_what_is_fp8_recomputed_or_captured_as_a_whole
         assert (found.exchange is None) is ("cuda_graph_impl" not in settings)
 
 
-@pytest.mark.parametrize("module", ["core_attn", "moe_act", "expert_fc1"])
-def test_layers_whose_experts_offload_are_fused_on_one_rank_alone(
-    supported: TransformerConfig, module: str
-) -> None:
-    config = changed(supported, fine_grained_activation_offloading=True, offload_modules=[module])
-    assert reasons(config, backend="local").fusion is None
-    for backend in ("rounds", "hierarchical"):
-        reason = reasons(config, backend=backend).fusion
-        assert (reason is None) is (module == "core_attn")
-        assert reason is None or reason.startswith("offload_modules=")
-
-
-@pytest.mark.parametrize(
-    ("backend", "kept"), [("auto", True), ("experts", True), ("nvlink", False)]
-)
-def test_flex_gives_way_to_a_backend_that_is_named(
-    supported: TransformerConfig, backend: str
-) -> None:
-    config = changed(supported, moe_token_dispatcher_type="flex")
-    found = reasons(config, FluidConfig(moe_backend=backend))
-    assert (found.exchange is None) is (backend == "nvlink")
-    assert found.experts is None
-
-
 @pytest.mark.parametrize(
     ("names", "fp8", "words"),
     [
@@ -375,15 +351,3 @@ def test_bounded_room_needs_kernels_that_count_rows_on_the_device(
     reason = limits.bounded_unsupported_reason(config)
     assert reason == "the host counts the rows of experts in torch.float32 on this GPU"
     assert "cuda_graph_impl='full_iteration'" in str(reasons(config).fused)
-
-
-def test_parameters_of_another_dtype_are_refused_over_nvlink(
-    supported: TransformerConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-    def reason(dtype: torch.dtype) -> str | None:
-        return decision.nvlink_unsupported_reason(changed(supported, params_dtype=dtype))
-
-    assert reason(torch.bfloat16) is reason(torch.float16) is reason(torch.float32) is None
-    assert "parameters of torch.float64" in str(reason(torch.float64))
