@@ -43,11 +43,7 @@ def _moe(**settings: Any) -> Callable[[bool], Any]:
     return lambda fits: layer(torch.ones(3, 8 if fits else 9, dtype=F64)).sum().backward()
 
 
-def rounds(rank: int) -> Callable[[bool], Any]:
-    return _moe(backend="rounds")
-
-
-def hierarchical(rank: int) -> Callable[[bool], Any]:
+def _hierarchical(rank: int) -> Callable[[bool], Any]:
     os.environ["MEGATRON_FLUID_NVLINK_DOMAIN"] = f"host{rank // 2}"
     return _moe(backend="hierarchical", num_experts=8)
 
@@ -76,15 +72,7 @@ def _experts(at: str) -> Callable[[bool], Any]:
     return call
 
 
-def experts_forward(rank: int) -> Callable[[bool], Any]:
-    return _experts("forward")
-
-
-def experts_backward(rank: int) -> Callable[[bool], Any]:
-    return _experts("backward")
-
-
-def given_splits(rank: int) -> Callable[[bool], Any]:
+def _given_splits(rank: int) -> Callable[[bool], Any]:
     world = group().size()
     w = torch.ones(1, 8, 12, dtype=F64), torch.ones(1, 12, 8, dtype=F64)
     context = MultiCardOverlapContext("cpu", group=group())
@@ -99,12 +87,12 @@ def given_splits(rank: int) -> Callable[[bool], Any]:
     return call
 
 
-def attention(rank: int) -> Callable[[bool], Any]:
+def _attention(rank: int) -> Callable[[bool], Any]:
     layer = SelfAttention(16, 4, group=group(), dtype=F64)
     return lambda fits: layer(torch.ones(4, 1, 16 if fits else 9, dtype=F64)).sum().backward()
 
 
-def low_latency(rank: int) -> Callable[[bool], Any]:
+def _low_latency(rank: int) -> Callable[[bool], Any]:
     world = group().size()
     low = AllToAll.intranode(*(4, world, 1, rank, world, 1, 16, 32, 0), timeout_s=TIMEOUT_S)
 
@@ -118,26 +106,33 @@ def low_latency(rank: int) -> Callable[[bool], Any]:
     return call
 
 
-def gather_matmul(rank: int) -> Callable[[bool], Any]:
-    b = torch.ones(8, 4)
-    return lambda fits: all_gather_matmul(torch.ones(*(2, 8) if fits else (2, 8, 9)), b, group())
+def _gather_matmul(fits: bool) -> None:
+    all_gather_matmul(torch.ones(*(2, 8) if fits else (2, 8, 9)), torch.ones(8, 4), group())
 
 
-def reduce_scatter(rank: int) -> Callable[[bool], Any]:
-    a = torch.ones(8, 4)
-    return lambda fits: matmul_reduce_scatter(a, torch.ones(4 if fits else 9, 2), group())
+def _reduce_scatter(fits: bool) -> None:
+    matmul_reduce_scatter(torch.ones(8, 4), torch.ones(4 if fits else 9, 2), group())
 
 
-KINDS = [
-    *(rounds, hierarchical, experts_forward, experts_backward, given_splits, attention),
-    *(low_latency, gather_matmul, reduce_scatter),
-]
+# On a rank: a call that raises unless it is told that it fits.
+KINDS: dict[str, Callable[[int], Callable[[bool], Any]]] = {
+    "rounds": lambda rank: _moe(backend="rounds"),
+    "hierarchical": _hierarchical,
+    "experts, forward": lambda rank: _experts("forward"),
+    "experts, backward": lambda rank: _experts("backward"),
+    "given splits": _given_splits,
+    "attention": _attention,
+    "low latency": _low_latency,
+    "gather matmul": lambda rank: _gather_matmul,
+    "reduce scatter": lambda rank: _reduce_scatter,
+}
+FIRST = ("rounds", "given splits", "low latency", "gather matmul")
 
 
-def _body(rank: int, world: int, kind: Callable[[int], Callable[[bool], Any]], first: bool) -> None:
+def _body(rank: int, world: int, kind: str, first: bool) -> None:
     torch.set_num_threads(1)
     set_config(FluidConfig(timeout_s=TIMEOUT_S))
-    call = kind(rank)
+    call = KINDS[kind](rank)
     if not first:
         call(True)
     call(rank != REFUSING)
@@ -147,14 +142,11 @@ def _body(rank: int, world: int, kind: Callable[[int], Callable[[bool], Any]], f
 
 @pytest.mark.parametrize(
     ("kind", "first"),
-    [*((kind, False) for kind in KINDS), (rounds, True), (given_splits, True), (low_latency, True)]
-    + [(gather_matmul, True)],
-    ids=lambda value: {True: "first call", False: "later call"}.get(value) or value.__name__,
+    [*((kind, False) for kind in KINDS), *((kind, True) for kind in FIRST)],
+    ids=lambda value: {True: "first call", False: "later call"}.get(value, value),
 )
-def test_all_others_end_with_the_message_of_the_rank_that_refused(
-    kind: Callable[[int], Callable[[bool], Any]], first: bool
-) -> None:
-    world = 4 if kind is hierarchical else 2
+def test_all_others_end_with_the_message_of_the_rank_that_refused(kind: str, first: bool) -> None:
+    world = 4 if kind == "hierarchical" else 2
     outcomes = run_ranks_outcomes(_body, world, kind, first, timeout_s=TIMEOUT_S, grace_s=30.0)
     refused = outcomes[REFUSING]
     assert refused.error is not None and "9" in refused.error, refused.error
