@@ -3,22 +3,28 @@ and against the recipe in plain torch."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_fluid import MoEBaseline, MoEConfig, MoELayer
+from megatron_fluid import MoEConfig, MoELayer
+from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_casts.packed_rows import packed_width
+from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Rows
 from megatron_fluid.moe import fp8_experts
-from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.activations import resolve_activation
+from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
 from megatron_fluid.moe.local import transport
 from tests.support import fp8_reference as reference
-from tests.support.expert_calls import local_moe
+from tests.support.expert_calls import expert_rows, local_moe
 from tests.support.fp8_emulation import emulate
 from tests.support.moe_reference import moe_reference
+
+pytestmark = pytest.mark.usefixtures("emulated")
 
 T, K, E, H, F = 7, 2, 3, 256, 128
 
@@ -130,7 +136,7 @@ def test_outputs_and_every_gradient_follow_the_recipe(
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("capacity", [None, T * K])
-def test_over_nvlink_the_same_numbers(emulated: None, capacity: int | None) -> None:
+def test_over_nvlink_the_same_numbers(capacity: int | None) -> None:
     ids, leaves, grad = make()
     expected = gradients(over_one_rank("local", ids, leaves), leaves, grad)
     y = over_one_rank("nvlink", ids, leaves, sent_rows=capacity is None, capacity=capacity)
@@ -145,11 +151,7 @@ _RECOMPUTED = [(), ("rows",), ("hidden",), ("rows", "hidden")]
 @pytest.mark.parametrize("recompute", _RECOMPUTED, ids=str)
 @pytest.mark.parametrize("over", ["local", pytest.param("nvlink", marks=pytest.mark.interpreter)])
 def test_tokens_cast_before_they_are_dispatched_give_the_bits_of_rows_cast_afterwards(
-    emulated: None,
-    monkeypatch: pytest.MonkeyPatch,
-    over: str,
-    recompute: tuple[str, ...],
-    fp8_weight_grads: bool,
+    monkeypatch: pytest.MonkeyPatch, over: str, recompute: tuple[str, ...], fp8_weight_grads: bool
 ) -> None:
     """But for dW2 in bf16, and with recomputed rows dW1, which then come from bf16 rows."""
     from megatron_fluid.moe.nvlink.transport import NvlinkTransport
@@ -191,7 +193,7 @@ def over_one_rank(
     return nvlink_moe(buffers, x, ids, probs.float(), w1, w2, fp8=True, **settings)
 
 
-def test_no_tokens(emulated: None) -> None:
+def test_no_tokens() -> None:
     _, leaves, _ = make()
     none = [leaves[0][:0].detach().requires_grad_(), leaves[1][:0].detach().requires_grad_()]
     ids = torch.zeros(0, K, dtype=torch.int64)
@@ -200,7 +202,7 @@ def test_no_tokens(emulated: None) -> None:
     assert y.shape == (0, H) and not any(bool(value.any()) for value in found)
 
 
-def test_what_is_kept_for_backward_takes_a_byte_a_value(emulated: None) -> None:
+def test_what_is_kept_for_backward_takes_a_byte_a_value() -> None:
     ids, (x, probs, w1, w2), _ = make()
     total: dict[bool, int] = {}
     for fp8 in (False, True):
@@ -221,9 +223,7 @@ def test_what_is_kept_for_backward_takes_a_byte_a_value(emulated: None) -> None:
     assert total[True] - between < 0.55 * total[False]
 
 
-def test_weights_are_cast_once_and_again_when_they_change(
-    emulated: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_cast_once_and_again_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, leaves, grad = make()
     x, probs, w1, w2 = leaves
     casts = []
@@ -246,7 +246,7 @@ def test_weights_are_cast_once_and_again_when_they_change(
     assert torch.equal(y, local_moe(x, ids, probs, w1, w2, fp8=True))
 
 
-def test_a_nan_or_an_infinity_in_a_token_reaches_that_tokens_output_alone(emulated: None) -> None:
+def test_a_nan_or_an_infinity_in_a_token_reaches_that_tokens_output_alone() -> None:
     for bad in (float("nan"), float("inf")):
         ids, (x, probs, w1, w2), _ = make()
         with torch.no_grad():
@@ -256,23 +256,130 @@ def test_a_nan_or_an_infinity_in_a_token_reaches_that_tokens_output_alone(emulat
         assert bool(y[[t for t in range(T) if t != 3]].isfinite().all())
 
 
-def test_what_fp8_cannot_do_is_named() -> None:
-    config = {"hidden_size": 128, "ffn_hidden_size": 128, "num_experts": 2, "top_k": 2}
-    layer = MoELayer(config | {"fp8_recipe": "blockwise"}, dtype=torch.bfloat16)
-    x = torch.randn(3, 128, dtype=torch.bfloat16)
-    with pytest.raises(ConfigError, match="fp8_recipe.*Hopper GPUs, and tensors are on the cpu"):
-        layer(x)
-    with pytest.raises(ConfigError, match="bf16 parameters"):
-        MoELayer(config | {"fp8_recipe": "blockwise"})(x.float())
-    for change, named in (
-        ({"activation": "geglu"}, "swiglu"),
-        ({"ffn_hidden_size": 64}, "128 columns"),
-        ({"backend": "rounds"}, "None over rounds"),
-    ):
-        layer = MoELayer(config | {"fp8_recipe": "blockwise"} | change, dtype=torch.bfloat16)
-        with pytest.raises(ConfigError, match=named):
-            layer(x)
-    with pytest.raises(ConfigError, match="found 'delayed', allowed: blockwise, or None"):
-        MoEConfig.of(config | {"fp8_recipe": "delayed"})
-    with pytest.raises(ConfigError, match="MoEBaseline"):
-        MoEBaseline(config | {"fp8_recipe": "blockwise"}, dtype=torch.bfloat16)
+# ---- weight gradients in fp8: to whom they go, from which rows, and what chooses them
+
+COUNTS = [5, 0, 130]
+
+
+def rows_of(counts: list[int], width: int, seed: int) -> Tensor:
+    x = torch.randn(sum(counts), width, generator=torch.Generator().manual_seed(seed))
+    x[::3, ::40] *= 50.0
+    return x
+
+
+def exact(dy: Tensor, x: Tensor, counts: list[int]) -> Tensor:
+    """dW [E, out, in] of rows as they were before any cast."""
+    ends = list(itertools.accumulate(counts))
+    spans = itertools.starmap(slice, itertools.pairwise([0, *ends]))
+    return torch.stack([dy[rows].t() @ x[rows] for rows in spans])
+
+
+def experts_of(fc: ExpertWeights) -> fp8_experts.Fp8Experts:
+    return fp8_experts.Fp8Experts(fc, fc, resolve_activation("swiglu"), True, name="moe")
+
+
+class Operands:
+    """A projection of E experts, out 256, in 128, and its rows."""
+
+    def __init__(self, counts: list[int], layout: str = "out_in") -> None:
+        shape = (E, 256, 128) if layout == "out_in" else (E, 128, 256)
+        self.weight = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+        self.fc = ExpertWeights(self.weight, E, layout)
+        self.experts = experts_of(self.fc)
+        wide = rows_of(counts, 256, 0), rows_of(counts, 128, 1)
+        dy, x = (Fp8Rows(*reference.cast_rows(rows)) for rows in wide)
+        self.rows = dy, x, RowGroups.of_counts(counts)
+        right = exact(*wide, counts)
+        self.right = right.transpose(1, 2) if layout == "in_out" else right
+
+
+@pytest.mark.parametrize("layout", ["out_in", "in_out"])
+@pytest.mark.parametrize("counts", [COUNTS, [0] * E])
+def test_one_projection(counts: list[int], layout: str) -> None:
+    given = Operands(counts, layout)
+    (found,) = given.experts.weight_grads(given.fc, *given.rows)
+    assert found.dtype == torch.bfloat16 and found.shape == given.weight.shape
+    assert not bool(found[1].any())
+    if sum(counts):
+        # e4m3's rounding of both operands, 2^-4 at most and 0.026 in the mean square.
+        assert 0.02 < gap(found.float(), given.right) < 0.05
+    else:
+        assert not bool(found.any())
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "strided"])
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("counts", [COUNTS, [0] * E])
+def test_main_grads_get_them_in_place(counts: list[int], overwrite: bool, kind: str) -> None:
+    given = Operands(counts)
+    (added,) = given.experts.weight_grads(given.fc, *given.rows)
+    before = float(added.abs().max()) + 1.0
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+    pitch = 130 if kind == "strided" else 128
+    main_grads = torch.full((E, 256, pitch), before, dtype=dtype)[..., :128]
+    parts = [w.requires_grad_() for w in given.weight.detach().unbind(0)]
+    for part, main_grad in zip(parts, main_grads, strict=True):
+        part.main_grad = main_grad  # type: ignore[attr-defined]
+        part.overwrite_main_grad = overwrite  # type: ignore[attr-defined]
+    fc = ExpertWeights(parts, E)
+    experts_of(fc).add_to_main_grads(fc, *given.rows)
+    expected = added.float() + (0.0 if overwrite else before)
+    torch.testing.assert_close(main_grads.float(), expected, rtol=1e-2, atol=1e-2 * before)
+
+
+def test_a_gradient_for_main_grads_of_fp32_is_not_rounded() -> None:
+    given = Operands(COUNTS)
+    given.weight.main_grad = torch.zeros(given.weight.shape)  # type: ignore[attr-defined]
+    given.experts.add_to_main_grads(given.fc, *given.rows)
+    main_grad: Tensor = given.weight.main_grad  # type: ignore[attr-defined]
+    assert not torch.equal(main_grad, main_grad.bfloat16().float())
+
+
+@pytest.mark.parametrize("recompute", _RECOMPUTED, ids=str)
+def test_what_is_recomputed_gives_the_same_gradients(recompute: tuple[str, ...]) -> None:
+    ids, leaves, grad = make()
+    kept, again = (
+        gradients(over_one_rank("local", ids, leaves, recompute=what), leaves, grad)
+        for what in ((), recompute)
+    )
+    same = "hidden" not in recompute  # else fc1's output is not rounded to a byte
+    for found, right in zip(again, kept, strict=True):
+        assert torch.equal(found, right) if same else gap(found, right) < 0.06
+
+
+@pytest.mark.parametrize("counts", [COUNTS, [0] * E])
+def test_rows_without_probabilities_and_no_rows_at_all(counts: list[int]) -> None:
+    _, (_, _, w1, w2), _ = make()
+    found = []
+    for probs in (None, torch.ones(sum(counts))):
+        x = rows_of(counts, H, 7).bfloat16().requires_grad_()
+        w1.grad = w2.grad = None
+        y = expert_rows(x, probs, counts, w1, w2, fp8=True)
+        y.backward(torch.ones_like(y))
+        assert w1.grad is not None and w2.grad is not None
+        assert not bool(w1.grad[1].any())
+        assert bool(w1.grad.any()) == bool(sum(counts))
+        found.append((w1.grad, w2.grad))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_the_setting_of_a_layer_and_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"hidden_size": 128, "ffn_hidden_size": 128, "num_experts": 2, "top_k": 2}
+
+    def chosen(**settings: Any) -> bool:
+        layer = MoELayer(shape | {"fp8_recipe": "blockwise"} | settings)  # type: ignore[arg-type]
+        tensors: Any = dict.fromkeys(("x", "probs", "w1", "w2"))
+        return layer._call(**tensors).fp8_weight_grads
+
+    try:
+        for own, process in itertools.product((None, "fp8", "bf16"), ("fp8", "bf16")):
+            set_config(FluidConfig(moe_fp8_weight_grads=process))
+            assert chosen(fp8_weight_grads=own) == ((own or process) == "fp8")
+        set_config(FluidConfig())
+        assert chosen()
+    finally:
+        set_config(None)
+    with pytest.raises(ConfigError, match="found 'fp32', allowed: fp8, bf16, or None"):
+        MoEConfig.of(shape | {"fp8_weight_grads": "fp32"})
+    with pytest.raises(ConfigError, match="moe_fp8_weight_grads"):
+        FluidConfig(moe_fp8_weight_grads="fp16")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid import MoELayer
+from megatron_fluid import MoEBaseline, MoEConfig, MoELayer
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.autograd import prepare, run_experts
 from megatron_fluid.moe.call import ExpertCall
@@ -190,3 +190,25 @@ def test_calls_are_refused_by_name() -> None:
     call = ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=E, recompute=("rows",))
     with pytest.raises(ConfigError, match=r"recompute: found \['rows'\], allowed: some of hidden"):
         run_experts(call, InPlace([T]))
+
+
+def test_what_fp8_cannot_do_is_named() -> None:
+    config = {"hidden_size": 128, "ffn_hidden_size": 128, "num_experts": 2, "top_k": 2}
+    layer = MoELayer(config | {"fp8_recipe": "blockwise"}, dtype=torch.bfloat16)
+    x = torch.randn(3, 128, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="fp8_recipe.*Hopper GPUs, and tensors are on the cpu"):
+        layer(x)
+    with pytest.raises(ConfigError, match="bf16 parameters"):
+        MoELayer(config | {"fp8_recipe": "blockwise"})(x.float())
+    for change, named in (
+        ({"activation": "geglu"}, "swiglu"),
+        ({"ffn_hidden_size": 64}, "128 columns"),
+        ({"backend": "rounds"}, "None over rounds"),
+    ):
+        layer = MoELayer(config | {"fp8_recipe": "blockwise"} | change, dtype=torch.bfloat16)
+        with pytest.raises(ConfigError, match=named):
+            layer(x)
+    with pytest.raises(ConfigError, match="found 'delayed', allowed: blockwise, or None"):
+        MoEConfig.of(config | {"fp8_recipe": "delayed"})
+    with pytest.raises(ConfigError, match="MoEBaseline"):
+        MoEBaseline(config | {"fp8_recipe": "blockwise"}, dtype=torch.bfloat16)
