@@ -1,5 +1,6 @@
 """A rank of a real training is killed or frozen: all others end in bounded time with an error that
-names it, the last checkpoint loads, and the loss goes on as if nothing had happened.
+names it, the last checkpoint loads, and the loss goes on as if nothing had happened. Numbers that
+are not finite end it, too.
 
 A few faults always; `MEGATRON_FLUID_TEST_DRAWS=20` (or FIRST:LAST) adds as many drawn ones, whose
 seeds are in their names.
@@ -7,8 +8,11 @@ seeds are in their names.
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,3 +88,45 @@ def test_a_lost_rank_is_named_by_all_and_the_training_goes_on(
 def test_a_drawn_fault(seed: int, sound: tuple[Path, Training], tmp_path: Path) -> None:
     print(draw(seed))
     check(draw(seed), sound, tmp_path)
+
+
+def poison(what: str, value: float, rank: int) -> Sequence[str]:
+    """Put a number that is none into the second layer of rank 1, in its third iteration."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.training import get_args
+
+    from megatron_fluid.patches.moe import layer as patched
+
+    real = patched.moe_forward
+
+    def forward(
+        layer: MoELayer, original: Any, tokens: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if rank == 1 and layer.layer_number == 2 and get_args().curr_iteration == 2:
+            with torch.no_grad():
+                if what == "tokens":
+                    tokens = tokens.clone()
+                    tokens[0, 0] = value
+                else:
+                    next(layer.experts.parameters()).fill_(value)
+        return real(layer, original, tokens, *args, **kwargs)
+
+    patched.moe_forward = forward
+    return ()
+
+
+@pytest.mark.parametrize(("what", "value"), [("tokens", float("nan")), ("weights", float("inf"))])
+def test_numbers_that_are_not_finite_end_the_training_by_name(
+    what: str, value: float, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    place = ("--save", str(saved), SHARDED)
+    prepare = functools.partial(poison, what, value)
+    poisoned = train(tmp_path, "log", *place, ranks=2, prepare=prepare)
+    for outcome, log in zip(poisoned.outcomes, poisoned.logs, strict=True):
+        assert outcome.finished, f"{outcome.stacks}\n{log[-3000:]}"
+        assert "found NaN in local grad norm" in log
+        # Megatron's own: it ran the iteration twice, alike
+        assert "exit status 16" in f"{log}\n{outcome.error}" and not outcome.ok
+    assert len(poisoned.losses) == FIRST_SAVE, "no step after it"
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(FIRST_SAVE)
