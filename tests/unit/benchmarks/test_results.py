@@ -1,18 +1,24 @@
-"""The result files of benchmarks and the timing behind them."""
+"""The result files of benchmarks, the timing behind them, and their tables."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import shlex
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from benchmarks.cases.moe_rivals import RIVALS
+from benchmarks.cases.moe_variants import MEGATRON
 from benchmarks.harness import measured_code, timing
 from benchmarks.harness.measured_code import ROOT, fingerprint, measured_files
 from benchmarks.harness.results import (
+    NO_SUITES,
     RESULTS,
     Row,
     default_command,
@@ -21,9 +27,13 @@ from benchmarks.harness.results import (
     write_results,
 )
 from benchmarks.harness.timing import measure, quantile, slowest_rank
-from benchmarks.report.tables import summary
+from benchmarks.report.descriptions import FLOORS, SUITES
+from benchmarks.report.headline import between_hosts, headline
+from benchmarks.report.tables import launched, summary
+from benchmarks.suites.tp_backends import BACKENDS
 from benchmarks.tune import tp_table
 from megatron_fluid.tensor_parallel.choice import read_table
+from tools import release_check
 
 
 @pytest.mark.parametrize("count", range(1, 9))
@@ -103,12 +113,6 @@ def test_the_committed_table_is_that_of_the_committed_results(path: Path) -> Non
     assert entries and set(entries) <= set(read_table())
 
 
-ROWS = [
-    Row("mixtral-8x7b", "train", variant, ms, ms, ms, 3)
-    for variant, ms in (("megatron_te_alltoall", 4.0), ("fluid", 2.0), ("fluid_megatron", 2.0))
-]
-
-
 def names(suite: str) -> set[str]:
     return {file.relative_to(ROOT).as_posix() for file in measured_files(suite)}
 
@@ -140,8 +144,145 @@ def test_a_table_is_marked_once_measured_code_changes_but_not_its_comments(
     changed.write_text("def one():\n    return 1\n")
     monkeypatch.setattr(measured_code, "ROOT", Path("/"))
     monkeypatch.setattr(measured_code, "measured_files", lambda suite: [*real(suite), changed])
-    write_results("moe_layer", ROWS, 1, tmp_path / "moe_layer-1gpu.json", command="x")
+    rows = of("mixtral-8x7b", "train", {"megatron_te_alltoall": 4.0, "fluid": 2.0})
+    write_results("moe_layer", rows, 1, tmp_path / "moe_layer-1gpu.json", command="x")
     changed.write_text('def one():\n    """Return 1."""\n    return 1  # one\n')
     assert "earlier version" not in summary(tmp_path)
     changed.write_text("def one():\n    return 2\n")
     assert "the measured code has changed since" in summary(tmp_path)
+
+
+# ---- tables: ratios the right way round, each variant on its side, nothing lost
+
+
+def of(case: str, mode: str, times: Mapping[str, float]) -> list[Row]:
+    return [Row(case, mode, variant, ms, ms, ms, 7) for variant, ms in times.items()]
+
+
+def on_gpus(path: Path, suite: str, rows: Iterable[Row], gpus: int, **changes: str) -> None:
+    """A result file as H200s would have written it, with changes of its head."""
+    write_results(suite, rows, gpus, path, command=f"bench {suite}")
+    document = json.loads(path.read_text()) | {"gpu": "NVIDIA H200", "cuda": "13.0", **changes}
+    path.write_text(json.dumps(document))
+
+
+def test_an_moe_layer_is_compared_with_megatrons_own_paths_inside_megatron_and_alone(
+    tmp_path: Path,
+) -> None:
+    """Floors are nobody's rivals, fp8 is compared with fp8, and what was not run is named."""
+    times = {
+        "fluid": 2.0,
+        "fluid_megatron": 2.5,
+        "fluid_no_overlap": 1.0,
+        "floor": 1.6,
+        "schedule_whole": 1.0,
+    }
+    rivals = {"megatron_te_alltoall": 4.0, "megatron_te_allgather": 6.0}
+    fp8 = {"megatron_te_fp8": 3.0, "fluid_fp8": 1.5, "fluid_megatron_fp8": 1.0}
+    rows = of("olmoe", "train", times | rivals | fp8)
+    rows += of("olmoe", "phase forward", {"fc1": 1.0}) + of("olmoe", "host", times)
+    rows += of("olmoe-zipf", "train", {"fluid": 2.0, "megatron_te_alltoall": 6.0})
+    on_gpus(tmp_path / "moe_layer-2gpu.json", "moe_layer", rows, 2)
+    head, _, *table = summary(tmp_path).splitlines()
+    assert head.startswith("**moe_layer, 2 H200.** ") and "`bench moe_layer` on NVIDIA" in head
+    assert "The floor is the experts' GEMMs alone" in head
+    assert head.count("Not run of") == 1
+    assert "Not run of olmoe-zipf: allgather dispatcher, alltoall dispatcher, fp8" in head
+    assert table == [
+        "| case | mode | best of the others, of those run | megatron_fluid inside Megatron | "
+        "times faster | megatron_fluid without overlap | megatron_fluid on plain torch | "
+        "times faster | over the floor |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| olmoe | train | 4.00 ms, alltoall dispatcher | 2.50 ms | 1.60 | 1.00 ms | 2.00 ms | "
+        "2.00 | 1.25 |",
+        "| olmoe | train, fp8 | 3.00 ms, alltoall dispatcher, fp8 blockwise |  |  |  | 1.00 ms | "
+        "3.00 |  |",
+        "| olmoe-zipf | train | 6.00 ms, alltoall dispatcher |  |  |  | 2.00 ms | 3.00 |  |",
+    ]
+
+
+def test_a_file_of_todays_code_is_shown_before_one_of_more_gpus(tmp_path: Path) -> None:
+    rows = of("olmoe", "train", {"fluid": 1.0})
+    for gpus in (4, 2):
+        on_gpus(tmp_path / f"moe_layer-{gpus}gpu.json", "moe_layer", rows, gpus)
+    assert "**moe_layer, 4 H200.**" in summary(tmp_path)
+    on_gpus(tmp_path / "moe_layer-4gpu.json", "moe_layer", rows, 4, code="another")
+    assert "**moe_layer, 2 H200.**" in summary(tmp_path)
+
+
+def test_the_headline_compares_bf16_with_bf16_and_the_best_with_the_best(tmp_path: Path) -> None:
+    megatron = {"megatron": 9.0, "megatron_graph": 8.0, "megatron_best_fp8": 4.0}
+    ours = {"fluid": 6.0, "fluid_whole_graph": 5.0, "fluid_whole_graph_fp8": 1.0}
+    on_gpus(tmp_path / "pretrain.json", "pretrain", of("olmoe", "train", megatron | ours), 4)
+    row = "| olmoe, training iteration, end to end, 4 H200 | 8.00 ms | 5.00 ms | **1.60** |"
+    assert headline(tmp_path).count("**1.60**") == 1 and row in headline(tmp_path)
+    assert "nothing was measured" in between_hosts(tmp_path)
+
+
+def test_the_first_screen_marks_figures_of_older_code_and_leaves_out_those_of_a_dirty_tree(
+    tmp_path: Path,
+) -> None:
+    def write(name: str, suite: str, rows: list[Row], **changes: str) -> None:
+        on_gpus(tmp_path / name, suite, rows, 2, **changes)
+
+    trained = of("olmoe", "train", {"megatron": 8.0, "fluid": 5.0})
+    write("pretrain.json", "pretrain", trained)
+    assert "Not measured again" not in headline(tmp_path)
+    write("pretrain.json", "pretrain", trained, code="of another version")
+    assert "Not measured again since the code changed." in headline(tmp_path)
+    times = {"megatron_a": 9.0, "fluid_no_overlap": 5.0, "fluid": 4.0}
+    hosts = [
+        dataclasses.replace(row, config={"hidden_share": 0.5})
+        for kind in ("moe", "main")
+        for row in of(f"{kind}-2x1-wire-1", "train", times)
+    ]
+    write("slow_wire.json", "slow_wire", hosts, commit="a" * 40)
+    assert "2.25 times" in between_hosts(tmp_path)
+    write("slow_wire.json", "slow_wire", hosts, commit="a" * 40 + "-dirty")
+    assert "nothing was measured" in between_hosts(tmp_path)
+
+
+def test_a_release_takes_figures_of_todays_code_at_one_commit_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLUID_COMMIT", "a" * 40)
+    rows = of("a", "train", {"fluid": 1.0})
+    on_gpus(tmp_path / "attention.json", "attention", rows, 4)
+    assert release_check.main([], tmp_path) == 0
+    monkeypatch.setenv("FLUID_COMMIT", "a" * 40 + "-dirty")
+    on_gpus(tmp_path / "attention-2gpu.json", "attention", rows, 2)
+    for name in ("attention-1gpu", "moe_layer"):
+        on_gpus(tmp_path / f"{name}.json", name.partition("-")[0], rows, 1, code="another")
+    assert release_check.main([], tmp_path) == 1
+    said = capsys.readouterr().err
+    assert "attention-1gpu.json: of older code" in said and "moe_layer.json: of older" in said
+    assert "attention-2gpu.json: found commit aaaa" in said and "attention.json" not in said
+    assert release_check.main(["--archive"], tmp_path) == 0
+    kept = {path.name for path in tmp_path.glob("*.json")}
+    assert kept == {"attention.json"} and len(list((tmp_path / "archive").iterdir())) == 3
+
+
+def test_no_rival_is_forgotten() -> None:
+    assert set(SUITES["moe_layer"].others) == {
+        *(name for name in MEGATRON if not name.startswith("fluid")),
+        *RIVALS,
+    }
+    assert set(SUITES["tp_overlap"].others) == {
+        b for b in BACKENDS if not b.startswith("fluid") and b not in FLOORS
+    }
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for path in RESULTS.glob("*.json") if path.name not in NO_SUITES),
+    ids=lambda path: path.stem,
+)
+def test_every_command_that_is_shown_starts_a_program_that_is_here(path: Path) -> None:
+    paths = (ROOT / "benchmarks").rglob("*.py")
+    programs = {path.stem for path in paths if '\nif __name__ == "__main__":' in path.read_text()}
+    for command in launched(json.loads(path.read_text())["command"]).split(" && "):
+        words = [word for word in shlex.split(command) if "=" not in word]
+        if words[0] == "torchrun":
+            assert (ROOT / words[3]).is_file() and words[3].startswith("tests/")
+        else:
+            assert words[0] == "benchmarks/launch.sh" and words[1] in programs
