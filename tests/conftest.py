@@ -33,7 +33,7 @@ sys.dont_write_bytecode = False
 if not GPUS:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if INTERPRETED and importlib.util.find_spec("triton") is not None:
-    importlib.import_module("tests.support.interpreter").quicken()
+    importlib.import_module("tests.support.interpreter")
 # Here and for all ranks and programs that tests start: those that see no GPU run Megatron on the
 # CPU.
 os.environ.setdefault("MEGATRON_FLUID_CPU", "1")

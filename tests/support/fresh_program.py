@@ -23,6 +23,12 @@ from tests.support.templates import Template, with_torch
 
 __all__ = ["run_code"]
 
+# What takes long in an import of Megatron-Core and is not its own.
+_THIRD_PARTIES = [
+    *("torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.tensor"),
+    *("torch.export", "triton.language", "wrapt"),
+]
+
 
 def run_code(
     code: str, *argv: str, environment: Mapping[str, str], timeout_s: float = 600.0
@@ -57,7 +63,7 @@ def run_code(
 
 @functools.cache
 def _server(interpreted: str) -> Template:
-    return Template(with_torch(), "tests.support.third_parties", {"TRITON_INTERPRET": interpreted})
+    return Template(with_torch(), _THIRD_PARTIES, {"TRITON_INTERPRET": interpreted})
 
 
 def _main(

@@ -1,15 +1,13 @@
-"""Triton's interpreter without what it does over and over: the same results and errors in about a
-third of the time.
+"""Importing this makes Triton's interpreter leave out what it does over and over: the same results
+and errors in about a third of the time.
 
 At every call of a device function it patches triton.language once more; at every integer sum it
 takes six operations of its own to find an overflow; at every operation it writes the name of a
-block's type. A Triton whose interpreter is built otherwise is
-left as it is.
+block's type. A Triton whose interpreter is built otherwise is left as it is.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -19,28 +17,12 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-__all__ = ["quicken"]
-
 _OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _NEEDED = (
     (interpreter, ("_patch_lang", "_LangPatchScope", "InterpreterBuilder")),
     (TritonSemantic, ("binary_op_sanitize_overflow_impl",)),
     (core, ("block_type", "tensor", "constexpr", "tuple")),
 )
-
-
-@functools.cache
-def quicken() -> bool:
-    """Make this process' interpreter quick, once. Returns whether it is of the kind known here."""
-    if not all(hasattr(owner, name) for owner, names in _NEEDED for name in names):
-        return False
-    interpreter._patch_lang = _patching_once(interpreter._patch_lang)
-    TritonSemantic.binary_op_sanitize_overflow_impl = _overflow_by_numpy(
-        TritonSemantic.binary_op_sanitize_overflow_impl
-    )
-    core.block_type.__init__ = _block_types(core.block_type.__init__)
-    core.tensor.__init__ = _tensors(core.tensor.__init__)
-    return True
 
 
 def _patching_once(real: Any) -> Any:
@@ -135,3 +117,12 @@ def _tensors(real: Any) -> Any:
         self.numel, self.shape = known[sizes]
 
     return init
+
+
+if all(hasattr(owner, name) for owner, names in _NEEDED for name in names):
+    interpreter._patch_lang = _patching_once(interpreter._patch_lang)
+    TritonSemantic.binary_op_sanitize_overflow_impl = _overflow_by_numpy(
+        TritonSemantic.binary_op_sanitize_overflow_impl
+    )
+    core.block_type.__init__ = _block_types(core.block_type.__init__)
+    core.tensor.__init__ = _tensors(core.tensor.__init__)

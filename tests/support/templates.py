@@ -3,9 +3,9 @@
 The ranks of one module then share what was imported, copy-on-write, and nothing else: each is a
 process of its own that no test has used before. A template runs no test code beyond the import.
 
-Templates themselves are forked from one that has imported third parties alone (rank_server.py) or,
-unless the environment is to change before, from one that has imported megatron_fluid, too, and
-armed its patches, which takes longer than all other imports of a test.
+Templates themselves are forked from one that has imported third parties alone or, unless the
+environment is to change before, from one that has imported megatron_fluid, too, and armed its
+patches, which takes longer than all other imports of a test.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import reduction
 from typing import Any
 
@@ -35,6 +35,22 @@ __all__ = ["ForkedProcess", "Template", "template_for", "with_torch"]
 _KEPT = 3  # templates of one pytest process: each holds what its module imported
 _POLL_S = 0.005
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+_THIRD_PARTIES = [
+    *("torch.distributed.nn", "torch.distributed._symmetric_memory", "torch._dynamo"),
+    *("hypothesis", "pytest", "triton.language", "wrapt"),
+]
+# With a GPU, Megatron's imports may create a CUDA context, which a fork must not inherit: ranks
+# import it themselves.
+if not os.path.exists("/dev/nvidiactl"):
+    _THIRD_PARTIES += [
+        *("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.models.gpt.gpt_model"),
+        *("megatron.core.distributed", "megatron.core.optimizer"),
+        "megatron.core.pipeline_parallel",
+        "megatron.core.tokenizers.text",  # imports transformers: half of a short training's time
+        "megatron.training.training",
+    ]
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _THIRD_PARTIES.append("tests.support.interpreter")
 
 
 class ForkedProcess:
@@ -69,22 +85,24 @@ class Template:
 
     Args:
         start: what it is forked from; None starts an interpreter.
-        module: imported before any fork, unless empty. A module that cannot be imported fails the
-            forked process, which imports it again.
+        modules: imported before any fork. What cannot be imported fails the forked process, which
+            imports it again.
         env: the environment variables that are set before the import.
 
     Several threads may ask at a time.
     """
 
-    def __init__(self, start: Template | None, module: str, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, start: Template | None, modules: Sequence[str], env: Mapping[str, str]
+    ) -> None:
         self._lock = threading.Lock()  # of a request and its answer
         self._socket, theirs = multiprocessing.Pipe(duplex=True)
         self._process: ForkedProcess | subprocess.Popen[bytes]
         if start is not None:
-            self._process = start.fork(_template_main, (module, dict(env)), theirs)
+            self._process = start.fork(_template_main, (modules, dict(env)), theirs)
         else:
             code = f"import sys; sys.path[:] = {sys.path!r}; from tests.support import templates; "
-            code += f"templates._interpreter_main({module!r}, {dict(env)!r}, {theirs.fileno()})"
+            code += f"templates._interpreter_main({modules!r}, {dict(env)!r}, {theirs.fileno()})"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
@@ -122,17 +140,17 @@ _templates: collections.OrderedDict[tuple[Any, ...], Template] = collections.Ord
 @functools.cache
 def with_torch() -> Template:
     """A template that has imported torch."""
-    return Template(None, "torch.distributed", {})
+    return Template(None, ["torch.distributed"], {})
 
 
 @functools.cache
 def _third_parties() -> Template:
-    return Template(with_torch(), "tests.support.rank_server", {"OMP_NUM_THREADS": "1"})
+    return Template(with_torch(), _THIRD_PARTIES, {"OMP_NUM_THREADS": "1"})
 
 
 @functools.cache
 def _with_the_package() -> Template:
-    return Template(_third_parties(), "megatron_fluid", {})
+    return Template(_third_parties(), ["megatron_fluid"], {})
 
 
 def template_for(module: str, env: Mapping[str, str], bare: bool) -> Template:
@@ -141,23 +159,24 @@ def template_for(module: str, env: Mapping[str, str], bare: bool) -> Template:
     key = (module, *sorted(env.items()))
     template = _templates.pop(key, None)
     if template is None:
-        template = Template(_third_parties() if bare else _with_the_package(), module, env)
+        start = _third_parties() if bare else _with_the_package()
+        template = Template(start, [module] if module else [], env)
     _templates[key] = template
     while len(_templates) > _KEPT:
         _templates.popitem(last=False)[1].close()
     return template
 
 
-def _interpreter_main(module: str, env: Mapping[str, str], handle: int) -> None:
-    _template_main(module, env, multiprocessing.connection.Connection(handle))
+def _interpreter_main(modules: Sequence[str], env: Mapping[str, str], handle: int) -> None:
+    _template_main(modules, env, multiprocessing.connection.Connection(handle))
 
 
 def _template_main(
-    module: str, env: Mapping[str, str], socket: multiprocessing.connection.Connection
+    modules: Sequence[str], env: Mapping[str, str], socket: multiprocessing.connection.Connection
 ) -> None:
     """Fork on request until the pytest process closes its end."""
     os.environ.update(env)
-    if module:
+    for module in modules:
         with contextlib.suppress(Exception):  # the rank that needs it says why
             importlib.import_module(module)
     gc.collect()
