@@ -91,13 +91,18 @@ def _start(folder: Path, job: Job, ranks: int, hosts: int) -> list[subprocess.Po
             command += ["--nnodes", str(hosts), "--node-rank", str(host)]
             command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
         command += ["--nproc-per-node", str(ranks // hosts), *job.command(folder)]
-        with (folder / "log.txt").open("ab") as words:
-            started.append(
-                subprocess.Popen(
-                    command, cwd=folder, env=environment, stdout=words, stderr=subprocess.STDOUT
-                )
-            )
+        started.append(_process(command, folder / "log.txt", environment))
     return started
+
+
+def _process(
+    command: list[str], log: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """A process that adds to `log`, in its folder."""
+    with log.open("ab") as words:
+        return subprocess.Popen(
+            command, cwd=log.parent, env=environment, stdout=words, stderr=subprocess.STDOUT
+        )
 
 
 def _free_port() -> int:
@@ -119,16 +124,8 @@ def start_alone(folder: Path, job: Job, ranks: int) -> tuple[list[subprocess.Pop
             **{"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"},
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
-        with (folder / f"log-{rank}.txt").open("wb") as words:
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, *job.command(folder)],
-                    cwd=folder,
-                    env=environment,
-                    stdout=words,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+        command = [sys.executable, *job.command(folder)]
+        started.append(_process(command, folder / f"log-{rank}.txt", environment))
     return started, store
 
 

@@ -83,27 +83,13 @@ def _text(folder: str) -> Callable[..., Any]:
     text = importlib.import_module("text_dataset")
     library = importlib.import_module("text_files").standard_library_files()
     built = text.build_text_dataset(library, text.ByteTokenizer(), (1.0, 0.0, 0.0), folder)
-    builder = importlib.import_module("megatron.core.datasets.blended_megatron_dataset_builder")
-    gpt = importlib.import_module("megatron.core.datasets.gpt_dataset")
-    tokenizers = importlib.import_module("megatron.core.tokenizers.utils.build_tokenizer")
 
     def data_sets(sizes: Any, vp_stage: int | None = None) -> Any:
         args = importlib.import_module("megatron.training").get_args()
-        prefixes = [built.prefixes[name] for name in ("train", "valid", "test")]
-        config = gpt.GPTDatasetConfig(
-            random_seed=args.seed,
-            sequence_length=args.seq_length,
-            blend_per_split=[None if one is None else ([one], None) for one in prefixes],
-            path_to_cache=args.data_cache_path,
-            tokenizer=tokenizers.build_tokenizer(args),
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
-            create_attention_mask=False,
-            mid_level_dataset_surplus=0.005,
-        )
-        build = builder.BlendedMegatronDatasetBuilder
-        return build(gpt.GPTDataset, sizes, lambda: True, config).build()
+        args.mock_data, args.split = False, None
+        for name, prefix in built.prefixes.items():
+            setattr(args, f"{name}_data_path", None if prefix is None else [prefix])
+        return importlib.import_module("pretrain_data").datasets_provider(sizes, vp_stage)
 
     return data_sets
 
