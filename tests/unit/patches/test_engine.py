@@ -1,7 +1,9 @@
 """The patch engine, on a small package made for each test."""
 
 import functools
+import importlib
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,63 @@ import pytest
 from megatron_fluid.errors import ConfigError, PatchError
 from megatron_fluid.patches.engine.engine import Engine
 from megatron_fluid.patches.engine.patch import Patch
-from tests.support.fakemega import fake_package
+
+# A small package that stands for Megatron.
+MODULES = {
+    "__init__": "",
+    "base": """
+        class Base:
+            def inherited(self, x):
+                return ("inherited", x)
+    """,
+    "layers": """
+        from fakemega.base import Base
+
+        class Layer(Base):
+            def __init__(self, size):
+                self.size = size
+
+            def forward(self, x, *, scale=1):
+                return self.size * x * scale
+
+            @staticmethod
+            def static(x):
+                return x
+
+            @classmethod
+            def klass(cls, x):
+                return (cls.__name__, x)
+    """,
+    "functions": """
+        def double(x):
+            return 2 * x
+    """,
+    "holder": """
+        from fakemega.functions import double
+        from fakemega.functions import double as twice
+
+        def call(x):
+            return double(x)
+    """,
+    "replacements": """
+        def negated(original):
+            return lambda *args, **kwargs: -original(*args, **kwargs)
+    """,
+}
 
 
 @pytest.fixture
 def fakemega(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Imports a module of a package of one's own by name."""
-    with fake_package(tmp_path, monkeypatch) as imported:
-        yield imported
+    """Imports a module of the package `fakemega` by name; the package is forgotten at the end."""
+    (tmp_path / "fakemega").mkdir()
+    for name, text in MODULES.items():
+        (tmp_path / "fakemega" / f"{name}.py").write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield lambda name: importlib.import_module(f"fakemega.{name}")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fakemega"]:
+        del sys.modules[name]
+    # wrapt fires once a module name
+    importlib.import_module("wrapt.importer")._post_import_hooks.clear()
 
 
 def negate(original: Callable[..., Any]) -> Callable[..., Any]:

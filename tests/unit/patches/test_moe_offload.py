@@ -3,11 +3,13 @@ CPU, with the same bits as without."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tests.support.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as offloading
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
     FineGrainedActivationOffloadingInterface as Offloading,
 )
@@ -26,7 +29,6 @@ from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches.moe import layer as moe_layer
 from megatron_fluid.patches.moe import offload
 from tests.support import tiny_gpt
-from tests.support.offloading_on_cpu import manager_on_cpu
 
 SWIGLU: dict[str, Any] = {}
 BIASED: dict[str, Any] = {
@@ -54,6 +56,82 @@ MODULES = (["expert_fc1"], ["moe_act"], BOTH)
 STEPS, MICROBATCHES = 3, 2
 
 
+class _Idle:
+    """A stream or an event."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> _Idle:
+        return self
+
+    record_event = wait_event = wait_stream = synchronize = record
+
+
+def _managed(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, torch.nn.Parameter)
+
+
+@contextlib.contextmanager
+def _manager_on_cpu() -> Iterator[list[tuple[Any, ...]]]:
+    """Inside, Megatron's manager is a new one that works on a CPU: its own bookkeeping, with
+    streams and events that do nothing, tensors of the CPU taken for those of a GPU, and copies in
+    pageable memory. Yields what it does, in order: (what, module, ...), with the shape of a tensor
+    that is saved or asked for, and the bytes of a group that is copied."""
+    log: list[tuple[Any, ...]] = []
+    handler = offloading.ChunkOffloadHandler
+    pop, offload_tensor = handler.tensor_pop, handler.offload
+
+    def logged(method: str, entry: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+        real = getattr(handler, method)
+
+        def call(self: Any, *args: Any) -> Any:
+            log.append(entry(self, *args))
+            return real(self, *args)
+
+        return call
+
+    def saved(self: Any, tensor: torch.Tensor) -> tuple[Any, ...]:
+        name = self.offload_groups[self._offloaded_group_index - 1]._name
+        return "saved", name, tuple(tensor.shape)
+
+    def copied(self: Any, group: Any) -> tuple[Any, ...]:
+        return "copied", group._name, sum(tensor.nbytes for tensor in group._tensors.values())
+
+    def popped(self: Any, tag: Any) -> torch.Tensor:
+        tensor = pop(self, tag)
+        log.append(("asked for", self.offload_groups[tag[0] - 1]._name, tuple(tensor.shape)))
+        return tensor
+
+    def put(self: Any, tensor: torch.Tensor, use_cpu_pool: bool = True) -> Any:
+        return offload_tensor(self, tensor, pin_memory=False, use_cpu_pool=use_cpu_pool)
+
+    methods: dict[str, Any] = {
+        "tensor_push": logged("tensor_push", saved),
+        "tensor_pop": popped,
+        "bulk_offload_group": logged("bulk_offload_group", copied),
+        "on_group_start_forward": logged("on_group_start_forward", lambda _, n: ("started", n)),
+        "bulk_offload": logged("bulk_offload", lambda _, n, released: ("committed", n)),
+        "offload": put,
+        "_can_manage_tensor_for_offload": staticmethod(_managed),
+    }
+    linears = "megatron.core.extensions.transformer_engine"
+    with (
+        mock.patch.multiple(torch.cuda, Stream=_Idle, Event=_Idle),
+        mock.patch.object(torch.cuda, "current_stream", return_value=_Idle()),
+        mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
+        mock.patch.object(torch.Tensor, "record_stream", create=True),
+        mock.patch.multiple(handler, **methods),
+        mock.patch(f"{linears}.cpu_offload", mock.Mock(CPUOffloadEnabled=False), create=True),
+        mock.patch(f"{linears}.set_save_original_input"),
+    ):
+        PipelineOffloadManager.reset_instance()
+        try:
+            yield log
+        finally:
+            PipelineOffloadManager.OFFLOAD_MGR = None
+
+
 def _steps(
     modules: Sequence[str], case: str, replay: bool = False, **overrides: Any
 ) -> dict[str, Any]:
@@ -69,7 +147,7 @@ def _steps(
     settings = {"moe_grouped_gemm": True, "min_offloaded_tensor_size": 1, **settings, **overrides}
     if modules:
         settings |= {"fine_grained_activation_offloading": True, "offload_modules": modules}
-    with manager_on_cpu() as log, tiny_gpt.plug_in(True, moe_backend=backend, **fields):
+    with _manager_on_cpu() as log, tiny_gpt.plug_in(True, moe_backend=backend, **fields):
         config = tiny_gpt.config_of(**settings)
         model = tiny_gpt.gpt(config, tiny_gpt.grouped_spec(config))
         config.delay_offload_until_cuda_graph = replay
