@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_fluid.comm import peer_watch
-from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.comm.peer_watch import PeerWatch, place_of, watched_peers
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
-from tests.support.agreements import FrozenStore, agreements, joined
+from tests.support.agreements import agreements, joined
 
 BOUND_S = 10.0  # beats are 1 s apart
 COLLECTIVE, OWN = ("all_reduce (megatron/a.py:1)", True), ("write (megatron/b.py:2)", False)
@@ -96,21 +93,6 @@ def test_moving_on_starts_the_clock_again() -> None:
     assert not world.ended
 
 
-def test_a_store_that_does_not_answer_is_bounded_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_fluid.comm.agreement.STORE_S", 0.05)
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    world, store = World(), FrozenStore()
-    watch = world.watches[1]
-    watch._channel = Agreement(store, "job", 1, range(2), lambda: BOUND_S)  # type: ignore[arg-type]
-    begin = time.monotonic()
-    for second in range(13):
-        watch.step(float(second))
-    assert time.monotonic() - begin < 3.0
-    assert store.calls == 1, "one question at a time"
-    assert world.ended[0].peer == 0
-    assert "rank 0, which holds it, is lost" in str(world.ended[0])
-
-
 def gloo_error() -> RuntimeError:
     return RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
 
@@ -125,32 +107,23 @@ def fast() -> World:
     return world
 
 
-@contextlib.contextmanager
-def beating(*watches: PeerWatch) -> Iterator[None]:
-    stop = threading.Event()
+def test_an_error_of_a_connection_names_the_rank_that_stopped(
+    fast: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive = [2]
 
-    def beat() -> None:
-        while not stop.wait(0.002):
-            for watch in watches:
-                watch.step(0.0)
+    def sleep(seconds: float) -> None:
+        for rank in alive:
+            fast.watches[rank].step(0.0)
 
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-def test_an_error_of_a_connection_names_the_rank_that_stopped(fast: World) -> None:
-    with beating(fast.watches[2]):
-        error = fast.watches[0].explain(gloo_error())
+    clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+    monkeypatch.setattr(peer_watch, "time", clock)
+    error = fast.watches[0].explain(gloo_error())
     assert error is not None and error.peer == 1
     assert "rank 1 stopped beating" in str(error)
     assert "Connection closed by peer" in str(error)
-    with beating(*fast.watches[1:]):
-        assert fast.watches[0].explain(gloo_error()) is None, "all are alive"
+    alive.append(1)
+    assert fast.watches[0].explain(gloo_error()) is None, "all are alive"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.support.fresh_program import run_code
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,7 +32,7 @@ FLOORS = (
     ("patches",),
     ("cli", "pytest_plugin", "run"),
 )
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
 
 # The same inside the Megatron wing. The table (`__init__`) names replacements by strings, which the
 # engine imports when it applies them.
@@ -46,7 +48,6 @@ WING_FLOORS = (
     ("attention",),
     ("layer_specs", "startup_report"),
 )
-WING_FLOOR = {room: number for number, rooms in enumerate(WING_FLOORS) for room in rooms}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -78,15 +79,7 @@ def imported(path: Path) -> list[str]:
     return found
 
 
-def room(module: str) -> str:
-    return module.split(".")[1]
-
-
 MODULES = dict(modules())
-
-
-def wing_room(module: str) -> str:
-    return module.removeprefix(WING).strip(".").split(".")[0] or "__init__"
 
 
 @functools.cache
@@ -114,31 +107,27 @@ def test_only_patches_imports_megatron() -> None:
     ]
 
 
-def test_every_module_has_a_floor_and_imports_go_down() -> None:
-    inside = [name for name in MODULES if "." in name]
-    assert not [module for module in inside if room(module) not in FLOOR], "put them on a floor"
+@pytest.mark.parametrize(("root", "floors"), [("megatron_fluid", FLOORS), (WING, WING_FLOORS)])
+def test_every_module_has_a_floor_and_imports_go_down(
+    root: str, floors: tuple[tuple[str, ...], ...]
+) -> None:
+    floor = {room: number for number, rooms in enumerate(floors) for room in rooms}
+
+    def room(module: str) -> str:
+        return module.removeprefix(root).strip(".").split(".")[0] or "__init__"
+
+    inside = {
+        module: [name for name in imports if name.startswith(root) and name != "megatron_fluid"]
+        for module, imports in graph().items()
+        if module.startswith(root) and module != "megatron_fluid"
+    }
+    assert not [module for module in inside if room(module) not in floor], "put them on a floor"
     upward = [
         f"{module} imports {name}"
-        for module in inside
-        for name in imported(MODULES[module])
-        if name.startswith("megatron_fluid.") and room(name) in FLOOR
-        if room(name) != room(module) and FLOOR[room(name)] >= FLOOR[room(module)]
+        for module, imports in inside.items()
+        for name in imports
+        if room(name) != room(module) and floor[room(name)] >= floor[room(module)]
     ]
-    assert not upward
-
-
-def test_imports_go_down_inside_the_megatron_wing() -> None:
-    upward = []
-    for module, imports in graph().items():
-        if not module.startswith(WING):
-            continue
-        assert wing_room(module) in WING_FLOOR, f"put {module} on a floor of the wing"
-        upward += [
-            f"{module} imports {name}"
-            for name in imports
-            if name.startswith(WING) and wing_room(name) != wing_room(module)
-            if WING_FLOOR[wing_room(name)] >= WING_FLOOR[wing_room(module)]
-        ]
     assert not upward
 
 

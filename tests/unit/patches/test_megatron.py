@@ -81,24 +81,11 @@ print(json.dumps([states, changed(before, during), twice, changed(before, after)
     assert set(states) == {patch.name for patch in patches.PATCHES}
     assert set(states.values()) <= {"applied", "not needed"}
     assert states["arguments"] == states["dataset-helpers"] == "applied"
+    assert states["optimizer-step"] == states["optimizer-clipping"] == "not needed", "by default"
     assert {name for name, state in states.items() if state == "applied"} == {
         key.removeprefix("target of ") for key in during if key.startswith("target of ")
     }
     assert twice == after == gone == []
-
-
-@pytest.mark.parametrize("order", ["megatron_fluid first", "megatron first"])
-def test_the_order_of_the_imports_does_not_matter(order: str) -> None:
-    lines = ["import megatron_fluid", "import megatron.training.arguments as m"]
-    lines = lines if order == "megatron_fluid first" else lines[::-1]
-    lines += ["a = m.parse_args()", "c = megatron_fluid.current_config()"]
-    lines += ["states = {row.patch: row.state for row in megatron_fluid.patches.report()}"]
-    lines += ["print(json.dumps([a.fluid_dx_chunks, c.dx_chunks, a.num_layers, states]))"]
-    flags = "--fluid-dx-chunks 3 --num-layers 2 --fluid-disable-patch dataset-helpers"
-    (*values, states), _ = run_python("\n".join(lines), *flags.split())
-    assert values == [3, 3, 2]
-    assert states["arguments"] == "applied"
-    assert states["dataset-helpers"] == "off"
 
 
 def test_signatures_in_the_source_are_those_of_the_imported_objects() -> None:

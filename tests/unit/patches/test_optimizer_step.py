@@ -4,7 +4,6 @@ tensors between, and left to Megatron where it is something else."""
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -316,15 +315,3 @@ def test_other_settings_and_states_of_adam_are_left_to_it(patched: Any, other: A
         step(optimizer)
     assert optimizer._fluid_one_pass is None  # type: ignore[attr-defined]
     assert optimizer.optimizer.steps == 3
-
-
-def test_nothing_is_patched_unless_it_is_asked_for() -> None:
-    from megatron_fluid.patches import PATCHES as table
-
-    for patch in table:
-        if patch.name in PATCHES:
-            assert patch.when is not None
-            with mock.patch.dict(os.environ, {"MEGATRON_FLUID_FUSED_OPTIMIZER": ""}):
-                assert not patch.when()
-            with mock.patch.dict(os.environ, SWITCH):
-                assert patch.when()
