@@ -3,7 +3,6 @@ ever. examples/text_files.py and text_tokenizers.py: the files that are read, an
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -276,19 +275,15 @@ def tokenizer_of(folder: Path) -> Any:
 def tokenizer_folder(folder: Path, vocabulary: int = 300, end: str | None = "<end>") -> Path:
     """A byte-pair tokenizer trained on the spot, in the folder form that ``transformers`` reads."""
     tokenizers = pytest.importorskip("tokenizers")
-    pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[end] if end else [],
+        vocab_size=vocabulary, special_tokens=[end] if end else [], show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    )  # fmt: skip
     tokenizer.train_from_iterator([lines(50).decode()], trainer)
-    folder.mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": end} if end else {})
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
+    fast.save_pretrained(str(folder))
     return folder

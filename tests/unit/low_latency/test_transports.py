@@ -12,12 +12,10 @@ import torch.distributed as dist
 
 from megatron_fluid.comm import workspace as workspace_module
 from megatron_fluid.comm.agreement import Agreement, agreement
-from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import open_transport
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.open_transport import collective_backend
 from tests.support.launch import run_ranks, run_ranks_outcomes, world_group
-from tests.support.machine import NEEDS_INTERPRETER
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 
@@ -64,17 +62,6 @@ def test_auto_falls_back_everywhere_where_one_domain_cannot_map_memory() -> None
     ((name, reason),) = set(run_ranks(_auto, 4, 3))
     assert name == "nccl"
     assert "nor nvlink+nccl: GPU 1 cannot access the memory of GPU 0 (rank 2)" in reason
-
-
-@NEEDS_INTERPRETER
-def test_lost_weights_are_named_as_weights() -> None:
-    from megatron_fluid.low_latency.peer_memory import PeerMemory
-
-    layout, space = Layout(4, 6, 2, 3, 1, 16, 32, 0), SimulatedWorkspace(3).rank(0)
-    transport = PeerMemory(layout, space)
-    space.errors.words[1, 0] = 1 << 62 | transport._weight_flags.operation << 32
-    with pytest.raises(PeerTimeoutError, match="peer 1 in low_latency.weights"):
-        transport.check_errors()
 
 
 def _close(rank: int, world: int, case: str) -> tuple[bool, bool]:

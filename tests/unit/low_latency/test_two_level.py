@@ -196,15 +196,9 @@ def test_hosts_are_the_domains_where_no_size_is_given(rank: int, world: int) -> 
         _open(rank, world, 4, 8, 2, 16, transport="nvlink+nccl")
     with pytest.raises(ConfigError, match=r"transport: found 'gloo\+gloo'"):
         AllToAll.intranode(*sizes, transport="gloo+gloo")
-
-    def unsupported(domain_size: int | None, dp_size: int = 1, *named: bool) -> str:
-        layout = Layout(4, 8, 2, 4, dp_size, 16, 32, 0)
-        reason = open_transport.two_level_unsupported_reason(group, layout, domain_size, *named)
-        return str(reason)
-
-    assert "CUDA is not available" in unsupported(None)
-    assert "one rank" in unsupported(1, 1, True)
-    assert "dp_size" in unsupported(2, 2)
+    layout = Layout(4, 8, 2, 4, 1, 16, 32, 0)
+    reason = open_transport.two_level_unsupported_reason(group, layout, 1, True)
+    assert "one rank" in str(reason)
     topology.socket.gethostname = lambda: f"host{min(rank, 1)}"  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="hosts that hold the same number of consecutive ranks"):
         open_transport.domain_size_of(group, None)

@@ -17,13 +17,10 @@ from megatron_fluid.patches.engine.patch import Patch
 # A small package that stands for Megatron.
 MODULES = {
     "__init__": "",
-    "base": """
+    "layers": """
         class Base:
             def inherited(self, x):
                 return ("inherited", x)
-    """,
-    "layers": """
-        from fakemega.base import Base
 
         class Layer(Base):
             def __init__(self, size):
@@ -43,13 +40,6 @@ MODULES = {
     "functions": """
         def double(x):
             return 2 * x
-    """,
-    "holder": """
-        from fakemega.functions import double
-        from fakemega.functions import double as twice
-
-        def call(x):
-            return double(x)
     """,
     "replacements": """
         def negated(original):
@@ -142,7 +132,7 @@ def test_revert_gives_back_the_very_objects(fakemega: Any) -> None:
 
 
 def test_only_objects_that_can_be_called_are_replaced_where_held_by_value(fakemega: Any) -> None:
-    functions, holder = fakemega("functions"), fakemega("holder")
+    functions, holder = fakemega("functions"), fakemega("layers")
     functions.SWITCH = holder.UNRELATED = False
     made = engine(Patch("switch", "fakemega.functions:SWITCH", lambda original: True, "test"))
     made.apply()

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 pytest.importorskip("megatron.core")
 
 from megatron.core import activations
+from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fluid import patches
@@ -247,8 +248,6 @@ def test_a_layer_is_ours_where_its_graph_can_hold_it_over_the_backend_that_is_as
     backend: str,
     kept: str | None,
 ) -> None:
-    from megatron.core.transformer.enums import CudaGraphModule
-
     held = [CudaGraphModule[name] for name in modules.split()]
     config = graphed(supported, ranks, cuda_graph_impl=impl, cuda_graph_modules=held)
     named = None if backend == "auto" else backend

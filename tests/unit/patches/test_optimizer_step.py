@@ -13,9 +13,18 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.fused_adam import ShardedOptimizer, copies
+from tests.support.fused_adam import FusedAdam, ShardedOptimizer, copies
 from tests.support.kernel_references import stored
 from tests.support.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+
+import megatron.core.optimizer as optimizers
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+from megatron_fluid import patches
+from megatron_fluid.patches import optimizer_step
+from tests.support import tiny_gpt
 
 PATCHES = ("optimizer-step", "optimizer-clipping")
 
@@ -25,11 +34,6 @@ SWITCH = {"MEGATRON_FLUID_FUSED_OPTIMIZER": "1"}
 @contextmanager
 def _with_fused_adam() -> Iterator[Any]:
     """Megatron's optimizers have the stand-in for Adam, and ours takes tensors on a CPU."""
-    import megatron.core.optimizer as optimizers
-
-    from megatron_fluid.patches import optimizer_step
-    from tests.support.fused_adam import FusedAdam
-
     made: list[Any] = []
 
     class Kept(optimizer_step._OnePass):
@@ -47,8 +51,6 @@ def _with_fused_adam() -> Iterator[Any]:
 
 
 def _trained(dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:
-    from tests.support import tiny_gpt
-
     half = {"bf16": True} if dtype == torch.bfloat16 else {}
     with tiny_gpt.plug_in(False):
         model = tiny_gpt.gpt(tiny_gpt.config_of(params_dtype=dtype, **half), seed=3)
@@ -63,9 +65,6 @@ def _gap(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 def _world(rank: int, world_size: int) -> dict[str, Any]:
     logging.getLogger("megatron").setLevel(logging.WARNING)
-    from megatron_fluid import patches
-    from tests.support import tiny_gpt
-
     tiny_gpt.parallel()
     patches.revert(*PATCHES)
     found: dict[str, Any] = {}
@@ -113,8 +112,6 @@ def _clip(parameters: Any, max_norm: float, total_norm: Any, decoupled: bool = F
 
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from megatron_fluid.patches import optimizer_step
-
     monkeypatch.setattr(optimizer_step, "_runs_on", lambda tensor: True)
     monkeypatch.setattr(optimizer_step, "is_plain", lambda optimizer: True)
     monkeypatch.setattr(optimizer_step, "model_slices", copies)
@@ -206,8 +203,6 @@ def test_hooks_of_the_optimizer_run_around_every_step(patched: Any) -> None:
 @pytest.mark.interpreter
 def test_a_step_in_one_launch_starts_the_timers_of_megatrons(patched: Any) -> None:
     """Each start is a barrier of all ranks, and another rank's step may be Megatron's."""
-    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
-
     optimizer, timers = ShardedOptimizer([40], torch.bfloat16), mock.MagicMock()
     step = patched.step_in_one_pass(ShardedOptimizer.step)
     for _ in range(2):
