@@ -357,7 +357,7 @@ def _template(fn: Callable[..., Any], job: _Job) -> Template:
     module = getattr(fn, "__module__", "") if forkable else ""
     bare = bool(set(job.env) - {"CUDA_VISIBLE_DEVICES"}) or module in ("", "__main__", _UNPATCHED)
     with _choosing:  # worlds may be started by several threads
-        return template_for("" if module == "__main__" else module, env, bare)
+        return template_for("" if module == "__main__" else module, frozenset(env.items()), bare)
 
 
 def _describe(fn: Callable[..., Any], world_size: int, failed: Sequence[RankOutcome]) -> str:

@@ -10,7 +10,6 @@ patches, which takes longer than all other imports of a test.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import functools
@@ -32,7 +31,6 @@ from typing import Any
 
 __all__ = ["ForkedProcess", "Template", "template_for", "with_torch"]
 
-_KEPT = 3  # templates of one pytest process: each holds what its module imported
 _POLL_S = 0.005
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 _THIRD_PARTIES = [
@@ -81,7 +79,8 @@ class ForkedProcess:
 
 
 class Template:
-    """The pytest process's end of a template.
+    """The pytest process's end of a template, which ends with this object, as do all processes
+    that were forked from it.
 
     Args:
         start: what it is forked from; None starts an interpreter.
@@ -97,9 +96,8 @@ class Template:
     ) -> None:
         self._lock = threading.Lock()  # of a request and its answer
         self._socket, theirs = multiprocessing.Pipe(duplex=True)
-        self._process: ForkedProcess | subprocess.Popen[bytes]
         if start is not None:
-            self._process = start.fork(_template_main, (modules, dict(env)), theirs)
+            start.fork(_template_main, (modules, dict(env)), theirs)
         else:
             code = f"import sys; sys.path[:] = {sys.path!r}; from tests.support import templates; "
             code += f"templates._interpreter_main({modules!r}, {dict(env)!r}, {theirs.fileno()})"
@@ -117,7 +115,7 @@ class Template:
         """Run ``target(*args, pipe)`` in a process forked from the template. It must not return."""
         with self._lock:
             self._socket.send(("fork", pickle.dumps((target, args))))
-            reduction.send_handle(self._socket, pipe.fileno(), self._process.pid)
+            reduction.send_handle(self._socket, pipe.fileno(), 0)
             return ForkedProcess(self, self._socket.recv())
 
     def exit_code(self, pid: int) -> int | None:
@@ -126,15 +124,6 @@ class Template:
         with self._lock:
             self._socket.send(("poll", pid))
             return self._socket.recv()
-
-    def close(self) -> None:
-        """End the template. Processes that it forked end with it."""
-        self._socket.close()
-        if isinstance(self._process, ForkedProcess):
-            self._process.join()
-
-
-_templates: collections.OrderedDict[tuple[Any, ...], Template] = collections.OrderedDict()
 
 
 @functools.cache
@@ -153,18 +142,12 @@ def _with_the_package() -> Template:
     return Template(_third_parties(), ["megatron_fluid"], {})
 
 
-def template_for(module: str, env: Mapping[str, str], bare: bool) -> Template:
-    """The template of a module and environment; the ones that were asked for last are kept. bare:
-    it must not have imported megatron_fluid before that module."""
-    key = (module, *sorted(env.items()))
-    template = _templates.pop(key, None)
-    if template is None:
-        start = _third_parties() if bare else _with_the_package()
-        template = Template(start, [module] if module else [], env)
-    _templates[key] = template
-    while len(_templates) > _KEPT:
-        _templates.popitem(last=False)[1].close()
-    return template
+@functools.lru_cache(maxsize=3)  # each holds what its module imported
+def template_for(module: str, env: frozenset[tuple[str, str]], bare: bool) -> Template:
+    """The template of a module and environment. bare: it must not have imported megatron_fluid
+    before that module."""
+    start = _third_parties() if bare else _with_the_package()
+    return Template(start, [module] if module else [], dict(env))
 
 
 def _interpreter_main(modules: Sequence[str], env: Mapping[str, str], handle: int) -> None:
@@ -174,7 +157,7 @@ def _interpreter_main(modules: Sequence[str], env: Mapping[str, str], handle: in
 def _template_main(
     modules: Sequence[str], env: Mapping[str, str], socket: multiprocessing.connection.Connection
 ) -> None:
-    """Fork on request until the pytest process closes its end."""
+    """Fork on request until nobody holds the other end."""
     os.environ.update(env)
     for module in modules:
         with contextlib.suppress(Exception):  # the rank that needs it says why
