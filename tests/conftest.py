@@ -7,25 +7,41 @@ itself, and any test module may import it, so it is chosen here and nowhere belo
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Generator
+import types
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 
 # Before torch is imported: workers and ranks share the cores, and more threads of each only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.support.machine import GPUS, INTERPRETED  # noqa: E402
-from tests.support.tiers import tiers  # noqa: E402
+from tests.support.machine import GPUS, INTERPRETED, NEEDS_INTERPRETER  # noqa: E402
 
 __all__ = ["GPUS"]
 
 _MOST_WORKERS = 8  # each holds torch, and its server of ranks Megatron: about 1.5 GB together
 _SECONDS = ("world", "process", "interpreter")  # tiers whose tests take a few seconds each
 _WAITS = "tests/unit/comm/test_agreement.py"  # of the fast tier, but each waits for an absent rank
+
+# A test is followed through its fixtures and through every function of `tests` and `tools` that it
+# names: what it reaches gives it a tier. Only what the package itself starts is written at a test.
+_FOLLOWED = ("tests.", "tools.", "tests")
+_REACHED = {
+    "run_ranks": "world",
+    "run_ranks_outcomes": "world",
+    "subprocess": "process",
+    "run_code": "process",
+    "typecheck": "process",
+    "compile_for_host": "compile",
+    "kernel_cases": "compile",
+}
 
 # Else every rank and program would compile the package anew: half a second each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -52,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     long compilation by itself. What takes longest begins first."""
     parallel = config.pluginmanager.hasplugin("xdist")
     for item in items:
-        for tier in tiers(item):
+        for tier in _tiers(item):
             item.add_marker(tier)
         if item.nodeid.startswith("tests/gpu/"):
             item.add_marker("gpu")
@@ -93,3 +109,48 @@ def _weight(item: pytest.Item) -> int:
     if any(item.get_closest_marker(tier) for tier in _SECONDS):
         return 3
     return 1 if item.nodeid.startswith(_WAITS) else 0
+
+
+def _tiers(item: pytest.Item) -> set[str]:
+    """The tiers of `item`, beside those that are written at it: world, compile, process,
+    interpreter."""
+    found = {"world"} if item.get_closest_marker("world_size") else set()
+    if NEEDS_INTERPRETER.mark in item.iter_markers("skipif"):
+        found.add("interpreter")
+    function = getattr(item, "function", None)
+    if function is None:
+        return found
+    definitions = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
+    if (hypothesis := getattr(function, "hypothesis", None)) is not None:
+        function = hypothesis.inner_test  # what `given` took
+    functions = [function, *(last[-1].func for last in definitions.values() if last)]
+    return found.union(*(_tiers_of(inspect.unwrap(f)) for f in functions))
+
+
+@functools.cache
+def _tiers_of(function: Any) -> frozenset[str]:
+    """The tiers of what `function` names, and of what that names in turn."""
+    found: set[str] = set()
+    seen: set[Any] = set()
+    open_ = [function]
+    while open_:
+        current = inspect.unwrap(open_.pop())
+        code = getattr(current, "__code__", None)
+        if code is None or code in seen or not current.__module__.startswith(_FOLLOWED):
+            continue
+        seen.add(code)
+        for name in _names(code):
+            if name in _REACHED:
+                found.add(_REACHED[name])
+            value = current.__globals__.get(name)
+            if isinstance(value, types.FunctionType) or hasattr(value, "__wrapped__"):
+                open_.append(value)
+    return frozenset(found)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Names that code uses, also in the functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)

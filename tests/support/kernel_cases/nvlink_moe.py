@@ -25,6 +25,7 @@ from tests.support.simulated_workspace import SimulatedWorkspace
 __all__ = ["CASES"]
 
 RANKS, TOKENS = 4, 64
+DEEPSEEK = SHAPES["deepseek-v3"]
 _MOVES = (
     *("push_kernel", "scatter_kernel", "reduce_push_kernel", "reduce_kernel", "send_rows_kernel"),
     *("activation_kernel", "activation_backward_kernel"),
@@ -96,23 +97,15 @@ def _moves(buffers: NvlinkBuffers) -> RoutingHandle:
     return handle
 
 
-def _streamed(shape: MoECase, dtype: torch.dtype = torch.bfloat16) -> None:
+def _dispatched(
+    shape: MoECase, width: int, *, whole: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> None:
     """A streamed dispatch, of which a pushing program must find room beside waiting ones at any
-    shape."""
+    shape, and a whole one."""
     buffers = _buffers(shape, dtype=dtype)
     handle = _published(buffers)
-    x = torch.empty(TOKENS, shape.hidden, dtype=dtype)
-    nvlink_path.push(buffers, handle, x, streamed=True)
-    nvlink_path.scatter(buffers, handle, x, x.new_empty(x.shape), streamed=True)
-
-
-def _packed(name: str) -> None:
-    """A dispatch of packed fp8 rows, whole and streamed."""
-    shape = SHAPES[name]
-    buffers = _buffers(shape)
-    handle = _published(buffers)
-    x = torch.empty(TOKENS, packed_width(shape.hidden), dtype=torch.bfloat16)
-    for streamed in (False, True):
+    x = torch.empty(TOKENS, width, dtype=dtype)
+    for streamed in (False, True) if whole else (True,):
         nvlink_path.push(buffers, handle, x, streamed=streamed)
         nvlink_path.scatter(buffers, handle, x, x.new_empty(x.shape), streamed=streamed)
 
@@ -128,9 +121,9 @@ _CALLS: dict[str, Callable[[], object]] = {
     "qwen3-30b-a3b": lambda: _whole("qwen3-30b-a3b"),
     # One token a rank, on rank 1: integers that are 1 become constants.
     "one token": lambda: _moves(_buffers(MoECase(2048, 1024, 32, 2), tokens=1, rank=1)),
-    "16 of 256": lambda: _streamed(MoECase(7168, 2048, 256, 16)),
-    "22 of 256": lambda: _streamed(MoECase(4096, 2048, 256, 22)),
-    "deepseek-v3, packed": lambda: _packed("deepseek-v3"),
-    "deepseek-v3, fp32": lambda: _streamed(SHAPES["deepseek-v3"], torch.float32),
+    "16 of 256": lambda: _dispatched(MoECase(7168, 2048, 256, 16), 7168),
+    "22 of 256": lambda: _dispatched(MoECase(4096, 2048, 256, 22), 4096),
+    "deepseek-v3, packed": lambda: _dispatched(DEEPSEEK, packed_width(DEEPSEEK.hidden), whole=True),
+    "deepseek-v3, fp32": lambda: _dispatched(DEEPSEEK, DEEPSEEK.hidden, dtype=torch.float32),
 }
 CASES = [_judged(case) for case in cases_of(_CALLS)]
