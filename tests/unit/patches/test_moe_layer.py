@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -48,82 +48,57 @@ HARMLESS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _reasons(rank: int, world_size: int) -> dict[str, str | None]:
+@on_ranks(1)
+def test_changes_that_compute_nothing_else_leave_a_layer_ours(rank: int, world: int) -> None:
     tiny_gpt.parallel(expert_model_parallel_size=1)
-    found = {}
     for name, change in HARMLESS.items():
         layer = tiny_gpt.moe_layer(tiny_gpt.config_of())
         change(layer)
-        found[name] = part_reasons(layer.config, FluidConfig(), layer).fused
-    return found
+        assert part_reasons(layer.config, FluidConfig(), layer).fused is None, name
 
 
-def test_changes_that_compute_nothing_else_leave_a_layer_ours() -> None:
-    (found,) = run_ranks(_reasons, 1)
-    assert found == dict.fromkeys(HARMLESS)
-
-
-def _one_rank(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(1)
+def test_one_rank_and_the_inference_engine(rank: int, world: int) -> None:
     """`auto` takes the local path where one rank has all experts; others have it by name."""
     tiny_gpt.parallel(expert_model_parallel_size=1)
-    hidden = torch.randn(5, 2, 32)
-    found: dict[str, Any] = {}
-    for backend in ("auto", "rounds", "megatron"):
+    hidden, reference = torch.randn(5, 2, 32), None
+    for backend, taken in (
+        ("megatron", ("megatron", "moe_backend='megatron'")),
+        ("auto", ("local", None)),
+        ("rounds", ("rounds", None)),
+    ):
         with tiny_gpt.plug_in(True, moe_backend=backend) as calls:
             layer = tiny_gpt.moe_layer(tiny_gpt.config_of())
-            output = layer(hidden)[0]
+            output = layer(hidden)[0].detach()
             with InferenceMode.active(), torch.no_grad():
                 layer(hidden)  # Megatron's inference engine has its own path
-            found[backend] = moe_layer.backend_of(layer), len(calls), output.detach()
-    return found
+            assert moe_layer.backend_of(layer) == taken
+            assert len(calls) == (backend != "megatron")
+        reference = output if reference is None else reference
+        torch.testing.assert_close(output, reference, rtol=1e-5, atol=1e-6)
 
 
-def test_one_rank_and_the_inference_engine() -> None:
-    (found,) = run_ranks(_one_rank, 1)
-    assert found["auto"][:2] == (("local", None), 1)
-    assert found["rounds"][:2] == (("rounds", None), 1)
-    assert found["megatron"][:2] == (("megatron", "moe_backend='megatron'"), 0)
-    for backend in ("auto", "rounds"):
-        torch.testing.assert_close(found[backend][2], found["megatron"][2], rtol=1e-5, atol=1e-6)
-
-
-def _without_the_patch(rank: int, world_size: int) -> dict[str, Any]:
-    """The forward's patch alone is left out: what is told, and what is refused."""
+@on_ranks(1)
+def test_without_the_forwards_patch_nothing_is_said_to_be_overlapped(rank: int, world: int) -> None:
     tiny_gpt.parallel(expert_model_parallel_size=1)
-    found: dict[str, Any] = {}
-
     patches.disable("moe-layer")
+    reason = "because the patch moe-layer is left out: turned off by the user"
     for backend in ("rounds", "nvlink"):
-        with tiny_gpt.plug_in(True, moe_backend=backend), pytest.raises(ConfigError) as caught:
+        said = f"^moe_backend: found '{backend}', allowed: auto or meg.*, {reason}$"
+        with tiny_gpt.plug_in(True, moe_backend=backend), pytest.raises(ConfigError, match=said):
             tiny_gpt.moe_layer(tiny_gpt.config_of())
-        found[backend] = str(caught.value)
     recorded._features.clear()
     with tiny_gpt.plug_in(True, moe_backend="auto"):
-        found["auto"] = moe_layer.backend_of(tiny_gpt.moe_layer(tiny_gpt.config_of()))
-    found["features"] = startup.features()
-    return found
-
-
-def test_without_the_forwards_patch_nothing_is_said_to_be_overlapped() -> None:
-    (found,) = run_ranks(_without_the_patch, 1)
-    reason = "the patch moe-layer is left out: turned off by the user"
-    assert found["auto"][0] == "megatron"
-    assert all(not on for feature, on, *_ in found["features"] if feature == "overlapped MoE layer")
-    for backend in ("rounds", "nvlink"):
-        assert found[backend].startswith(f"moe_backend: found '{backend}', allowed: auto or meg")
-        assert found[backend].endswith(f", because {reason}")
+        assert moe_layer.backend_of(tiny_gpt.moe_layer(tiny_gpt.config_of()))[0] == "megatron"
+    features = startup.features()
+    assert all(not on for feature, on, *_ in features if feature == "overlapped MoE layer")
 
 
 @pytest.mark.parametrize("modules", [["moe_router"], ["moe_router", "moe_preprocess"]])
-def test_a_graphed_router_gives_the_layer_its_routing_in_a_replay(modules: list[str]) -> None:
-    (found,) = run_ranks(_graphed_router, 1, modules)
-    assert found["calls"] == 1
-    torch.testing.assert_close(*found["outputs"], rtol=1e-5, atol=1e-6)
-    for ours, reference in zip(*found["gradients"], strict=True):
-        torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
-
-
-def _graphed_router(rank: int, world_size: int, modules: list[str]) -> dict[str, Any]:
+@on_ranks(1)
+def test_a_graphed_router_gives_the_layer_its_routing_in_a_replay(
+    rank: int, world: int, modules: list[str]
+) -> None:
     """Capture and replay as Megatron's TransformerLayer does them, without the graph."""
     tiny_gpt.parallel(expert_model_parallel_size=1)
     config = tiny_gpt.config_of(moe_shared_expert_intermediate_size=40)
@@ -156,14 +131,14 @@ def _graphed_router(rank: int, world_size: int, modules: list[str]) -> dict[str,
         graphed.cudagraph_tensor_store.clear()
         for result in (reference, output):
             result.square().sum().backward()
-    return {
-        "calls": len(calls),
-        "outputs": (output.detach(), reference.detach()),
-        "gradients": (
-            [inputs[1].grad, *(p.grad for p in graphed.parameters())],
-            [inputs[0].grad, *(p.grad for p in layer.parameters())],
-        ),
-    }
+    assert len(calls) == 1
+    torch.testing.assert_close(output, reference, rtol=1e-5, atol=1e-6)
+    gradients = (
+        [given.grad, *(p.grad for p in of.parameters())]
+        for given, of in zip(inputs, (layer, graphed), strict=True)
+    )
+    for theirs, ours in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_class_of_the_spec_builds_the_other_base_of_a_class_with_two(

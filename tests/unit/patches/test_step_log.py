@@ -19,7 +19,7 @@ from megatron.training import global_vars
 from megatron_fluid.patches import step_log
 from megatron_fluid.patches.step_log import TOKEN_COUNTS, StepLog, TokenCounts
 from tests.support import tiny_gpt
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 MICROBATCHES = 3
 WORST, MEAN = (f"{of}tokens-per-expert-max-over-mean" for of in ("", "layer-mean-"))
@@ -35,10 +35,10 @@ def _ratio(counts: Tensor) -> float:
     return float(counts.max() / counts.double().mean())
 
 
-def _counted(rank: int, ranks: int) -> dict[str, tuple[dict[str, float], list[float], str]]:
-    """By case: the figures of two layers, the ratios by their routing maps, and what served."""
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks()
+def test_tokens_per_expert_are_those_of_the_routing_maps(rank: int, ranks: int) -> None:
     tiny_gpt.parallel(expert_model_parallel_size=ranks)
-    found = {}
     for case, overrides in CASES.items():
         with tiny_gpt.plug_in(True, moe_backend="auto"):
             config = tiny_gpt.config_of(num_moe_experts=8, **overrides)
@@ -61,21 +61,13 @@ def _counted(rank: int, ranks: int) -> dict[str, tuple[dict[str, float], list[fl
                         y = layer(x)[0]
                     y.sum().backward()
             ratios = [_ratio(count) for count in counts]
-            served = type(layers[0].token_dispatcher).__name__
-            found[case] = TOKEN_COUNTS.figures(), ratios, served
-            TOKEN_COUNTS.begin(False)
-            del layer, layers, y
-            gc.collect()
-    return found
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_tokens_per_expert_are_those_of_the_routing_maps(ranks: int) -> None:
-    for found in run_ranks(_counted, ranks):
-        for case, (figures, ratios, served) in found.items():
+            figures, served = TOKEN_COUNTS.figures(), type(layers[0].token_dispatcher).__name__
             assert figures[WORST] == pytest.approx(max(ratios)), case
             assert figures[MEAN] == pytest.approx(sum(ratios) / 2), case
             assert (served == "FluidTokenDispatcher") == (case == "another's experts"), case
+            TOKEN_COUNTS.begin(False)
+            del layer, layers, y
+            gc.collect()
 
 
 @pytest.mark.parametrize("captured", [False, True])

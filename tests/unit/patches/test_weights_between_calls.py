@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -42,8 +42,9 @@ def _plug_in(on: bool = True) -> Iterator[list[int]]:
         yield calls
 
 
-def _reports() -> list[tuple[list[str], bool]]:
-    """What was reported in a training: classes of the parameters, and whether one had a .grad."""
+@on_ranks(1)
+def test_each_linear_of_a_layer_is_reported_as_one_parameter(rank: int, world: int) -> None:
+    tiny_gpt.parallel(expert_model_parallel_size=1)
     reports: list[tuple[list[str], bool]] = []
     real = _Gate.report
 
@@ -57,13 +58,15 @@ def _reports() -> list[tuple[list[str], bool]]:
         model = tiny_gpt.gpt(config, tiny_gpt.grouped_spec(config))
         sizes = {"iterations": ITERATIONS, "microbatches": MICROBATCHES}
         tiny_gpt.train(model, **sizes, distributed_optimizer=True, overlap_grad_reduce=True)  # type: ignore[arg-type]
-    return reports
+    assert reports == [(["GroupedTensor"], False)] * (2 * LAYERS * MICROBATCHES * ITERATIONS)
 
 
-def _changes() -> dict[str, Any]:
-    """After each change of a layer's experts: whose they are, and how far the output is from that
-    of Megatron's own layer with the same experts."""
-    found: dict[str, Any] = {}
+@on_ranks(1)
+def test_values_that_change_are_read_and_what_cannot_be_read_leaves_the_experts_megatrons(
+    rank: int, world: int
+) -> None:
+    """By the output of Megatron's own layer with the same experts."""
+    tiny_gpt.parallel(expert_model_parallel_size=1)
     config_of = tiny_gpt.config_of
     hidden = torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(1))
 
@@ -76,80 +79,40 @@ def _changes() -> dict[str, Any]:
         layer = tiny_gpt.moe_layer(config_of(**WEIGHT), grouped=True)
         fc2 = layer.experts.linear_fc2
 
-        def call(name: str, scale: float) -> None:
+        def check(scale: float, words: str | None = None) -> None:
             before, output = len(calls), layer(hidden)[0].detach()
-            off = float((output - scale * right).abs().max())
-            found[name] = len(calls) > before, moe_layer.experts_reason_of(layer), off
+            torch.testing.assert_close(output, scale * right, rtol=0, atol=1e-5)
+            reason = moe_layer.experts_reason_of(layer)
+            assert reason is words is None or str(words) in str(reason)
+            assert (len(calls) > before) is (words is None)
 
-        call("first", 1.0)
+        check(1.0)
         fc2.weight.rowwise_data = fc2.weight.rowwise_data * 2  # as Megatron's buffers do
-        call("moved", 2.0)
+        check(2.0)
         state = layer.state_dict()
         with torch.no_grad():
             fc2.weight.zero_()
         scaled = {name: value.clone() for name, value in state.items() if value is not None}
-        key = "experts.linear_fc2.weight"
-        scaled[key] = 3 * starts
-        layer.load_state_dict(scaled, strict=False)
-        found["keys"] = sorted(name for name in state if "experts" in name)
-        call("loaded", 3.0)
+        names = [f"experts.linear_fc{n}.weight" for n in (1, 2)]
+        assert sorted(name for name in state if "experts" in name) == names, "Megatron's names"
+        layer.load_state_dict(scaled | {names[1]: 3 * starts}, strict=False)
+        check(3.0)
         values = fc2.weight.rowwise_data.view(fc2.weight.shape)
         fc2.weight = torch.nn.Parameter(values.clone())  # as a cast of the module does
-        call("plain", 3.0)
+        check(3.0)
         del fc2._parameters["weight"]
         for i, member in enumerate(values.unbind(0)):
             fc2.register_parameter(f"weight{i}", torch.nn.Parameter(member.clone()))
         fc2.single_grouped_weight = False
-        with pytest.raises(ConfigError, match="an expert's linear has no parameter 'weight"):
+        unpacked = "an expert's linear has no parameter 'weight"
+        with pytest.raises(ConfigError, match=unpacked):
             layer(hidden)
         patches.reset_layers()
-        call("unpacked", 3.0)
+        check(3.0, unpacked)
 
         layer = tiny_gpt.moe_layer(config_of(**WEIGHT), grouped=True)
         layer.experts.linear_fc1.weight.quantizer = object()
-        call("quantised", 1.0)
-    return found
-
-
-def _world(rank: int, world_size: int) -> tuple[Any, Any]:
-    tiny_gpt.parallel(expert_model_parallel_size=1)
-    return _reports(), _changes()
-
-
-@pytest.fixture(scope="module")
-def world() -> tuple[list[tuple[list[str], bool]], dict[str, Any]]:
-    return run_ranks(_world, 1, timeout_s=200)[0]  # type: ignore[no-any-return]
-
-
-def test_each_linear_of_a_layer_is_reported_as_one_parameter(world: Any) -> None:
-    reports, _ = world
-    assert len(reports) == 2 * LAYERS * MICROBATCHES * ITERATIONS
-    assert all(report == (["GroupedTensor"], False) for report in reports)
-
-
-@pytest.mark.parametrize("change", ["first", "moved", "loaded", "plain"])
-def test_values_that_change_between_calls_are_read(world: Any, change: str) -> None:
-    served, reason, off = world[1][change]
-    assert served and reason is None and off < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ("unpacked", "an expert's linear has no parameter 'weight"),
-        ("quantised", "experts.linear_fc1.weight is a GroupedTensor of quantised values"),
-    ],
-)
-def test_what_cannot_be_read_leaves_the_experts_megatrons(
-    world: Any, change: str, words: str
-) -> None:
-    served, reason, off = world[1][change]
-    assert not served and words in reason and off < 1e-5
-
-
-def test_checkpoints_have_megatrons_names(world: Any) -> None:
-    names = [f"experts.linear_fc{n}.weight" for n in (1, 2)]
-    assert world[1]["keys"] == names
+        check(1.0, "experts.linear_fc1.weight is a GroupedTensor of quantised values")
 
 
 def _alive_after(layer: Any, parameters: list[torch.nn.Parameter], train: bool) -> int:
@@ -170,33 +133,28 @@ def _alive_after(layer: Any, parameters: list[torch.nn.Parameter], train: bool) 
     return sum(array() is not None for array in arrays)
 
 
-def _layers(rank: int, world_size: int) -> dict[str, list[int]]:
+@on_ranks(1, timeout_s=300, env={"TRITON_INTERPRET": "1"})
+def test_weights_that_move_between_calls_leave_no_memory_behind(rank: int, world: int) -> None:
     tiny_gpt.parallel(expert_model_parallel_size=1)
-    found = {}
 
-    def try_it(name: str, layer: Any, holder: Any) -> None:
+    def check(name: str, layer: Any, holder: Any) -> None:
         parameters = list(holder.parameters())
-        found[name] = [_alive_after(layer, parameters, train) for train in (False, True)]
+        for train in (False, True):
+            assert _alive_after(layer, parameters, train) == 0, f"{name}, trained: {train}"
 
     for backend in ("local", "rounds"):
         with tiny_gpt.plug_in(True, moe_backend=backend) as calls:
             layer = tiny_gpt.moe_layer(tiny_gpt.config_of())
-            try_it(backend, lambda x, layer=layer: layer(x)[0], layer.experts)
+            check(backend, lambda x, layer=layer: layer(x)[0], layer.experts)
             assert len(calls) == 2
     shape = {"num_moe_experts": 8, "moe_router_topk": 2}
     layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**shape), grouped=True)
     with over_nvlink(layer, 4) as path:
-        try_it("nvlink", lambda x: path.forward(layer, x, None)[0], layer.experts)
+        check("nvlink", lambda x: path.forward(layer, x, None)[0], layer.experts)
     sizes = {"hidden_size": 32, "ffn_hidden_size": 48, "num_experts": 4, "top_k": 2}
     alone = MoELayer(sizes, torch.distributed.group.WORLD)
     expert_weights = torch.nn.ParameterList([alone.weight1, alone.weight2])
-    try_it("standalone", alone, expert_weights)
-    return found
-
-
-def test_weights_that_move_between_calls_leave_no_memory_behind() -> None:
-    (found,) = run_ranks(_layers, 1, timeout_s=300, env={"TRITON_INTERPRET": "1"})
-    assert found == {name: [0, 0] for name in ("local", "rounds", "nvlink", "standalone")}
+    check("standalone", alone, expert_weights)
 
 
 def test_parameters_of_a_larger_buffer_are_not_moved() -> None:
