@@ -15,7 +15,7 @@ from megatron_fluid.comm.groups import close_group
 from megatron_fluid.comm.p2p_rounds import detect_hosts
 from megatron_fluid.errors import FluidError, PeerTimeoutError
 from tests.support.agreements import FrozenStore, agreements, joined, on_all
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, world_group
 
 PACKAGE = Path(__file__).resolve().parents[3]
 # Calls of a store's methods on something that is named like one, and exchanges of objects, which
@@ -123,27 +123,19 @@ def test_a_store_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPa
 # ---- process groups of torch
 
 
-def _closed_and_used_again(rank: int, world: int) -> list[object]:
-    group = dist.group.WORLD
-    assert group is not None
-    found: list[object] = []
+@on_ranks(2)
+def test_a_closed_group_and_twins_keep_their_values_apart(rank: int, world: int) -> None:
+    group = world_group()
     for number in range(3):
         if rank == number % 2:
             time.sleep(0.2)
-        found.append(agreement(group).gather("session", (number, rank)))
-        found.append(detect_hosts(group)[0])
+        found = agreement(group).gather("session", (number, rank))
+        assert found == [(number, 0), (number, 1)]
+        assert detect_hosts(group)[0] == [0, 0]
         close_group(group)
     twins = [dist.new_group([0, 1]) for _ in range(2)]  # groups of the same ranks
-    found += [agreement(twin).gather("twin", (number, rank)) for number, twin in enumerate(twins)]
-    return found
-
-
-def test_a_closed_group_and_twins_keep_their_values_apart() -> None:
-    expected: list[object] = []
-    for number in range(3):
-        expected += [[(number, 0), (number, 1)], [0, 0]]
-    expected += [[(number, 0), (number, 1)] for number in range(2)]
-    assert run_ranks(_closed_and_used_again, 2) == [expected] * 2
+    for number, twin in enumerate(twins):
+        assert agreement(twin).gather("twin", (number, rank)) == [(number, 0), (number, 1)]
 
 
 # ---- the only user of stores

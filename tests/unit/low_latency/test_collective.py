@@ -14,7 +14,7 @@ from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, all_to_all
 from megatron_fluid.low_latency.layout import Layout
 from tests.support.all_to_all_calls import build, receive, receive_back, send, send_back
-from tests.support.launch import on_ranks, run_ranks
+from tests.support.launch import on_ranks
 from tests.support.machine import NEEDS_INTERPRETER
 
 ONES = torch.ones(4, 1)
@@ -111,14 +111,6 @@ def test_two_objects_of_one_group_are_in_flight_at_a_time(rank: int, world: int)
             assert torch.equal(receive_back(ata, torch.zeros_like(sent), ids), sent)
 
 
-def _another(rank: int, world: int, what: str) -> str:
-    all_to_all._multiprocessors = lambda: 132 - 18 * rank if what == "multiprocessors" else 132
-    dtype = (torch.bfloat16, torch.float16)[rank if what == "combine_dtype" else 0]
-    with pytest.raises(ConfigError) as caught:
-        _open(rank, world, combine_dtype=dtype)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("what", "found"),
     [
@@ -127,9 +119,14 @@ def _another(rank: int, world: int, what: str) -> str:
         ("combine_dtype", "'torch.bfloat16' on rank 0, 'torch.float16' on rank 1"),
     ],
 )
-def test_ranks_that_would_misread_each_other_are_told_apart(what: str, found: str) -> None:
-    for said in run_ranks(_another, 2, what):
-        assert f"{what}: found {found}" in said
+@on_ranks(2)
+def test_ranks_that_would_misread_each_other_are_told_apart(
+    rank: int, world: int, what: str, found: str
+) -> None:
+    all_to_all._multiprocessors = lambda: 132 - 18 * rank if what == "multiprocessors" else 132
+    dtype = (torch.bfloat16, torch.float16)[rank if what == "combine_dtype" else 0]
+    with pytest.raises(ConfigError, match=f"{what}: found {found}"):
+        _open(rank, world, combine_dtype=dtype)
 
 
 # Tokens of 20 and more are many: without batch_invariant their rows come back as sums.
@@ -162,7 +159,11 @@ def _experts(ata: AllToAll, rank: int) -> torch.Tensor:
     return rows * torch.arange(rank * local + 1, (rank + 1) * local + 1)[:, None, None].bfloat16()
 
 
-def _unsummed(rank: int, world: int, dp_size: int) -> None:
+@pytest.mark.parametrize(("world", "dp_size"), [(2, 1), (4, 2)])
+@on_ranks()
+def test_with_batch_invariant_rows_are_summed_in_the_order_of_k(
+    rank: int, world: int, dp_size: int
+) -> None:
     sizes = _SIZES | _BYTES | {"rank": rank, "world_size": world, "dp_size": dp_size}
     ata = AllToAll.intranode(**sizes, transport="gloo", timeout_s=30.0)
     x, ids, weights = _tokens_of(rank // dp_size)
@@ -172,11 +173,6 @@ def _unsummed(rank: int, world: int, dp_size: int) -> None:
     send_back(ata, _experts(ata, rank), weights)
     out = receive_back(ata, torch.zeros(20, 16), ids, weights)
     assert torch.equal(out, _in_order(x, ids, weights))
-
-
-@pytest.mark.parametrize("dp_size", [1, 2])
-def test_with_batch_invariant_rows_are_summed_in_the_order_of_k(dp_size: int) -> None:
-    run_ranks(_unsummed, 2 * dp_size, dp_size)
 
 
 @NEEDS_INTERPRETER

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_fluid import MoELayer
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency import InferenceMoELayer
-from tests.support.launch import on_ranks, run_ranks
+from tests.support.launch import on_ranks
 from tests.support.moe_reference import moe_reference
 
 # The weights are applied before the second GEMM here and after it there, in bf16 between.
@@ -28,7 +28,21 @@ def gelu(h: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.elu(3 * h)
 
 
-def _same_as_training(rank: int, world: int, changes: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (3, {}),
+        (2, {"activation": "gelu", "score_function": "sigmoid", "scaling": 2.0}),
+        (2, {"shared_ffn_hidden_size": 16}),
+        (2, {"activation": torch.nn.functional.elu, "top_k": 6}),
+        (2, {"activation": gelu}),
+    ],
+    ids="swiglu sigmoid-scores-gelu shared-expert any-callable callable-of-a-known-name".split(),
+)
+@on_ranks()
+def test_it_computes_what_the_training_layer_does(
+    rank: int, world: int, changes: dict[str, object]
+) -> None:
     group = dist.group.WORLD
     training = MoELayer(_CONFIG | changes, group, dtype=torch.bfloat16).eval()
     layer = InferenceMoELayer.of(training, max_num_tokens=9, group=group, timeout_s=20.0)
@@ -47,21 +61,6 @@ def _same_as_training(rank: int, world: int, changes: dict[str, object]) -> None
         if m:
             assert _error(found, wanted) < _TOLERANCE
     layer.destroy()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"activation": "gelu", "score_function": "sigmoid", "scaling": 2.0},
-        {"shared_ffn_hidden_size": 16},
-        {"activation": torch.nn.functional.elu, "top_k": 6},
-        {"activation": gelu},
-    ],
-    ids="swiglu sigmoid-scores-gelu shared-expert any-callable callable-of-a-known-name".split(),
-)
-def test_it_computes_what_the_training_layer_does(changes: dict[str, object]) -> None:
-    run_ranks(_same_as_training, 3 if not changes else 2, changes)
 
 
 @on_ranks(2)

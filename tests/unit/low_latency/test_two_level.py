@@ -32,7 +32,7 @@ from tests.support.all_to_all_calls import (
     send_back,
 )
 from tests.support.fake_nvshmem import FakeNvshmem, fake_nvshmem
-from tests.support.launch import on_ranks, run_ranks, world_group
+from tests.support.launch import on_ranks, world_group
 from tests.support.machine import NEEDS_INTERPRETER
 from tests.support.moe_reference import routing
 from tests.support.simulated_workspace import SimulatedWorkspace
@@ -204,7 +204,12 @@ def test_hosts_are_the_domains_where_no_size_is_given(rank: int, world: int) -> 
         open_transport.domain_size_of(group, None)
 
 
-def _reopened(rank: int, world: int, between: str) -> None:
+@pytest.mark.parametrize("between", ["nothing", "barrier", "other groups"])
+@pytest.mark.parametrize("world", [1, 4])
+@on_ranks(timeout_s=60)
+def test_two_levels_open_again_whatever_groups_there_were(
+    rank: int, world: int, between: str
+) -> None:
     for turn in range(3):
         if between == "other groups":  # each rank is in another number of groups than the next one
             for r in range(min(turn + 1, world)):
@@ -218,9 +223,3 @@ def _reopened(rank: int, world: int, between: str) -> None:
         ata.destroy()
         if between == "barrier":
             dist.barrier()
-
-
-@pytest.mark.parametrize("between", ["nothing", "barrier", "other groups"])
-def test_two_levels_open_again_whatever_groups_there_were(between: str) -> None:
-    run_ranks(_reopened, 4, between, timeout_s=60)
-    run_ranks(_reopened, 1, between, timeout_s=60)

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.launch import run_ranks
+from tests.support.launch import on_ranks, run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -169,48 +169,30 @@ def _step(layer: Any, forward: Any = None) -> dict[str, torch.Tensor]:
     return tiny_gpt.layer_step(layer, x, forward)
 
 
-def _whole_layer(rank: int, world_size: int) -> dict[Any, Any]:
+@pytest.mark.parametrize("kind", ["separate", "one storage", "reversed"])
+@on_ranks(1, timeout_s=300)
+def test_a_layer_over_nvlink_is_megatrons_and_notices_parameters_that_change_in_place(
+    rank: int, world: int, kind: str
+) -> None:
     tiny_gpt.parallel()
     patches.revert("moe-router-topk", "moe-layer", "moe-layer-init")
-    found: dict[Any, Any] = {}
-    for kind in ("separate", "one storage", "reversed"):
-        shape = {"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K}
-        layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**shape), grouped=True)
-        for projection in ExpertParameters(layer.experts).current():
-            if kind != "separate":
-                share_storage(projection if kind == "one storage" else tuple(reversed(projection)))
-        stock = _step(layer)
-        with over_nvlink(layer, TOKENS) as path, patches.patched("moe-router-topk"):
-            ours = _step(layer, lambda x, path=path, layer=layer: path.forward(layer, x, None)[0])
-            found[kind] = stock, ours
-            if kind == "reversed":
-                found["columns"] = path.columns.tolist()
-            y = path.forward(layer, torch.randn(TOKENS, 1, 32), None)[0]
-            with torch.no_grad():
-                layer.experts.linear_fc2.weight3.mul_(2)
-            with pytest.raises(RuntimeError) as changed:
-                y.sum().backward()
-            found[kind, "changed"] = str(changed.value)
-    return found
+    shape = {"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K}
+    layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**shape), grouped=True)
+    for projection in ExpertParameters(layer.experts).current():
+        if kind != "separate":
+            share_storage(projection if kind == "one storage" else tuple(reversed(projection)))
+    stock = _step(layer)
+    with over_nvlink(layer, TOKENS) as path, patches.patched("moe-router-topk"):
 
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return path.forward(layer, x, None)[0]  # type: ignore[no-any-return]
 
-@pytest.fixture(scope="module")
-def layers() -> dict[Any, Any]:
-    (found,) = run_ranks(_whole_layer, 1, timeout_s=300)
-    return found
-
-
-@pytest.mark.parametrize("kind", ["separate", "one storage", "reversed"])
-def test_a_layer_over_nvlink_is_megatrons(layers: dict[str, Any], kind: str) -> None:
-    stock, ours = layers[kind]
-    assert stock.keys() == ours.keys() and len(stock) == 2 + 1 + 2 * EXPERTS
-    for name, value in stock.items():
-        torch.testing.assert_close(
-            ours[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
-    assert layers["columns"] == [*reversed(range(EXPERTS))]
-
-
-@pytest.mark.parametrize("kind", ["separate", "one storage", "reversed"])
-def test_parameters_that_change_in_place_are_noticed(layers: dict[str, Any], kind: str) -> None:
-    assert "changed in place between forward and backward" in layers[kind, "changed"]
+        ours = _step(layer, forward)
+        assert len(stock) == 2 + 1 + 2 * EXPERTS
+        torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
+        assert kind != "reversed" or path.columns.tolist() == [*reversed(range(EXPERTS))]
+        y = forward(torch.randn(TOKENS, 1, 32))
+        with torch.no_grad():
+            layer.experts.linear_fc2.weight3.mul_(2)
+        with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
+            y.sum().backward()
