@@ -154,6 +154,17 @@ def test_what_a_layer_keeps_of_an_evaluation_is_no_inference_tensor(rank: int, w
         assert layer.weight1.grad is not None
 
 
+@on_ranks(1)
+def test_weights_that_move_between_calls_are_read_where_they_lie(rank: int, world: int) -> None:
+    config = {"hidden_size": H, "ffn_hidden_size": F, "num_experts": E, "top_k": K}
+    layer = MoELayer({**config, "backend": "local"}, dist.group.WORLD)
+    x = torch.randn(T, H, generator=torch.Generator().manual_seed(1))
+    expected = layer(x)
+    for weight in (layer.weight1, layer.weight2):  # the same values with other strides
+        weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+        torch.testing.assert_close(layer(x), expected)
+
+
 def test_parameters_that_are_moved_in_an_evaluation_can_be_trained() -> None:
     pytest.importorskip("megatron.core")
     from megatron_fluid.patches.moe.expert_modules import share_storage
