@@ -290,3 +290,15 @@ def test_rows_that_are_not_contiguous_are_attended_like_others(rotary: Rotary | 
     turned, *found = _gradients(layer, same, leaf)
     assert torch.equal(turned.transpose(0, 1), dx)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_call_is_made_again_only_where_something_changed() -> None:
+    layer, x = _layer(dropout=0.5), _input()
+    call = layer.call(x)
+    assert layer.call(_input()) is call
+    assert layer.call(_input(5)).exchange.sequence.length == 5
+    assert layer.call(x.bfloat16()).case.dtype == torch.bfloat16
+    assert layer.eval().call(x).case.dropout == 0.0
+    assert layer.train().call(x).case.dropout == 0.5
+    layer.dx_chunks = 3
+    assert layer.call(x).dx_chunks == 3

@@ -92,6 +92,13 @@ def test_buffers_keep_their_address_and_are_seen_by_peers() -> None:
         simulated.rank(0).peer_pointers("no-such")
 
 
+def test_memory_first_asked_for_in_inference_can_be_trained_with() -> None:
+    workspace = SimulatedWorkspace(2, "cpu").rank(0)
+    with torch.inference_mode():
+        found = [workspace.reserve("rows", 4, torch.float32), workspace.flags("move").counter]
+    assert not any(tensor.is_inference() for tensor in found)
+
+
 class _NoWork(TorchDispatchMode):
     """Refuses every operator but those that only look at memory in another way."""
 

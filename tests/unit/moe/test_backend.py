@@ -19,6 +19,7 @@ from megatron_fluid.moe import backends, choose, layer
 from megatron_fluid.moe.backends import choose_backend
 from megatron_fluid.moe.choose import choose_transport, nvlink_layer_reason
 from megatron_fluid.moe.nvlink import shared as nvlink_buffers
+from megatron_fluid.moe.nvlink.schedule import Schedule
 from megatron_fluid.moe.nvlink.transport import NvlinkBackend
 from megatron_fluid.moe.transport import LayerShape
 from tests.support.launch import on_ranks, world_group
@@ -223,6 +224,21 @@ def test_buffers_are_sized_by_the_rank_with_most_tokens_and_grow_for_all_copies(
     grown = backend.grow(5)
     assert made[1:] == [grown.max_tokens] and grown.max_tokens >= 50
     assert copy.deepcopy(backend).buffers is grown
+
+
+def test_single_rows_are_sent_where_sums_must_have_the_order_of_choices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever schedule the group's first rank chose."""
+    monkeypatch.setattr(nvlink_buffers, "group_resource", lambda _, key, make, close=None: make())
+    monkeypatch.setattr(nvlink_buffers, "_choose", lambda *_: Schedule(stream=True))
+    monkeypatch.setattr(nvlink_buffers, "wait_timeout_s", lambda group: 9.0)
+    monkeypatch.setattr(nvlink_buffers, "SymmetricWorkspace", mock.Mock())
+    monkeypatch.setattr(nvlink_buffers, "NvlinkBuffers", lambda *_, schedule: schedule)
+    shape = (mock.Mock(), 4096, 4096, 14336, 2, 8)
+    assert not nvlink_buffers.shared_buffers(*shape).sent_rows
+    single = nvlink_buffers.shared_buffers(*shape, by_choice=True)
+    assert single == Schedule(stream=True, sent_rows=True)
 
 
 @on_ranks(1)
