@@ -92,6 +92,14 @@ def test_buffers_keep_their_address_and_are_seen_by_peers() -> None:
         simulated.rank(0).peer_pointers("no-such")
 
 
+def test_closed_workspace_refuses() -> None:
+    space = SimulatedWorkspace(1).rank(0)
+    space.close()
+    space.close()
+    with pytest.raises(FluidError, match="closed"):
+        space.buffer("x", (1,), torch.float32)
+
+
 def test_memory_first_asked_for_in_inference_can_be_trained_with() -> None:
     workspace = SimulatedWorkspace(2, "cpu").rank(0)
     with torch.inference_mode():

@@ -246,6 +246,30 @@ def test_weights_are_cast_once_and_again_when_they_change(monkeypatch: pytest.Mo
     assert torch.equal(y, local_moe(x, ids, probs, w1, w2, fp8=True))
 
 
+def test_weights_are_cast_once_in_each_capture_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    casts: list[object] = []
+    capture: list[tuple[int, int] | None] = [None]
+    monkeypatch.setattr(fp8_experts, "cast_weights", lambda *given: casts.append(given))
+    monkeypatch.setattr(fp8_experts, "current_capture", lambda: capture[0])
+    weights = torch.randn(E, 2 * F, H).bfloat16()
+    cast = fp8_experts.WeightCast()
+
+    def casts_of_two_microbatches(number: int | None, stream: int = 5) -> int:
+        capture[0] = None if number is None else (number, stream)
+        before = len(casts)
+        for _ in range(2):
+            cast.forward_matrices(ExpertWeights(weights, E))
+        return len(casts) - before
+
+    assert casts_of_two_microbatches(None) == 1
+    assert casts_of_two_microbatches(1) == 1, "a replay casts what the weights are then"
+    assert casts_of_two_microbatches(1, stream=6) == 1, "the first stream's cast may come later"
+    assert casts_of_two_microbatches(2) == 1
+    cast.expire()
+    assert casts_of_two_microbatches(2) == 1, "an optimizer's step within a capture"
+    assert casts_of_two_microbatches(None) == 1, "a capture has run nothing"
+
+
 def test_a_nan_or_an_infinity_in_a_token_reaches_that_tokens_output_alone() -> None:
     for bad in (float("nan"), float("inf")):
         ids, (x, probs, w1, w2), _ = make()
