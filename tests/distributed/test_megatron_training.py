@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron_fluid.profiling.traces import read_document
-from tests.support.faulty_training import ARGUMENTS, PROGRAM, losses
 from tests.support.forked_program import run_program
+from tests.support.small_training import ARGUMENTS, PROGRAM, losses
 
 pytest.importorskip("megatron.training")
 

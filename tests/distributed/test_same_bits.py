@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import save
 
-from tests.support.faulty_training import ITERATIONS, SHARDED, train
+from tests.support.small_training import ITERATIONS, SHARDED, train
 from tools.compare_two_runs import differences, main
 
 

@@ -10,30 +10,109 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+import random
+import re
+import shutil
+import signal
+import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.faulty_training import (
-    FIRST_SAVE,
-    ITERATIONS,
-    SHARDED,
-    Fault,
-    Training,
-    begin_from,
-    draw,
-    named_error,
-    train,
-)
+from tests.support.launch import RankOutcome
+from tests.support.small_training import FIRST_SAVE, ITERATIONS, RANKS, SHARDED, Training, train
 
 pytest.importorskip("megatron.training")
 pytestmark = [
     *(pytest.mark.world, pytest.mark.slow),
     pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode"),
 ]
+
+PHASES = ("start", "forward", "backward", "optimizer", "save", "save, files written", "last")
+_OURS = re.compile(r"rank \d+: no answer from (peer (\d+)|its group)[^\n]*")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One rank that is lost.
+
+    Attributes:
+        phase: one of PHASES; "last" is the forward of the last iteration.
+        rank: who.
+        frozen: stopped (SIGSTOP) in place of killed (SIGKILL).
+        iteration: counted from 1; without a meaning for the start and the last.
+        rank_holds_store: rank 0 holds the job's store, as without torchrun.
+    """
+
+    phase: str
+    rank: int
+    frozen: bool = False
+    iteration: int = FIRST_SAVE + 1
+    rank_holds_store: bool = False
+
+
+def draw(seed: int) -> Fault:
+    """A fault of that seed. Those of a run of seeds go through all phases."""
+    chance = random.Random(seed)
+    return Fault(
+        phase=PHASES[seed % len(PHASES)],
+        rank=chance.randrange(RANKS),
+        frozen=chance.random() < 0.5,
+        iteration=chance.randint(FIRST_SAVE + 1, ITERATIONS - 1),
+        rank_holds_store=chance.random() < 0.5,
+    )
+
+
+def arm(fault: Fault, rank: int) -> None:
+    """Let the process of the rank that is lost end, or stop, at the moment that `fault` names."""
+    if rank != fault.rank:
+        return
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from megatron.training import checkpointing, training
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    def strike() -> None:
+        print(f"{fault} strikes", flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP if fault.frozen else signal.SIGKILL)
+
+    def now() -> bool:
+        from megatron.training import get_args
+
+        iteration = ITERATIONS if fault.phase == "last" else fault.iteration
+        return bool(get_args().curr_iteration + 1 == iteration)
+
+    layer_forward, save = TransformerLayer.forward, checkpointing.dist_checkpointing.save
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.layer_number == 2 and self.training and now():
+            if fault.phase in ("forward", "last"):
+                strike()
+            elif fault.phase == "backward":
+                hidden = args[0] if args else kwargs["hidden_states"]
+                hidden.register_hook(lambda gradient: strike())
+        return layer_forward(self, *args, **kwargs)
+
+    def saving(*args: Any, **kwargs: Any) -> Any:
+        if fault.phase == "save":
+            strike()
+        return save(*args, **kwargs)
+
+    TransformerLayer.forward = forward  # type: ignore[method-assign]
+    checkpointing.dist_checkpointing.save = saving
+    if fault.phase == "save, files written":
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        writer = filesystem_async.FileSystemWriterAsync
+        retrieve = writer.retrieve_write_results
+        writer.retrieve_write_results = lambda *args: (retrieve(*args), strike())[0]
+    if fault.phase == "start":
+        training.setup_model_and_optimizer = lambda *args, **kwargs: strike()
+    if fault.phase == "optimizer":
+        register_optimizer_step_pre_hook(lambda *_: strike() if now() else None)
+
 
 ALWAYS = [Fault("optimizer", 0, rank_holds_store=True), Fault("save", 1, frozen=True)]
 _DRAWS = os.environ.get("MEGATRON_FLUID_TEST_DRAWS", "0")
@@ -49,10 +128,32 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Training]:
     return folder / "saved", training
 
 
+def begin_from(source: Path, target: Path) -> Path:
+    """A folder of checkpoints that holds the first alone."""
+    name = f"iter_{FIRST_SAVE:07d}"
+    shutil.copytree(source / name, target / name)
+    (target / "latest_checkpointed_iteration.txt").write_text(str(FIRST_SAVE))
+    return target
+
+
+def named_error(outcome: RankOutcome, log: str) -> str:
+    """The line that names the lost rank and the operation, "" if there is none."""
+    found = [match[0] for match in _OURS.finditer(f"{log}\n{outcome.error}")]
+    return found[-1] if found else ""
+
+
 def check(fault: Fault, sound: tuple[Path, Training], tmp_path: Path, resumed: bool = True) -> None:
     saved = begin_from(sound[0], tmp_path / "saved")
     place = ("--load", str(saved), "--save", str(saved), SHARDED)
-    lost = train(tmp_path, "lost", *place, fault=fault)
+    env = {}
+    if fault.rank_holds_store:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
+    lost = train(
+        *(tmp_path, "lost", *place), env=env, prepare=functools.partial(arm, fault),
+        awaited=[rank for rank in range(RANKS) if rank != fault.rank],
+    )  # fmt: skip
     assert "strikes" in lost.logs[fault.rank], lost.logs[fault.rank][-3000:]
     errors = {}
     for outcome, log in zip(lost.outcomes, lost.logs, strict=True):
@@ -90,7 +191,7 @@ def test_a_drawn_fault(seed: int, sound: tuple[Path, Training], tmp_path: Path) 
     check(draw(seed), sound, tmp_path)
 
 
-def poison(what: str, value: float, rank: int) -> Sequence[str]:
+def poison(what: str, value: float, rank: int) -> None:
     """Put a number that is none into the second layer of rank 1, in its third iteration."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.training import get_args
@@ -112,7 +213,6 @@ def poison(what: str, value: float, rank: int) -> Sequence[str]:
         return real(layer, original, tokens, *args, **kwargs)
 
     patched.moe_forward = forward
-    return ()
 
 
 @pytest.mark.parametrize(("what", "value"), [("tokens", float("nan")), ("weights", float("inf"))])
