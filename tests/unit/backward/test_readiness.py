@@ -218,11 +218,21 @@ def test_what_bypasses_autograd_is_reported_as_autograd_would(
     kept.clear()
 
 
-def test_a_backward_that_fails_holds_up_no_later_one() -> None:
+def made(deferred: bool = False) -> tuple[Owner, Model, Layer]:
+    """A model that reports to an owner, and its layer."""
     owner, scheduler = Owner(), WeightGradScheduler()
+    scheduler.enabled = deferred
     model = Model(owner)
-    scheduler.enable()
-    layer = functools.partial(model.layer, scheduler=scheduler)
+    return owner, model, functools.partial(model.layer, scheduler=scheduler)
+
+
+def check_reports(owner: Owner, params: Sequence[Tensor]) -> None:
+    """Each of these parameters was reported once, and no other."""
+    assert sorted(key for key, _ in owner.reports) == sorted(map(id, params))
+
+
+def test_a_backward_that_fails_holds_up_no_later_one() -> None:
+    owner, model, layer = made(deferred=True)
 
     def fail(grad: Tensor) -> None:
         raise ArithmeticError
@@ -233,24 +243,20 @@ def test_a_backward_that_fails_holds_up_no_later_one() -> None:
         layer(layer(x)).sum().backward()
     owner.reports.clear()
     once(model, layer).backward()
-    assert sorted(key for key, _ in owner.reports) == sorted(map(id, model.params))
+    check_reports(owner, model.params)
 
 
 def test_gradients_of_tokens_alone_report_nothing() -> None:
-    owner = Owner()
-    model = Model(owner)
-    layer = functools.partial(model.layer, scheduler=WeightGradScheduler())
+    owner, model, layer = made()
     x = tokens()
     torch.autograd.grad(layer(x).sum(), x)
     loss = layer(x).sum() + model.penalty()
     loss.backward(inputs=[x, model.experts[0]])
-    assert [key for key, _ in owner.reports] == [id(model.experts[0])]
+    check_reports(owner, model.experts[:1])
 
 
 def test_frozen_weights_are_not_reported_until_they_are_trained_again() -> None:
-    owner, scheduler = Owner(), WeightGradScheduler()
-    model = Model(owner)
-    layer = functools.partial(model.layer, scheduler=scheduler)
+    owner, model, layer = made()
     second = model.experts[EXPERTS:]
     for trained in (True, False, True):
         owner.reports.clear()
@@ -258,15 +264,13 @@ def test_frozen_weights_are_not_reported_until_they_are_trained_again() -> None:
             param.requires_grad_(trained)
             param.main_grad.zero_()  # type: ignore[attr-defined]
         once(model, layer).backward()
-        expected = model.params if trained else [*model.experts[:EXPERTS], model.linear]
-        assert sorted(key for key, _ in owner.reports) == sorted(map(id, expected))
+        check_reports(owner, model.params if trained else [*model.experts[:EXPERTS], model.linear])
         assert any(param.main_grad.any() for param in second) is trained  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("what", ["hook", "post-accumulate hook", "gradient", "shared in parts"])
 def test_what_autograd_alone_serves_keeps_its_visit(what: str) -> None:
-    owner = Owner()
-    model = Model(owner)
+    owner, model, layer = made()
     params, calls = model.experts, list[Tensor]()
     if what == "hook":
         params[1].register_hook(calls.append)
@@ -276,9 +280,9 @@ def test_what_autograd_alone_serves_keeps_its_visit(what: str) -> None:
         params[1].grad = torch.zeros_like(params[1])
     else:  # with another layer
         readiness_of(params[1:2])
-    once(model, functools.partial(model.layer, scheduler=WeightGradScheduler())).backward()
+    once(model, layer).backward()
     assert bool(calls) == ("hook" in what)
-    assert sorted(key for key, _ in owner.reports) == sorted(map(id, model.params))
+    check_reports(owner, model.params)
 
 
 def _captured(owner: Owner) -> tuple[Model, Tensor, list[Tensor | None]]:
@@ -303,12 +307,10 @@ def test_a_captured_backward_gives_autograd_each_gradient_elsewhere() -> None:
 
 
 def test_a_context_that_outlives_its_graph_is_not_waited_for() -> None:
-    owner = Owner()
-    model = Model(owner)
-    layer = functools.partial(model.layer, scheduler=WeightGradScheduler())
+    owner, model, layer = made()
     loss = once(model, layer)
     contexts = [node for gate in owner.gates.values() for node in gate._calls]
     del loss
     assert contexts
     once(model, layer).backward()
-    assert sorted(key for key, _ in owner.reports) == sorted(map(id, model.params))
+    check_reports(owner, model.params)

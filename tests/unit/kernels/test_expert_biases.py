@@ -16,6 +16,7 @@ pytestmark = pytest.mark.interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COUNTS = [0, 5, 0, 257, 256, 1, 0, 600, 0]  # none, a chunk's edges, several chunks
+FEW = [0, 3, 0, 4, 1, 0]
 SPARE = 3  # rows behind the last expert's
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -40,9 +41,8 @@ def _rows(width: int, dtype: torch.dtype, counts: list[int] = COUNTS) -> tuple[T
 def test_biases_are_added_in_fp32_and_rounded_once(
     width: int, dtype: torch.dtype, weighted: bool
 ) -> None:
-    counts = [0, 3, 0, 4, 1, 0]
-    rows, bias, offsets, experts, scale = _rows(width, dtype, counts)
-    n = sum(counts)
+    rows, bias, offsets, experts, scale = _rows(width, dtype, FEW)
+    n = sum(FEW)
     own, factor = bias[experts[:n].long()], (scale[:n, None] if weighted else 1.0)
     product_first = stored(rows[:n].float() + own.float() * factor, dtype)
     # As a GPU multiplies and adds: no rounding between the two.
@@ -55,9 +55,8 @@ def test_biases_are_added_in_fp32_and_rounded_once(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [24, 1030])
 def test_products_with_biases_are_added(width: int, dtype: torch.dtype) -> None:
-    counts = [0, 3, 0, 4, 1, 0]
-    rows, bias, offsets, experts, products = _rows(width, dtype, counts)
-    n = sum(counts)
+    rows, bias, offsets, experts, products = _rows(width, dtype, FEW)
+    n = sum(FEW)
     right = products[:n] + (rows[:n].float() * bias[experts[:n].long()].float()).sum(1)
     add_products(products, rows, bias, experts, offsets[-1:])
     torch.testing.assert_close(products[:n], right, rtol=1e-5, atol=1e-4)
