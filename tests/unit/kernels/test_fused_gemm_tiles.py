@@ -10,9 +10,7 @@ import pytest
 from megatron_fluid.kernels.fused_gemm.launch import (
     FUSED,
     MOST_CHUNKS,
-    MOST_RANKS,
     MOST_ROWS,
-    _Call,
     chunks_of_block,
     splits_of_depth,
     strips_of_block,
@@ -35,21 +33,6 @@ extern "C" int tiles(int ranks, int first, int rows, int width, int high, int ch
     for (int i = 0; i < 9; i++) out[count * 9 + i] = found[i];
   }
   return count;
-}
-#define MEMBER(name) {#name, &call.name}
-extern "C" int offsets(const char** names, int* out) {
-  Call call;
-  const struct { const char* name; const void* at; } members[] = {
-      MEMBER(out), MEMBER(counters), MEMBER(flags), MEMBER(landed), MEMBER(bias), MEMBER(partials),
-      MEMBER(arrivals), MEMBER(errors), MEMBER(abort), MEMBER(timeout_ns), MEMBER(value),
-      MEMBER(ranks), MEMBER(rank), MEMBER(operation), MEMBER(rows), MEMBER(width),
-      MEMBER(depth), MEMBER(high), MEMBER(chunks), MEMBER(part), MEMBER(splits), MEMBER(span)};
-  int count = 0;
-  for (const auto& member : members) {
-    names[count] = member.name;
-    out[count++] = (const char*)member.at - (const char*)&call;
-  }
-  return sizeof(Call);
 }
 """
 
@@ -162,12 +145,3 @@ def test_k_is_cut_where_tiles_are_few_and_k_is_long() -> None:
 def test_the_most_rows_have_a_chunk_for_every_strip() -> None:
     for width in (256, 1024, 57344):
         assert strips_of_block(tiles_of_block(MOST_ROWS, width, 8, 66)) <= MOST_CHUNKS
-
-
-def test_a_call_is_laid_out_as_the_kernel_reads_it(host: ctypes.CDLL) -> None:
-    names, places = (ctypes.c_char_p * 32)(), (ctypes.c_int * 32)()
-    size = host.offsets(names, places)
-    assert size == ctypes.sizeof(_Call)
-    in_source = {name.decode(): place for name, place in zip(names, places, strict=True) if name}
-    assert in_source == {name: getattr(_Call, name).offset for name, *_ in _Call._fields_}
-    assert _Call.out.size == 8 * MOST_RANKS

@@ -7,7 +7,6 @@ seen everywhere.
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 from collections.abc import Callable
@@ -104,7 +103,8 @@ def _check(found: Tensor, expected: Tensor) -> None:
     assert error <= limit, f"off by {error:.1e}"
 
 
-every_case = functools.partial(pytest.mark.parametrize, ("counts", "shape", "dtype"))(
+every_case = pytest.mark.parametrize(
+    ("counts", "shape", "dtype"),
     [
         pytest.param(
             counts, shape, dtype, id=f"{len(counts)} experts-{sum(counts)} rows-{shape}-{dtype}"
@@ -112,7 +112,7 @@ every_case = functools.partial(pytest.mark.parametrize, ("counts", "shape", "dty
         for counts in _counts()
         for shape in SHAPES
         for dtype in DTYPES
-    ]
+    ],
 )
 
 

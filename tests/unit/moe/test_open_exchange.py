@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_fluid.moe.local.transport import LocalPlan, LocalTransport
+from megatron_fluid.moe.nvlink import transport
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+from megatron_fluid.moe.nvlink.schedule import Schedule
+from megatron_fluid.moe.nvlink.transport import NvlinkTransport
 from megatron_fluid.moe.open_exchange import DispatchedRows, OpenExchange
 from megatron_fluid.moe.transport import TokenTransport
 from tests.support.moe_reference import ExpertProblem, routing
@@ -25,10 +29,6 @@ def _torch(ids: Tensor) -> TokenTransport:
 
 def _kernels(sent_rows: bool) -> Callable[[Tensor], TokenTransport]:
     def make(ids: Tensor) -> TokenTransport:
-        from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
-        from megatron_fluid.moe.nvlink.schedule import Schedule
-        from megatron_fluid.moe.nvlink.transport import NvlinkTransport
-
         workspace, schedule = SimulatedWorkspace(1).rank(0), Schedule(sent_rows=sent_rows)
         buffers = NvlinkBuffers(workspace, T, H, K, E, torch.float32, schedule)
         return NvlinkTransport(buffers, ids.int())
@@ -105,9 +105,6 @@ def test_inputs_without_gradients_leave_the_experts_theirs() -> None:
 def test_moves_of_a_kind_in_a_row_are_kept_apart_by_a_barrier(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from megatron_fluid.moe.nvlink import transport
-    from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
-
     buffers = NvlinkBuffers(SimulatedWorkspace(2).rank(0), 4, H, K, 4, torch.float32)
     barriers: list[str] = []
     move = ""

@@ -186,12 +186,17 @@ def test_load_balancing_loss() -> None:
     assert router.load_balancing_loss(nothing, 1.0).item() == 0.0
 
 
+def balancing_router() -> router.TopKRouter:
+    module = router.TopKRouter(5, 4, 2, aux_loss_coefficient=0.7, dtype=F64)
+    with torch.no_grad():
+        module.weight.copy_(normal(4, 5, seed=1))
+    return module
+
+
 def test_the_loss_has_the_weight_that_it_is_given() -> None:
     tokens, found = normal(10, 5), []
     for scale in (1.0, 1024.0):
-        module = router.TopKRouter(5, 4, 2, aux_loss_coefficient=0.7, dtype=F64)
-        with torch.no_grad():
-            module.weight.copy_(normal(4, 5, seed=1))
+        module = balancing_router()
         router.set_aux_loss_scale(scale)
         try:
             (module(tokens).probs * 0.0).sum().backward()
@@ -203,12 +208,9 @@ def test_the_loss_has_the_weight_that_it_is_given() -> None:
 
 
 def test_the_loss_is_trained_through_the_probabilities() -> None:
-    weight, tokens, upstream = normal(4, 5, seed=1), normal(10, 5), normal(10, 2, seed=2)
-    module = router.TopKRouter(5, 4, 2, aux_loss_coefficient=0.7, dtype=F64)
-    with torch.no_grad():
-        module.weight.copy_(weight)
+    tokens, upstream, module = normal(10, 5), normal(10, 2, seed=2), balancing_router()
     (module(tokens).probs * upstream).sum().backward()
-    reference = weight.clone().requires_grad_()
+    reference = module.weight.detach().clone().requires_grad_()
     routing_of = router.route(tokens @ reference.t(), 2)
     ((routing_of.probs * upstream).sum() + router.load_balancing_loss(routing_of, 0.7)).backward()
     torch.testing.assert_close(module.weight.grad, reference.grad)

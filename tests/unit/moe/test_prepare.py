@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,18 +14,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid import MoEBaseline, MoEConfig, MoELayer
+from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe import choose, fp8_experts
 from megatron_fluid.moe.autograd import prepare, run_experts
 from megatron_fluid.moe.call import ExpertCall
 from megatron_fluid.moe.expert_rows import InPlace
+from megatron_fluid.moe.expert_weights import ExpertWeights
+from megatron_fluid.moe.hierarchical.plan import make_plan
+from megatron_fluid.moe.hierarchical.transport import HierarchicalTransport
 from megatron_fluid.moe.local.transport import LocalPlan, LocalTransport
+from megatron_fluid.moe.nvlink import shared
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+from megatron_fluid.moe.nvlink.transport import NvlinkTransport
 from megatron_fluid.moe.rounds.all_to_all import AllToAllTransport
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from megatron_fluid.moe.rounds.transport import RoundsTransport
 from megatron_fluid.moe.transport import TokenTransport
+from megatron_fluid.topology import HostLayout
+from tests.support.fp8_emulation import emulate
 from tests.support.launch import on_ranks
 from tests.support.machine import NEEDS_INTERPRETER
 from tests.support.moe_reference import ExpertProblem
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 pytestmark = NEEDS_INTERPRETER
 
@@ -33,25 +45,15 @@ BF16 = torch.bfloat16
 
 
 def _rounds() -> Any:
-    from megatron_fluid.comm.p2p_rounds import shared_rounds
-
     return shared_rounds(dist.group.WORLD)
 
 
 def _hierarchical(ids: Tensor) -> TokenTransport:
-    from megatron_fluid.moe.hierarchical.plan import make_plan
-    from megatron_fluid.moe.hierarchical.transport import HierarchicalTransport
-    from megatron_fluid.topology import HostLayout
-
     plan = make_plan(ids[None], [T], E, HostLayout((0,)), 0, chunks=1)
     return HierarchicalTransport(plan, _rounds(), "moe")
 
 
 def _nvlink(ids: Tensor) -> TokenTransport:
-    from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
-    from megatron_fluid.moe.nvlink.transport import NvlinkTransport
-    from tests.support.simulated_workspace import SimulatedWorkspace
-
     space = SimulatedWorkspace(1).rank(0)
     return NvlinkTransport(NvlinkBuffers(space, T, H, K, E, BF16), ids)
 
@@ -128,18 +130,16 @@ def _tensors(of: object) -> Iterator[Tensor]:
         todo += gc.get_referents(held)
 
 
+def _layer(backend: str) -> MoELayer:
+    config = {"hidden_size": H, "ffn_hidden_size": F, "num_experts": E, "top_k": K}
+    return MoELayer({**config, "backend": backend}, dist.group.WORLD)
+
+
 @on_ranks(1)
 def test_what_a_layer_keeps_of_an_evaluation_is_no_inference_tensor(rank: int, world: int) -> None:
     """Layers of which the first call is one of torch.inference_mode."""
-    from unittest import mock
-
-    from megatron_fluid.moe import choose
-    from megatron_fluid.moe.nvlink import shared
-    from tests.support.simulated_workspace import SimulatedWorkspace
-
     for backend in ("local", "rounds", "nvlink"):
-        config = {"hidden_size": H, "ffn_hidden_size": F, "num_experts": E, "top_k": K}
-        layer = MoELayer({**config, "backend": backend}, dist.group.WORLD)
+        layer = _layer(backend)
         space = SimulatedWorkspace(1).rank(0)
         x = torch.randn(T, H, generator=torch.Generator().manual_seed(1))
         with (
@@ -156,8 +156,7 @@ def test_what_a_layer_keeps_of_an_evaluation_is_no_inference_tensor(rank: int, w
 
 @on_ranks(1)
 def test_weights_that_move_between_calls_are_read_where_they_lie(rank: int, world: int) -> None:
-    config = {"hidden_size": H, "ffn_hidden_size": F, "num_experts": E, "top_k": K}
-    layer = MoELayer({**config, "backend": "local"}, dist.group.WORLD)
+    layer = _layer("local")
     x = torch.randn(T, H, generator=torch.Generator().manual_seed(1))
     expected = layer(x)
     for weight in (layer.weight1, layer.weight2):  # the same values with other strides
@@ -183,10 +182,6 @@ def test_parameters_that_are_moved_in_an_evaluation_can_be_trained() -> None:
 def test_a_cast_that_is_made_in_an_evaluation_serves_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from megatron_fluid.moe import fp8_experts
-    from megatron_fluid.moe.expert_weights import ExpertWeights
-    from tests.support.fp8_emulation import emulate
-
     emulate(monkeypatch.setattr)
     fc = ExpertWeights(torch.randn(2, 128, 128, dtype=BF16), 2)
     with torch.inference_mode():
