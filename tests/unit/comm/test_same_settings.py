@@ -20,7 +20,7 @@ from megatron_fluid.low_latency.all_to_all import AllToAll
 from megatron_fluid.moe.layer import MoEBaseline, MoELayer
 from megatron_fluid.patches.overlap_decision import Finding, exchange
 from megatron_fluid.transformer_layer import TransformerLayer
-from tests.support.launch import on_ranks, run_ranks
+from tests.support.launch import on_ranks, world_group
 
 MOE: dict[str, Any] = {"hidden_size": 8, "ffn_hidden_size": 8, "num_experts": 4, "top_k": 2}
 
@@ -29,61 +29,46 @@ def _moe(layer: type = MoELayer, dtype: torch.dtype = torch.float32, **fields: A
     return layer({**MOE, **fields}, dist.group.WORLD, dtype=dtype)
 
 
-def _all_to_all(rank: int, tokens: int) -> None:
-    AllToAll.intranode(tokens, 4, 2, rank, 2, 1, 8, 16, 0)
-
-
-def _refusal(call: Callable[[], object]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        call()
-    return str(caught.value)
-
-
-def _differing(rank: int, world: int) -> list[str]:
-    """What each of some pairs of layers that differ between the ranks is refused with."""
-    group = dist.group.WORLD
-    cases = (
-        lambda: _moe(top_k=2 + rank),
-        lambda: _moe((MoELayer, MoEBaseline)[rank]),
-        lambda: _moe(dtype=(torch.float32, torch.float64)[rank]),
-        lambda: TransformerLayer(
-            *(8, 2, 8, 4, 2), window=(None, 3)[rank], ep_group=group, cp_group=group
-        ),
-        lambda: _all_to_all(rank, 4 + rank),
-    )
-    started = time.monotonic()
-    texts = [_refusal(case) for case in cases]
+@on_ranks(2)
+def test_every_rank_names_the_settings_that_differ(rank: int, world: int) -> None:
+    group, started = world_group(), time.monotonic()
     own: dict[str, Any] = {"timeout_s": 50.0 + rank, "profile_dir": f"/host{rank}"}
+
+    def check(said: str, call: Callable[[], object]) -> None:
+        with pytest.raises(ConfigError, match=said) as caught:
+            call()
+        assert "timeout_s" not in str(caught.value) and "profile_dir" not in str(caught.value)
 
     def agree(key: str) -> None:
         exchange(Finding(None), group, FluidConfig(**own), "overlapped MoE layer", key)
 
+    check(
+        "MoELayer: top_k: found '2' on rank 0, '3' on rank 1; allowed: the same on all ranks",
+        lambda: _moe(top_k=2 + rank),
+    )
+    kinds = MoELayer, MoEBaseline
+    check("layer: found 'MoELayer' on rank 0, 'MoEBaseline' on", lambda: _moe(kinds[rank]))
+    dtypes = torch.float32, torch.float64
+    check("dtype: found 'torch.float32' on rank 0,", lambda: _moe(dtype=dtypes[rank]))
+    check(
+        "SelfAttention: window: found 'None' on rank 0, '3' on rank 1",
+        lambda: TransformerLayer(
+            *(8, 2, 8, 4, 2), window=(None, 3)[rank], ep_group=group, cp_group=group
+        ),
+    )
+    check(
+        "AllToAll: max_num_tokens: found '4' on rank 0, '5' on rank 1",
+        lambda: AllToAll.intranode(4 + rank, 4, 2, rank, 2, 1, 8, 16, 0),
+    )
     set_config(FluidConfig(dx_chunks=1 + rank, **own))
-    texts.append(_refusal(_moe))
+    check("MoELayer: FluidConfig.dx_chunks: found '1' on rank 0, '2' on rank 1; allowed", _moe)
     with mock.patch.object(megatron_fluid, "__version__", f"0.{rank}"):
         set_config(FluidConfig(**own))
-        texts += [_refusal(_moe), _refusal(lambda: agree("1"))]
+        version = "version: found '0.0' on rank 0, '0.1' on rank 1; allowed"
+        check(f"MoELayer: FluidConfig.{version}", _moe)
+        check(f"overlapped MoE layer: {version}", lambda: agree("1"))
     agree("2")
     assert time.monotonic() - started < 30, "differences are not waited for"
-    return texts
-
-
-def test_every_rank_names_the_settings_that_differ() -> None:
-    first, second = run_ranks(_differing, 2)
-    assert [t.partition(": ")[2] for t in first] == [t.partition(": ")[2] for t in second]
-    named = (
-        "MoELayer: top_k: found '2' on rank 0, '3' on rank 1; allowed: the same on all ranks",
-        "layer: found 'MoELayer' on rank 0, 'MoEBaseline' on rank 1",
-        "dtype: found 'torch.float32' on rank 0, 'torch.float64' on rank 1",
-        "SelfAttention: window: found 'None' on rank 0, '3' on rank 1",
-        "AllToAll: max_num_tokens: found '4' on rank 0, '5' on rank 1",
-        "MoELayer: FluidConfig.dx_chunks: found '1' on rank 0, '2' on rank 1; allowed",
-        "MoELayer: FluidConfig.version: found '0.0' on rank 0, '0.1' on rank 1; allowed",
-        "overlapped MoE layer: version: found '0.0' on rank 0, '0.1' on rank 1; allowed",
-    )
-    for text, words in zip(first, named, strict=True):
-        assert words in text
-    assert not any("timeout_s" in text or "profile_dir" in text for text in first)
 
 
 @on_ranks(2)

@@ -73,8 +73,10 @@ CALL: dict[str, Any] = {
         ("indices", ZEROS.float(), "indices.*torch.uint32"),
         ("indices", _SHIFTED, "address of indices.*multiple of 16"),
         ("out_expert_x", _FP16, "out_expert_x: found torch.float16, allowed: torch.bfloat16"),
-        *((name, CALL[name].to("meta"), f"{name}: found 'meta'") for name in ("dp_x", "weights")),
-        ("bound_m", CALL["bound_m"].to("meta"), "bound_m: found 'meta'"),
+        *(
+            (name, CALL[name].to("meta"), f"{name}: found 'meta'")
+            for name in ("dp_x", "weights", "bound_m")
+        ),
         # The kernel writes them one after another.
         ("out_expert_offsets", torch.zeros(4).int()[::2], "out_expert_offsets: found 'strides"),
     ],
