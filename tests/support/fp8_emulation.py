@@ -24,10 +24,6 @@ def _restore_rows(x: Fp8Rows, count: Tensor | None = None) -> Tensor:
     return reference.restore_rows(*x).bfloat16()
 
 
-def _pack_rows(x: Tensor) -> Tensor:
-    return reference.pack_rows(x)
-
-
 def _unpack_rows(packed: Tensor, width: int) -> Fp8Rows:
     scales = packed.view(torch.float32)[:, width // 4 : width // 4 + width // 128]
     return Fp8Rows(packed.view(torch.float8_e4m3fn)[:, :width], scales.t().contiguous())
@@ -92,7 +88,7 @@ def emulate(replace: Callable[[object, str, object], None] = setattr, casts: boo
     replace(fp8_experts, "add_fp8_weight_grads", _add_weight_grads)
     if casts:
         for function in (
-            *(_cast_rows, _restore_rows, _pack_rows, _unpack_rows, _cast_weights),
+            *(_cast_rows, _restore_rows, reference.pack_rows, _unpack_rows, _cast_weights),
             *(_swiglu_cast, _swiglu_backward_cast, _turn_rows),
         ):
             replace(fp8_experts, function.__name__.removeprefix("_"), function)

@@ -20,14 +20,6 @@ from torch.utils import _pytree as pytree
 
 __all__ = ["GroupedTensor", "megatron_with_grouped_tensors", "members", "pack"]
 
-_ATTRIBUTES = (
-    "rowwise_data",
-    "columnwise_data",
-    "quantizer",
-    "num_tensors",
-    "tensor_shapes",
-    "quantized_tensors",
-)
 _ATEN = torch.ops.aten
 _REFUSED = {
     _ATEN.reshape.default,
@@ -79,8 +71,7 @@ class GroupedTensor(torch.Tensor):
     def _same(self, requires_grad: bool) -> GroupedTensor:
         given = self.shape, self.stride(), self.dtype, self.device
         made = self._wrapper(*given, requires_grad=requires_grad)
-        for name in _ATTRIBUTES:
-            setattr(made, name, getattr(self, name))
+        vars(made).update(vars(self))
         return made
 
     def all_same_shape(self) -> bool:
