@@ -81,7 +81,7 @@ class KeptLayout:
     reference to the weights, so that their memory can be freed between two calls.
 
     Attributes:
-        memory: address, shape and strides of each weight tensor.
+        memory: address, storage's address, shape and strides of each weight tensor.
         stack: shape, strides and offset of one view of all experts' matrices, if there is one.
         reverse: whether that view has the experts in reverse order.
         shape: of one expert's matrix. [out, in]
@@ -97,7 +97,7 @@ class KeptLayout:
     cast: Any = None
 
     def fits(self, weights: Tensor | Sequence[Tensor]) -> bool:
-        """Whether these weights have the addresses, shapes and strides in `memory`."""
+        """Whether these weights have the `memory` of the kept ones."""
         return [_memory_of(values) for values in params_and_values(weights)[1]] == self.memory
 
 
@@ -332,7 +332,8 @@ def in_dtype(given: Any, dtype: torch.dtype) -> Any:
 
 
 def _memory_of(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
+    # A tensor may come back to its address in another storage, where its offset is another one.
+    return tensor.data_ptr(), tensor.untyped_storage().data_ptr(), tensor.shape, tensor.stride()
 
 
 def _strided_view(matrices: Sequence[Tensor]) -> Tensor | None:

@@ -51,7 +51,7 @@ class Looked(NamedTuple):
 
     Attributes:
         w1, w2: as returned by ExpertParameters.current().
-        addresses: their data pointers.
+        addresses: where they lie, to compare with an earlier look.
         leaves: whether all have one class, and all or none require gradients.
         state: a list to compare with that of an earlier look: class, address and requires_grad of
             each parameter, and which other parameters exist (a bias). Object identity is left out:
@@ -60,7 +60,7 @@ class Looked(NamedTuple):
 
     w1: Parameters
     w2: Parameters
-    addresses: list[int]
+    addresses: list[object]
     leaves: bool
     state: list[Any]
 
@@ -111,7 +111,7 @@ class ExpertParameters:
         self._weights, self._biases = map(keys, ("weight", "bias"), self.packed)
         self._set_getter()
         self._kept: tuple[KeptLayout | None, KeptLayout | None] = None, None  # at _addresses
-        self._addresses: list[int] = []
+        self._addresses: list[object] = []
         fc1_biases, fc2_biases, names = self._biases
         pair = fc1_biases[-1].get(names[-1]), fc2_biases[-1].get(names[-1])
         self.biased = None not in pair
@@ -149,12 +149,15 @@ class ExpertParameters:
         self._kept, self._addresses = (first.kept, second.kept), addresses
         return first, second
 
-    def _addresses_of(self, weights: Parameters) -> list[int]:
-        """Data pointers of the weights."""
+    def _addresses_of(self, w1: Parameters, w2: Parameters) -> list[object]:
+        """Data pointers of the weights, and storage and strides of each projection's first and
+        last: in other storages the same addresses have other offsets."""
         if self.packed[0]:
-            return [_values(weight).data_ptr() for weight in weights]
+            w1, w2 = tuple(map(_values, w1)), tuple(map(_values, w2))
+        ends = w1[0], w1[-1], w2[0], w2[-1]
         # Runs in every call for about a hundred parameters: map loops in C.
-        return [*map(Tensor.data_ptr, weights)]
+        pointers = map(Tensor.data_ptr, (*w1, *w2))
+        return [*pointers, *((end.untyped_storage().data_ptr(), end.stride()) for end in ends)]
 
     def _given(self, parameters: Parameters, packed: bool) -> GivenWeights:
         """Weights or biases of one linear: a parameter per expert, or one Packed for all."""
@@ -172,7 +175,7 @@ class ExpertParameters:
         """
         w1, w2 = self.current()
         both = (*w1, *w2)
-        addresses = self._addresses_of(both)
+        addresses = self._addresses_of(w1, w2)
         kinds, trained = [*map(type, both)], [*map(_TRAINED, both)]
         state: list[Any] = [*addresses, *kinds, *trained]
         if self.packed[0]:

@@ -157,6 +157,40 @@ def test_weights_that_move_between_calls_leave_no_memory_behind(rank: int, world
     check("standalone", alone, expert_weights)
 
 
+def _place(weights: list[torch.nn.Parameter], pool: torch.Tensor, together: bool) -> None:
+    """Move weights to the same addresses each time: in one storage, or each in its own."""
+    start = 100
+    for weight, values in zip(weights, [weight.detach().clone() for weight in weights], strict=True):
+        end = start + values.numel()
+        own = torch.frombuffer(memoryview(pool.numpy())[start:end], dtype=pool.dtype)
+        weight.data = (pool[start:end] if together else own).view(values.shape).copy_(values)
+        start = end
+
+
+@on_ranks(1)
+def test_weights_that_come_back_to_their_addresses_in_other_storages_are_read(
+    rank: int, world: int
+) -> None:
+    """As weights may that are loaded after they were offloaded."""
+    tiny_gpt.parallel(expert_model_parallel_size=1)
+    pool, hidden = torch.randn(1 << 16), torch.randn(6, 2, 32)
+
+    def check(forward: Any, weights: list[torch.nn.Parameter]) -> None:
+        with torch.no_grad():
+            expected = forward(hidden)
+            for together in (True, False, True):
+                _place(weights, pool, together)
+                torch.testing.assert_close(forward(hidden), expected, rtol=0, atol=1e-6)
+
+    with tiny_gpt.plug_in(True, moe_backend="local") as calls:
+        layer = tiny_gpt.moe_layer(tiny_gpt.config_of(), grouped=True)
+        check(lambda x: layer(x)[0], list(layer.experts.parameters()))
+        assert len(calls) == 4
+    sizes = {"hidden_size": 32, "ffn_hidden_size": 48, "num_experts": 4, "top_k": 2}
+    alone = MoELayer(sizes, None)
+    check(alone, [alone.weight1, alone.weight2])
+
+
 def test_parameters_of_a_larger_buffer_are_not_moved() -> None:
     """As Megatron's DistributedDataParallel lays them out."""
     parameters = tuple(map(torch.nn.Parameter, torch.zeros(3, 4, 8).unbind()))
