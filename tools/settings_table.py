@@ -95,7 +95,6 @@ _OTHERS = tuple(
             "num_moe_experts moe_layer_freq moe_ffn_hidden_size moe_grouped_gemm "
             "expert_model_parallel_size",
         ),
-        (HONOURED, "rows that only pad are not sent", "moe_pad_expert_input_to_capacity"),
         (HONOURED, "the layer recomputes itself, over its own transport", "moe_layer_recompute"),
         (
             HONOURED,

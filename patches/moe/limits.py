@@ -204,6 +204,14 @@ EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "moe_expert_rank_capacity_factor", "rows beyond a rank's capacity are dropped by HybridEP"
     ),
+    Limit(
+        "moe_pad_expert_input_to_capacity",
+        "beside moe_apply_probs_on_input and add_bias_linear rows that only pad bring biases "
+        "(else rows that only pad are not sent)",
+        lambda c, _: bool(
+            c.moe_pad_expert_input_to_capacity and c.moe_apply_probs_on_input and c.add_bias_linear
+        ),
+    ),
 )
 
 EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (

@@ -44,6 +44,7 @@ EXCHANGE: dict[str, tuple[Any, Any]] = {
     "moe_token_dispatcher_type": ("flex", "alltoall"),
     "expert_tensor_parallel_size": (2, None),
     "moe_expert_rank_capacity_factor": (1.5, None),
+    "moe_pad_expert_input_to_capacity": (True, False),
 }
 EXPERTS: dict[str, tuple[Any, Any]] = {
     "fp8": ("hybrid", "e4m3"),
@@ -81,6 +82,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "bias_activation_fusion": {"activation_func": F.gelu},
     "activation_func_clamp_value": {"bias_activation_fusion": True},
     "use_transformer_engine_op_fuser": {"glu_linear_offset": 0.5},
+    "moe_pad_expert_input_to_capacity": {"moe_apply_probs_on_input": True, "add_bias_linear": True},
 }
 
 
