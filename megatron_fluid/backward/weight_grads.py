@@ -167,7 +167,7 @@ class WeightGradScheduler:
     graph and `submit` dW in backward; if not, they compute dW during their own exchange and return
     it to autograd. What is decided in forward holds for that call's backward, whatever is switched
     in between. While it is enabled, `torch.autograd.grad` with respect to such a weight finds it
-    unused; `.backward()` is what fills `.grad`.
+    unused, and `.backward(inputs=...)` leaves its `.grad` as it was; `.backward()` fills `.grad`.
     """
 
     def __init__(self) -> None:
