@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.failed_waits import tells_peers
-from megatron_fluid.config import FluidConfig, moe_recompute
+from megatron_fluid.config import FluidConfig
 from megatron_fluid.kernels.grouped_gemm.launch import compile_ahead
 from megatron_fluid.moe.autograd import start_experts
 from megatron_fluid.moe.backends import MakeTransport
@@ -41,6 +41,7 @@ from megatron_fluid.patches.moe.own_experts import (
     Looked,
     OwnExperts,
     Projections,
+    recompute_of,
     routes_as_megatron,
 )
 from megatron_fluid.patches.moe.separate_experts import (
@@ -175,8 +176,9 @@ class OverlappedLayer(OwnExperts):
         self._indices: Tensor | None = None  # position of each expert in `columns`. [E]
         self.captures = is_graph_capturing if held_by_graphs(c) is Held.ROUTER else None
         self.transports = make_backend(layer, config, backend, fused=True)
-        self.fp8 = self.fp8 and self.transports.exact_over is None
-        self.recompute = () if backend == "rounds" else moe_recompute(config)
+        over = self.transports.exact_over
+        self.fp8 = self.fp8 and over is None
+        self.recompute = recompute_of(config, over and f"over {over}")
         self.offload = offload_of(c, config) if backend == "local" else None
 
     def start(self, descends: Sequence[bool]) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import operator
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
-from megatron_fluid.config import FluidConfig
+from megatron_fluid.config import FluidConfig, moe_recompute
 from megatron_fluid.moe.call import ExpertCall, Offload
 from megatron_fluid.moe.expert_weights import ExpertWeights, GivenWeights, KeptLayout, Packed
 from megatron_fluid.patches import versions
@@ -38,7 +39,16 @@ from megatron_fluid.topology import real_group
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-__all__ = ["FEATURE", "ExpertParameters", "Looked", "OwnExperts", "routes_as_megatron"]
+__all__ = [
+    "FEATURE",
+    "ExpertParameters",
+    "Looked",
+    "OwnExperts",
+    "recompute_of",
+    "routes_as_megatron",
+]
+
+_LOGGER = logging.getLogger("megatron_fluid")
 
 type Parameters = tuple[nn.Parameter, ...]
 type Projections = tuple[ExpertWeights, ExpertWeights]
@@ -152,11 +162,12 @@ class ExpertParameters:
     def _addresses_of(self, w1: Parameters, w2: Parameters) -> list[object]:
         """Data pointers of the weights, and storage and strides of each projection's first and
         last: in other storages the same addresses have other offsets."""
+        weights: tuple[Tensor, ...] = (*w1, *w2)
         if self.packed[0]:
-            w1, w2 = tuple(map(_values, w1)), tuple(map(_values, w2))
-        ends = w1[0], w1[-1], w2[0], w2[-1]
+            weights = tuple(map(_values, weights))
+        ends = weights[0], weights[len(w1) - 1], weights[len(w1)], weights[-1]
         # Runs in every call for about a hundred parameters: map loops in C.
-        pointers = map(Tensor.data_ptr, (*w1, *w2))
+        pointers = map(Tensor.data_ptr, weights)
         return [*pointers, *((end.untyped_storage().data_ptr(), end.stride()) for end in ends)]
 
     def _given(self, parameters: Parameters, packed: bool) -> GivenWeights:
@@ -246,6 +257,24 @@ def _released(parameter: Any) -> bool:
 
 
 _TRAINED = operator.attrgetter("requires_grad")
+
+
+def recompute_of(config: FluidConfig, rows_kept: str | None) -> tuple[str, ...]:
+    """Which of "rows" and "hidden" a layer's backward computes again. rows_kept: where rows are
+    kept whatever config asks for, as "over rounds"; None where they are not."""
+    parts = moe_recompute(config)
+    if rows_kept is None or "rows" not in parts:
+        return parts
+    _say_rows_kept(config.moe_recompute, rows_kept)
+    return tuple(part for part in parts if part != "rows")
+
+
+@functools.cache
+def _say_rows_kept(recompute: str, where: str) -> None:
+    _LOGGER.warning(
+        f"megatron_fluid: --fluid-moe-recompute {recompute} has no effect on dispatched tokens "
+        f"{where}: they are kept. `hidden` computes the output of fc1 again there, too"
+    )
 
 
 FEATURE = "overlapped MoE layer"

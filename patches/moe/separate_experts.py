@@ -28,12 +28,12 @@ from megatron_fluid.backward.weight_grads import (
     get_backward_scheduler,
     weight_grad_task,
 )
-from megatron_fluid.config import FluidConfig, moe_recompute
+from megatron_fluid.config import FluidConfig
 from megatron_fluid.moe.autograd import run_experts
 from megatron_fluid.moe.backends import Backend
 from megatron_fluid.moe.expert_rows import InPlace
 from megatron_fluid.patches.moe.offload import offload_of
-from megatron_fluid.patches.moe.own_experts import Looked, OwnExperts
+from megatron_fluid.patches.moe.own_experts import Looked, OwnExperts, recompute_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -76,7 +76,7 @@ class SeparateExperts(OwnExperts):
 
     def __init__(self, layer: MoELayer, config: FluidConfig) -> None:
         super().__init__(layer, config, ordered=False)
-        self.recompute = set(moe_recompute(config)) & {"hidden"}
+        self.recompute = recompute_of(config, "where experts run apart from dispatch and combine")
         self.offload = offload_of(layer.config, config)
         self._scheduler: WeightGradScheduler | None = None
         if layer.config.delay_wgrad_compute:

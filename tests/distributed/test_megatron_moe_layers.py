@@ -122,7 +122,7 @@ CASES: dict[str, dict[str, Layer]] = {
             | {"activation_func": fused_bias_geglu.quick_gelu, "bias_activation_fusion": True}
         ),
         "single weights, fc1 recomputed": Layer(
-            GROUPED, ours=WEIGHT, fluid={"moe_recompute": "hidden"}
+            GROUPED, ours=WEIGHT, fluid={"moe_recompute": "both"}
         ),
         "single weights, biases apart": Layer(GROUPED | BIASES, ours=WEIGHT),
         "single biases": Layer(GROUPED | BIASES, ours=BIAS),
@@ -169,6 +169,12 @@ CASES: dict[str, dict[str, Layer]] = {
         "behind, no symmetric memory": _behind(
             BIASES, fluid={"moe_backend": "auto"}, why="no symmetric memory"
         ),
+        "behind all-to-all, biases of rows that pad": _behind(
+            BIASES | PADDED | ON_INPUT,
+            fluid={"moe_backend": "auto", "moe_recompute": "both"},
+            lengths=(9, 9),
+            why="moe_pad_expert_input_to_capacity",
+        ),
         "behind flex": _behind(
             BIASES | FLEX, fluid={"moe_backend": "auto"}, why="moe_token_dispatcher_type='flex'"
         ),
@@ -178,7 +184,14 @@ CASES: dict[str, dict[str, Layer]] = {
         "all-gather, ungated": _behind(UNGATED | ALL_GATHER | SPLIT, **AUTO),
         "gpt-oss without biases": _behind(GPT_OSS | SPLIT | {"add_bias_linear": False}, **AUTO),
     },
-    "two hosts": {"single": _by("hierarchical", GROUPED | BIASES, **SINGLE)},
+    "two hosts": {
+        "single": _by("hierarchical", GROUPED | BIASES, **SINGLE),
+        "recomputed": Layer(
+            GROUPED | BIASES,
+            fluid={"moe_backend": "hierarchical", "moe_recompute": "both"},
+            exchange="hierarchical",
+        ),
+    },
     "ep1": {
         "single": _by("local", GROUPED | BIASES, **SINGLE),
         "dropping": _by("local", DROPPING, lengths=(9, 9)),

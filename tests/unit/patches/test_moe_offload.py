@@ -27,7 +27,8 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import Pipe
 
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches.moe import layer as moe_layer
-from megatron_fluid.patches.moe import offload
+from megatron_fluid.patches.moe import offload, own_experts
+from megatron_fluid.patches.moe.own_experts import recompute_of
 from tests.support import tiny_gpt
 
 SWIGLU: dict[str, Any] = {}
@@ -310,6 +311,21 @@ def test_recomputation_of_what_is_offloaded_is_said_to_have_no_effect(
     assert "--fluid-moe-recompute hidden has no effect on moe_act" in record.message
     config.offload_modules = ["core_attn"]
     assert offload.offload_of(config, FluidConfig()) is None
+
+
+def test_recomputation_of_rows_that_are_kept_is_said_to_have_no_effect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own_experts._say_rows_kept.cache_clear()
+    expected = {"both": ("hidden",), "rows": (), "hidden": ("hidden",), "none": ()}
+    for asked, parts in expected.items():
+        assert recompute_of(FluidConfig(moe_recompute=asked), "over rounds") == parts
+        assert len(recompute_of(FluidConfig(moe_recompute=asked), None)) == len(parts) + (
+            asked in ("both", "rows")
+        )
+    both, rows = (record.message for record in caplog.records)
+    assert "--fluid-moe-recompute both has no effect on dispatched tokens over rounds" in both
+    assert "--fluid-moe-recompute rows has no effect" in rows
 
 
 def test_a_second_backward_of_one_forward_is_refused_by_name() -> None:

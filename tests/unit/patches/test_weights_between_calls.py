@@ -160,7 +160,9 @@ def test_weights_that_move_between_calls_leave_no_memory_behind(rank: int, world
 def _place(weights: list[torch.nn.Parameter], pool: torch.Tensor, together: bool) -> None:
     """Move weights to the same addresses each time: in one storage, or each in its own."""
     start = 100
-    for weight, values in zip(weights, [weight.detach().clone() for weight in weights], strict=True):
+    for weight, values in zip(
+        weights, [weight.detach().clone() for weight in weights], strict=True
+    ):
         end = start + values.numel()
         own = torch.frombuffer(memoryview(pool.numpy())[start:end], dtype=pool.dtype)
         weight.data = (pool[start:end] if together else own).view(values.shape).copy_(values)
