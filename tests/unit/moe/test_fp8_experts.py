@@ -19,10 +19,14 @@ from megatron_fluid.moe import fp8_experts
 from megatron_fluid.moe.activations import resolve_activation
 from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups
 from megatron_fluid.moe.local import transport
+from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
+from megatron_fluid.moe.nvlink.schedule import Schedule
+from megatron_fluid.moe.nvlink.transport import NvlinkTransport
 from tests.support import fp8_reference as reference
-from tests.support.expert_calls import expert_rows, local_moe
+from tests.support.expert_calls import expert_rows, local_moe, nvlink_moe
 from tests.support.fp8_emulation import emulate
 from tests.support.moe_reference import moe_reference
+from tests.support.simulated_workspace import SimulatedWorkspace
 
 pytestmark = pytest.mark.usefixtures("emulated")
 
@@ -154,8 +158,6 @@ def test_tokens_cast_before_they_are_dispatched_give_the_bits_of_rows_cast_after
     monkeypatch: pytest.MonkeyPatch, over: str, recompute: tuple[str, ...], fp8_weight_grads: bool
 ) -> None:
     """But for dW2 in bf16, and with recomputed rows dW1, which then come from bf16 rows."""
-    from megatron_fluid.moe.nvlink.transport import NvlinkTransport
-
     ids, leaves, grad = make(outliers=True)
 
     def results(before: bool, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
@@ -183,11 +185,6 @@ def over_one_rank(
     x, probs, w1, w2 = leaves
     if over == "local":
         return local_moe(x, ids, probs, w1, w2, fp8=True, **settings)
-    from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
-    from megatron_fluid.moe.nvlink.schedule import Schedule
-    from tests.support.expert_calls import nvlink_moe
-    from tests.support.simulated_workspace import SimulatedWorkspace
-
     workspace, schedule = SimulatedWorkspace(1).rank(0), Schedule(sent_rows=sent_rows)
     buffers = NvlinkBuffers(workspace, T, H, K, E, torch.bfloat16, schedule=schedule)
     return nvlink_moe(buffers, x, ids, probs.float(), w1, w2, fp8=True, **settings)

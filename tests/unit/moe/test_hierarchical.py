@@ -28,17 +28,17 @@ def draw(world: int, top_k: int = 3) -> tuple[torch.Tensor, list[int]]:
     return ids, counts
 
 
-def plans_of(hosts: tuple[int, ...], chunks: int) -> tuple[list[HierarchicalPlan], torch.Tensor]:
+def plans_of(hosts: tuple[int, ...], chunks: int) -> list[HierarchicalPlan]:
     world = len(hosts)
     ids, counts = draw(world)
     layout = HostLayout(hosts)
-    return [make_plan(ids, counts, 2 * world, layout, r, chunks) for r in range(world)], ids
+    return [make_plan(ids, counts, 2 * world, layout, r, chunks) for r in range(world)]
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("hosts", LAYOUTS)
 def test_what_is_sent_is_what_is_received(hosts: tuple[int, ...], chunks: int) -> None:
-    plans, _ = plans_of(hosts, chunks)
+    plans = plans_of(hosts, chunks)
     layout = HostLayout(hosts)
     for step in range(chunks + 1):
         for plan in plans:
@@ -63,7 +63,7 @@ def test_what_is_sent_is_what_is_received(hosts: tuple[int, ...], chunks: int) -
 
 
 def test_experts_compute_own_tokens_before_and_after_those_that_cross() -> None:
-    for plan in plans_of((0, 0, 1, 1), 2)[0]:
+    for plan in plans_of((0, 0, 1, 1), 2):
         assert [batch.piece for batch in plan.batches] == [0, 1, 2, 0]
         before, after = plan.batches[0], plan.batches[-1]
         assert before.rows.stop == after.rows.start and not before.last and after.last

@@ -74,12 +74,6 @@ def test_outputs_and_gradients_agree_with_the_reference(
     buffers.workspace.check_errors()
 
 
-def test_offsets_that_a_plan_is_writing_are_in_order() -> None:
-    buffers = buffers_of()
-    buffers.told.copy_(torch.tensor([7, 2, 9, 4, T]))
-    assert buffers.earlier_offsets() == [2, 4, 7, 9]
-
-
 @pytest.mark.parametrize("what", [("rows",), ("hidden",), ("rows", "hidden")], ids=str)
 @pytest.mark.parametrize("schedule", [NO_OVERLAP, Schedule(stream=True), SENT], ids=str)
 def test_what_is_not_kept_is_made_again(what: tuple[str, ...], schedule: Schedule) -> None:
