@@ -12,11 +12,11 @@ import os
 import runpy
 import sys
 import tempfile
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import megatron_fluid  # noqa: F401 (its patches are in place before ranks are forked)
+from tests.support.fresh_program import exit_status
 from tests.support.launch import run_ranks_outcomes
 
 __all__ = ["run_here", "run_program"]
@@ -71,17 +71,4 @@ def run_here(
     for text in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # not of a file
             text.reconfigure(line_buffering=True)  # lines of ranks do not mix
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-            return 1
-        return end.code or 0
-    except BaseException:  # noqa: BLE001 (as an interpreter ends)
-        traceback.print_exc()
-        return 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    return 0
+    return exit_status(lambda: runpy.run_path(script, run_name="__main__"))

@@ -16,12 +16,12 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.support.templates import Template, with_torch
 
-__all__ = ["run_code"]
+__all__ = ["exit_status", "run_code"]
 
 # What takes long in an import of Megatron-Core and is not its own.
 _THIRD_PARTIES = [
@@ -84,16 +84,21 @@ def _main(
     sys.path.insert(0, "")
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     warnings.simplefilter("ignore")
-    status = 0
+    os._exit(exit_status(lambda: exec(compile(code, "<string>", "exec"), vars(main))))
+
+
+def exit_status(program: Callable[[], object]) -> int:
+    """The exit status of a program, which ends here as in an interpreter."""
     try:
-        exec(compile(code, "<string>", "exec"), vars(main))
+        program()
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001 (as an interpreter ends)
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
