@@ -96,8 +96,8 @@ def headline(folder: Path = RESULTS) -> str:
         for line in lines
     ]
     table = markdown([*head, "megatron_fluid", "times faster"], cells)
-    trained = [line.document for line in lines if line.document["suite"] == "pretrain"]
-    rows = [row for document in trained for row in document["rows"]]
+    trained = [line for line in lines if line.document["suite"] == "pretrain"]
+    rows = [row for t in trained for row in t.document["rows"] if row["case"] == t.case]
     forced = any(row["config"].get("routing", "forced") == "forced" for row in rows)
     routing = "force" if forced else "an auxiliary loss"
     source = "[commits, commands and every row](docs/results.md)"

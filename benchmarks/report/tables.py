@@ -247,9 +247,9 @@ def _left_out(document: Document) -> list[str]:
 def _absent(document: Document) -> str:
     """The rivals that the suite names and the file does not hold, also of some cases alone."""
     absent = [*_left_out(document), *SUITES[document["suite"]].rivals.values()]
-    words = f"Not run: {', '.join(absent)}. " if absent else ""
+    words = f"Not run: {'; '.join(absent)}. " if absent else ""
     for others, cases in _left_out_of_cases(document).items():
-        words += f"Not run of {', '.join(cases)}: {', '.join(others)}. "
+        words += f"Not run of {', '.join(cases)}: {'; '.join(others)}. "
     return words
 
 
@@ -303,7 +303,8 @@ def best_of(
     folder: Path, suite: str, gpus: int | None = None, patched: bool = False
 ) -> tuple[str, dict[str, Any]] | None:
     """(title, document) of a suite's result file that pages show first: one with Megatron's own
-    times, of today's code before an older one, then of the most GPUs. None where there is none.
+    times, of today's code before an older one, then of the most cases, then of the most GPUs. None
+    where there is none.
 
     Args:
         folder: of the result files.
@@ -312,12 +313,13 @@ def best_of(
         patched: of equals take one with times of megatron_fluid inside Megatron.
     """
 
-    def rank(found: tuple[str, Document]) -> tuple[bool, bool, int, bool]:
+    def rank(found: tuple[str, Document]) -> tuple[bool, bool, int, int, bool]:
         document = found[1]
         variants = {row["variant"] for row in document["rows"]}
         compared = any(variant.startswith("megatron") for variant in variants)
         inside = patched and "fluid_megatron" in variants
-        return compared, not age(document), int(document["gpus"]), inside
+        cases = len({row["case"] for row in document["rows"]})
+        return compared, not age(document), cases, int(document["gpus"]), inside
 
     of_suite = [
         (title, document)

@@ -187,7 +187,7 @@ def test_an_moe_layer_is_compared_with_megatrons_own_paths_inside_megatron_and_a
     assert head.startswith("**moe_layer, 2 H200.** ") and "`bench moe_layer` on NVIDIA" in head
     assert "The floor is the experts' GEMMs alone" in head
     assert head.count("Not run of") == 1
-    assert "Not run of olmoe-zipf: allgather dispatcher, alltoall dispatcher, fp8" in head
+    assert "Not run of olmoe-zipf: allgather dispatcher; alltoall dispatcher, fp8" in head
     assert table == [
         "| case | mode | best of the others, of those run | megatron_fluid inside Megatron | "
         "times faster | megatron_fluid without overlap | megatron_fluid on plain torch | "
