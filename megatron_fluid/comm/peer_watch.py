@@ -221,10 +221,13 @@ class PeerWatch:
         if not in_collective and not _LOST.search(str(error)):
             return None
         begin, enough = time.monotonic(), False
+        self._beat(begin)  # the error may come before the first one, which `_read` looks for
         before = after = self._read()
         while not enough and not any(beat.failed for beat in (after or {}).values()):
             time.sleep(self.interval_s)
             after = self._read()
+            if before is None and after is not None:  # rank 0 has let this rank in since
+                before, begin = after, time.monotonic()
             enough = time.monotonic() - begin >= _LOOKS * self.interval_s
         # Too few beats tell nothing of the silent ones; an error that is there does.
         peer, lost = self._lost(before if enough or before is None else {}, after)
@@ -305,6 +308,9 @@ def watched_peers() -> Iterator[None]:
         raise
     except BaseException as error:
         how = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        if watch is None:  # it came before the watcher's first look
+            with contextlib.suppress(RuntimeError):  # of a store that does not answer
+                look(time.monotonic())
         named = None if watch is None else watch.explain(error)
         if named is not None or isinstance(error, PeerTimeoutError):
             how = f"lost: {named or error}"

@@ -126,6 +126,24 @@ def test_an_error_of_a_connection_names_the_rank_that_stopped(
     assert fast.watches[0].explain(gloo_error()) is None, "all are alive"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_before_the_first_beat_names_the_rank_that_never_came(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the store, where a rank that rank 0 has not let in yet finds no beat, its own
+    neither."""
+    world = World()
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        world.watches[1 - rank].step(clock.now)
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: clock.now, now=0.0)
+    monkeypatch.setattr(peer_watch, "time", clock)
+    error = world.watches[rank].explain(gloo_error())
+    assert error is not None and error.peer == 2 and "rank 2 never came" in str(error)
+
+
 @pytest.mark.parametrize(
     ("first", "told"),
     [
