@@ -25,6 +25,7 @@ _NOT_AGAIN = {
     "--skip-train",
     "--profile",
     "--use-pytorch-profiler",
+    "--fluid-profile-steps",
 }
 _NOT_AGAIN |= {"--profile-step-start", "--profile-step-end", "--profile-ranks"}
 
