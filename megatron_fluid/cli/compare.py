@@ -41,6 +41,10 @@ _FIELDS = {
     "grad_norm": re.compile(r"\bgrad norm" + _VALUE),
 }
 _MEMORY = re.compile(r"max allocated:?\s*([.\d]+)")
+_NO_GPU = (
+    "no GPU: ranks share this machine's memory, which leaves no wire to hide. Losses can be "
+    "compared; times say nothing of GPUs"
+)
 _LEFT_OUT = ("--save", "--save-interval", "--tensorboard-dir", "--exit-interval", "--log-interval")
 # The start-up table, one row a feature; its first column is the widest.
 _TABLE = re.compile(
@@ -77,11 +81,9 @@ def run(args: argparse.Namespace) -> int:
     words = args.program[1:] if args.program[:1] == ["--"] else args.program
     commands = {on: prepare(words, args.steps, on) for on in (False, True)}
     args.output.mkdir(parents=True, exist_ok=True)
-    if not torch.cuda.is_available():
-        print(
-            "no GPU: ranks share this machine's memory, which leaves no wire to hide. Losses "
-            "can be compared; times say nothing of GPUs"
-        )
+    caution = "" if torch.cuda.is_available() else _NO_GPU
+    if caution:
+        print(caution)
     runs: list[_Log] = []
     for name, active in (("off", False), ("on", True), ("off again", False)):
         log = args.output / f"{name.replace(' ', '_')}.log"
@@ -105,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     comparison = Comparison(
         off=off.steps, on=fluid.steps, again=again.steps, warm_up=args.warm_up,
         tolerance=args.tolerance, memory_mib=(off.memory_mib, fluid.memory_mib),
-        started=fluid.messages, command=commands[True],
+        started=fluid.messages, command=commands[True], caution=caution,
     )  # fmt: skip
     print("\n".join(comparison.lines()))
     for path in write_page(comparison, args.output):

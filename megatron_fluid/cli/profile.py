@@ -95,11 +95,14 @@ def run(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     """Trace the layer with a plain all-to-all and with this package, and draw both."""
     wire: list[str] = []
+    place = ""
     if not torch.cuda.is_available():
         wire = _slow_wire()
         if wire:
             print(f"no GPU: each rank plays a host; a wire of {_WIRE_MBIT} Mbit/s joins them")
+            place = f", ranks play hosts that a wire of {_WIRE_MBIT} Mbit/s joins, without GPUs"
         else:
+            place = ", ranks on CPU cores of one machine, without GPUs or a wire"
             print(
                 "no GPU: the ranks share this machine's memory, which leaves no wire to hide. "
                 "Linux with network namespaces, ip and tc (iproute2) would play two hosts"
@@ -113,7 +116,7 @@ def _compare(args: argparse.Namespace) -> int:
     print(verdict := _verdict(*timelines.values()))
     for timeline in timelines.values():
         print("\n".join(timeline.lines()), flush=True)
-    heading = f"One MoE layer, forward and backward: {verdict}"
+    heading = f"One MoE layer, forward and backward{place}: {verdict}"
     for path in draw([*timelines.values()], args.output, heading):
         print(f"picture: {path}")
     for path in timelines:

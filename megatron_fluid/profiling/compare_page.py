@@ -45,6 +45,7 @@ class Comparison:
         memory_mib: the most that rank 0 allocated without the package and with it.
         started: the lines that the package printed at start-up.
         command: what ran with the package.
+        caution: what the times do not say, "" for nothing.
     """
 
     off: Sequence[Step]
@@ -55,6 +56,7 @@ class Comparison:
     memory_mib: tuple[float | None, float | None]
     started: Sequence[str]
     command: Sequence[str]
+    caution: str = ""
 
     def difference(self, one: Sequence[Step], other: Sequence[Step]) -> list[float]:
         """Relative difference of the losses of two runs, step by step."""
@@ -91,7 +93,7 @@ class Comparison:
         off, on = self.ms(self.off, self.again), self.ms(self.on)
         lines = [
             f"{self.speed_up:.2f} times as fast: {off:.1f} ms an iteration -> {on:.1f} ms "
-            f"(median behind {self.warm_up} steps of {len(self.on)})",
+            f"(median of {len(self.on)} steps but the first {self.warm_up})",
             f"losses {word}: with and without the package they differ by {_share(self.made)}, "
             f"two runs without it by {_share(self.noise)} (allowed: {_share(self.tolerance)}, or "
             "three times the latter)",
@@ -99,7 +101,7 @@ class Comparison:
         if all(self.memory_mib):
             before, after = self.memory_mib
             lines.append(f"memory of rank 0: {before:,.0f} MiB -> {after:,.0f} MiB")
-        return lines
+        return lines + ([self.caution] if self.caution else [])
 
 
 def _share(value: float) -> str:

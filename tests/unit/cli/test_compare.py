@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -131,4 +132,6 @@ def test_noise_of_the_runs_without_the_package_widens_what_agrees(tmp_path: Path
 
     assert not comparison(1.0).agrees
     assert comparison(1.01).agrees
-    assert write_page(comparison(1.0), tmp_path)[0].read_text().startswith("<!doctype html>")
+    careful = dataclasses.replace(comparison(1.0), caution="no GPU: times say nothing")
+    page = write_page(careful, tmp_path)[0].read_text()
+    assert page.startswith("<!doctype html>") and careful.caution in page
