@@ -363,6 +363,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"largest difference between the variants: {differences[worst]:.2e} of a row, in "
             f"{worst}"
         )
+        if not on_gpu:
+            print("no GPU: ranks share this machine's memory, which leaves no wire to hide")
         print(table(rows), flush=True)
         if arguments.output is not None:
             print(
