@@ -46,6 +46,7 @@ __all__ = [
     "apply_all",
     "arm",
     "count_instance",
+    "check_names",
     "disable",
     "is_applied",
     "megatron_installed",
@@ -432,6 +433,7 @@ def report_at_first_forward() -> None:
 apply_all = _ENGINE.apply
 revert = _ENGINE.revert
 patched = _ENGINE.patched
+check_names = _ENGINE.check_names
 disable = _ENGINE.disable
 is_applied = _ENGINE.is_applied
 off_reason = _ENGINE.off_reason

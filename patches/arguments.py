@@ -158,6 +158,7 @@ def check_flags(words: Sequence[str], program: str) -> None:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         config_from_args(args)
+        patches.check_names(*args.fluid_disable_patch)
     except ConfigError as error:
         parser.error(str(error))
 

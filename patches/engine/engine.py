@@ -114,7 +114,7 @@ class Engine:
         if self._armed or self._all_off():
             return
         self._armed = True
-        self._turn_off(self.disabled())
+        self._turn_off_asked()
         for patch in self._open():
             self._set(patch, ARMED, f"takes effect when {patch.waits_for} is imported")
         waiting = list(dict.fromkeys(patch.waits_for for patch in self._open()))
@@ -138,7 +138,7 @@ class Engine:
         """
         if self._all_off():
             return
-        self._turn_off(self.disabled())
+        self._turn_off_asked()
         lot = [patch for patch in self._open() if not names or patch.name in self._known(names)]
         self._quiet = True
         try:
@@ -179,6 +179,10 @@ class Engine:
         finally:
             if applied := [c.patch.name for c in self._changes if c.patch.name not in before]:
                 self.revert(*applied)
+
+    def check_names(self, *names: str) -> None:
+        """Raise ConfigError unless all are names of patches."""
+        self._known(names, self.disabled_by)
 
     def disable(self, *names: str) -> None:
         """Turn patches off and revert them. Unlike after `revert`, `apply` does not apply them
@@ -372,6 +376,11 @@ class Engine:
             if searched and isinstance(module, ModuleType):
                 for key in [key for key, value in list(vars(module).items()) if value is old]:
                     setattr(module, key, new)
+
+    def _turn_off_asked(self) -> None:
+        # An unknown name of a flag is left to Megatron's parser, which ends the job in one line.
+        names = [n for n in self.disabled() if n in self._rows or self.disabled_by(n)[:2] != "--"]
+        self._turn_off(names)
 
     def _turn_off(self, names: Iterable[str]) -> None:
         chosen = self._known(names, self.disabled_by)

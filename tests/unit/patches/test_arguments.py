@@ -126,10 +126,10 @@ BAD_FLAGS = {
     "--fluid-dx-chunks two": "argument --fluid-dx-chunks: invalid int value: 'two'",
     "--fluid-dx-chunks 0": "--fluid-dx-chunks: found 0",
     "--fluid-timeout -1": "--fluid-timeout: found -1.0, allowed: a number of seconds above 0",
+    "--fluid-disable-patch nonsense": "patch: found 'nonsense', allowed: arguments",
 }
 BAD_TO_MEGATRON = {
-    "--num-layrs 2": "unrecognized arguments: --num-layrs 2; did you mean --num-layers?",
-    "--fluid-disable-patch nonsense": "patch: found 'nonsense', allowed: arguments",
+    "--num-layrs 2": "unrecognized arguments: --num-layrs 2; did you mean --num-layers?"
 }
 
 
