@@ -19,10 +19,13 @@ from megatron_fluid.backward.autograd import apply, once_differentiable
 
 __all__ = ["one_rank_attention"]
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
 
 class _Prepared(torch.autograd.Function):
     """Queries, keys and values as views of packed [S, B, C], normalised and rotated. Takes the
-    packed tensor over: without a norm it is rotated in place."""
+    packed tensor over: without a norm it is rotated in place, but for calls under a dispatch mode,
+    which may keep it: selective activation checkpointing returns a saved product in recompute."""
 
     @staticmethod
     def forward(
@@ -30,7 +33,10 @@ class _Prepared(torch.autograd.Function):
     ) -> Triple:
         part = call.exchange.heads.part(0)
         raw, norm = packed.detach(), _norm(call, q_norm, k_norm)
-        target = raw if norm is None else torch.empty_like(raw)
+        if norm is not None:
+            target = torch.empty_like(raw)
+        else:
+            target = raw if _dispatch_modes() == 0 else raw.clone()
         Prepare(norm, call.table).apply(raw, target, part)
         ctx.call, ctx.shape = call, packed.shape
         if norm is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import pytest
@@ -10,7 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from megatron_fluid.attention import layer as layer_module
 from megatron_fluid.attention import overlap
@@ -52,6 +57,19 @@ def test_recomputation_gives_the_same_gradients(overlap: bool, reentrant: bool) 
         results.append(_gradients(layer, y, x))
     assert len(results[0]) == 3
     torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_a_selective_checkpoint_that_saves_products_gives_the_same_gradients() -> None:
+    def policy(_: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        saved = operator is torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    layer, x, same = _layer(), _input(), _input()
+    expected = _gradients(layer, layer(x), x)
+    layer.zero_grad()
+    y = checkpoint(layer, same, use_reentrant=False, context_fn=contexts)
+    torch.testing.assert_close(_gradients(layer, y, same), expected, rtol=0, atol=0)
 
 
 def test_a_retained_graph_can_be_used_twice_and_another_says_so() -> None:
