@@ -159,9 +159,19 @@ def clip_grad_norm_(
     """torch.nn.utils.clip_grad_norm_ for parameters of which some are DTensors, also on different
     meshes. Collective over the meshes: every rank has the same norm, that of the whole model.
 
-    Gradients of plain parameters count as they are: add them up over ranks before. Arguments and
-    result are torch's; a module stands for its parameters.
+    Gradients of plain parameters count as they are: add them up over ranks before. Arguments are
+    torch's; a module stands for its parameters. Norms of half precision gradients are computed in
+    fp32.
+
+    Returns:
+        The norm before clipping, a plain tensor of no dimension: fp32, or fp64 where a gradient is.
+
+    Raises:
+        ConfigError: norm_type 0, which is no norm.
     """
+    norm_type = float(norm_type)
+    if norm_type == 0:
+        raise ConfigError.of("norm_type", norm_type, "any other number, inf or -inf")
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     elif isinstance(parameters, Tensor):
@@ -170,12 +180,27 @@ def clip_grad_norm_(
     for param in parameters:
         if param.grad is not None:
             kinds.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
-    norms = [torch.zeros(())]
+    norms = []
     for members in kinds.values():
-        grads = [param.grad for param in members if param.grad is not None]
+        grads = _wide([param.grad for param in members if param.grad is not None], norm_type)
         norm: Any = nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
         norms.append(norm.full_tensor() if is_sharded(norm) else norm)
-    total = torch.linalg.vector_norm(torch.stack([n.to(norms[-1]) for n in norms]), norm_type)
+    if not norms:
+        return torch.zeros(())
+    stacked = torch.stack([norm.to(norms[-1].device) for norm in norms])  # of the widest dtype
+    total = torch.linalg.vector_norm(stacked, norm_type)
     for members in kinds.values():
         nn.utils.clip_grads_with_norm_(members, max_norm, total, foreach)
     return total
+
+
+def _wide(grads: list[Tensor], norm_type: float) -> list[Tensor]:
+    """The gradients, or the norms in fp32 of those in half precision: their squares overflow, and a
+    norm of norms is the norm."""
+    half = [grad for grad in grads if grad.dtype.itemsize < 4]
+    if not half:
+        return grads
+    return [
+        *(grad for grad in grads if grad.dtype.itemsize >= 4),
+        *torch._foreach_norm(half, norm_type, dtype=torch.float32),
+    ]

@@ -294,6 +294,25 @@ def _same(layer: Any, expected: Tensor | None, rank: int) -> None:
         assert not is_sharded(p) or p.shape[0] == 8
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@on_ranks(2)
+def test_a_norm_of_half_precision_experts_beside_fp32_is_that_of_fp32(
+    rank: int, world: int, dtype: torch.dtype
+) -> None:
+    weight = MoELayer(SIZES, dist.group.WORLD, dtype=dtype).weight1
+    plain = nn.Parameter(torch.zeros(4))
+    for of_plain, of_experts in ((2e5, 0.01), (0.111, 0.01), (1.0, 100.0)):
+        for norm_type in (2.0, -1.0, torch.inf, -torch.inf):
+            plain.grad = torch.full_like(plain, of_plain)
+            weight.grad = torch.full_like(weight, of_experts)
+            grads = torch.cat([plain.grad, whole(weight.grad).float().flatten()])
+            norm = clip_grad_norm_([plain, weight], 1.0, norm_type)
+            torch.testing.assert_close(norm, torch.linalg.vector_norm(grads, norm_type))
+            torch.testing.assert_close(plain.grad, grads[:4] / norm.clamp(min=1.0))
+    with pytest.raises(ConfigError, match="norm_type: found 0"):
+        clip_grad_norm_([plain, weight], 1.0, 0)
+
+
 @on_ranks(2)
 def test_a_mesh_of_two_dimensions_is_refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
