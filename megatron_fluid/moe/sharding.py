@@ -94,7 +94,12 @@ def _mesh_of(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
 @functools.cache
 def _refuse_data_parallel() -> None:
     """torch's DistributedDataParallel sends one rank's parameters to all, experts included: refuse
-    models with sharded experts by name."""
+    models with sharded experts by name.
+
+    `replicate` and DistributedDataParallel(device_mesh=...) first replace DTensors by their local
+    parts, with the sharding as `_st_info`; the former then overwrites experts, the latter drops
+    them from the model's parameters.
+    """
 
     def look(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if not isinstance(parent, DistributedDataParallel) or child is None:
@@ -104,6 +109,11 @@ def _refuse_data_parallel() -> None:
             remedy = "_set_params_and_buffers_to_ignore_for_model(model, names)"
             allowed = f"these left out by DistributedDataParallel.{remedy}, or FSDP2"
             raise ConfigError.of("DistributedDataParallel, sharded parameters", found, allowed)
+        shapes = {n: list(p.shape) for n, p in child.named_parameters() if hasattr(p, "_st_info")}
+        if shapes:
+            allowed = "MoE layers left out by replicate(model, ignored_modules=layers), or FSDP2"
+            setting = "replicate or DistributedDataParallel with device_mesh, sharded parameters"
+            raise ConfigError.of(setting, shapes, allowed)
 
     register_module_module_registration_hook(look)
 

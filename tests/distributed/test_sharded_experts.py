@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -248,6 +249,21 @@ def test_data_parallel_refuses_experts_by_name_or_leaves_them_alone(rank: int, w
         assert p.grad is not None
         scale = 1 if name in names else world  # DDP averages
         torch.testing.assert_close(whole(p.grad) * scale, q.grad, rtol=1e-9, atol=1e-9)
+
+
+@on_ranks(2)
+def test_replicate_and_data_parallel_over_a_mesh_refuse_experts_too(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    with pytest.raises(ConfigError, match=r"with device_mesh.*'weight1': \[4, .*FSDP2"):
+        DistributedDataParallel(MoELayer(SIZES, mesh["ep"]), device_mesh=mesh["dp"])
+    with pytest.raises(ConfigError, match=r"replicate.*\[4, .*ignored_modules"):
+        replicate(MoELayer(SIZES, mesh["ep"], dtype=F64))(tokens(rank))
+    model = Model(mesh["ep"])
+    layers = [module for module in model.modules() if isinstance(module, KINDS)]
+    before = [local_part(layer.weight1).clone() for layer in layers]
+    replicate(model, ignored_modules=layers)(tokens(rank))
+    for layer, weight in zip(layers, before, strict=True):
+        assert torch.equal(local_part(layer.weight1), weight)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, SelfAttention, TransformerLayer])
