@@ -220,9 +220,19 @@ class TransformerLayer(nn.Module):
         context-parallel group.
 
         Every rank sees its rows alone, so a gradient of a weight that all ranks hold is a sum over
-        ranks. Experts need nothing: their rank has seen the tokens of all.
+        ranks. Experts need nothing: their rank has seen the tokens of all ranks of ``ep_group``.
+
+        Raises:
+            ConfigError: a rank of ``group`` is not in ``ep_group``, over which experts are divided:
+                experts there have seen other tokens.
         """
-        sum_gradients(self.replicated_parameters(), self.cp_group if group is None else group)
+        group = self.cp_group if group is None else group
+        if group is not None and group.size() > 1 and self.ep_group.size() > 1:
+            ranks, experts = map(dist.get_process_group_ranks, (group, self.ep_group))
+            if not set(ranks) <= set(experts):
+                allowed = f"a part of ep_group, {experts}: experts of other ranks have other tokens"
+                raise ConfigError.of("ranks of sum_replicated_gradients", ranks, allowed)
+        sum_gradients(self.replicated_parameters(), group)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients by their norm over all ranks' experts, after

@@ -279,3 +279,13 @@ def test_what_cannot_be_met_is_refused_by_name(rank: int, world: int) -> None:
     ):
         with pytest.raises(ConfigError, match=named):
             layer(torch.zeros(shape), length)
+
+
+@on_ranks(3)
+def test_sums_over_ranks_outside_of_the_experts_group_are_refused(rank: int, world: int) -> None:
+    """Experts of other ranks have seen other tokens, and nothing would add their gradients up."""
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        layer = TransformerLayer(8, 2, 16, 4, 2, ep_group=pair)
+        with pytest.raises(ConfigError, match=r"found \[0, 1, 2\], allowed: a part of ep_group"):
+            layer.sum_replicated_gradients(dist.group.WORLD)
