@@ -54,9 +54,9 @@ from megatron_fluid.attention.gate import gate_backward, gated, join_gate, split
 from megatron_fluid.backward.autograd import (
     Readiness,
     apply,
-    goes_on_to,
     once_differentiable,
     readiness_of,
+    weights_wanted,
 )
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import FluidError
@@ -302,7 +302,7 @@ class _OverlappedAttention(torch.autograd.Function):
         needs = zip(names, ctx.needs_input_grad[4:], strict=True)
         wanted = frozenset(name for name, need in needs if need)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
-        alone = ctx.has_anchor and not goes_on_to(ctx.next_functions[ctx.anchor])
+        alone = ctx.has_anchor and not weights_wanted(ctx.next_functions[ctx.anchor])
         deferral, weights = None if alone else ctx.deferral, AttentionWeights.of(members)
         result = backward(grads[0], x, weights, state, ctx.call, wanted, deferral, retain)
         if deferral is not None:

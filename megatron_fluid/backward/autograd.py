@@ -16,6 +16,7 @@ it in another backward (recompute has its own).
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ __all__ = [
     "apply",
     "gate_with",
     "goes_on_to",
+    "weights_wanted",
     "gradient_owner",
     "graph_is_kept",
     "once_differentiable",
@@ -43,13 +45,21 @@ __all__ = [
     "set_gradient_owner",
 ]
 
+_LOGGER = logging.getLogger("megatron_fluid")
+
 
 def apply(function: type[Function], *arguments: Any) -> Any:
     """function.apply(*arguments), for a Function without setup_context that starts kernels.
 
     Function.apply first looks for functorch's transforms, which `tells_peers` has refused.
+    torch.compile breaks its graph here, also in a backward that it traces.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _outside_the_graph(function, *arguments)
     return super(Function, function).apply(*arguments)  # type: ignore[misc]
+
+
+_outside_the_graph = torch._disable_dynamo(apply)
 
 
 def graph_is_kept() -> bool:
@@ -62,6 +72,26 @@ def goes_on_to(edge: tuple[Any, int]) -> bool:
     alone were asked for, by torch.autograd.grad or backward(inputs=...).
     """
     return bool(torch._C._will_engine_execute_node(edge[0]))
+
+
+def weights_wanted(anchor: tuple[Any, int]) -> bool:
+    """Inside a backward: whether weights that are kept out of the graph get their gradients.
+    anchor: what of ctx.next_functions stands for them. The first time that they get none, a line
+    says so."""
+    wanted = goes_on_to(anchor)
+    if not wanted:
+        _say_left_out()
+    return wanted
+
+
+@functools.cache
+def _say_left_out() -> None:
+    _LOGGER.warning(
+        "a backward that names what it wants (torch.autograd.grad, backward(inputs=...), pipeline "
+        "schedules that split it) gives deferred weights no gradient. To get them, call "
+        "get_backward_scheduler().disable() before the forward, under Megatron leave "
+        "--fluid-defer-weight-grads out"
+    )
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,9 +12,9 @@ from torch import Tensor
 from megatron_fluid.backward.autograd import (
     Readiness,
     apply,
-    goes_on_to,
     once_differentiable,
     readiness_of,
+    weights_wanted,
 )
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.kernels.fixed_tiles.launch import fixed_tile_linear
@@ -82,7 +82,7 @@ class _Linear(torch.autograd.Function):
         if (deferred := ctx.deferred) is None:
             grad_weight = _weight_grad(grad, x) if ctx.needs_input_grad[1] else None
             return grad_x, grad_weight, None, None, None, None
-        if goes_on_to(ctx.next_functions[ctx.anchor]):
+        if weights_wanted(ctx.next_functions[ctx.anchor]):
             deferred.scheduler.submit(
                 deferred.name, [deferred.weight], lambda: [_weight_grad(grad, x)]
             )

@@ -152,6 +152,13 @@ class _Batch:
             pass
 
 
+def _compiled_backward() -> bool:
+    """Whether torch's compiled autograd runs this backward, which never calls what is queued for
+    its end."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(compiled, "in_compiled_autograd_region", False))
+
+
 def _sharded_by_fsdp() -> bool:
     """Whether modules of this process are under torch's FSDP2, which reduces a module's gradients
     as soon as the gradients of its inputs are there: later ones would be lost."""
@@ -211,7 +218,8 @@ class WeightGradScheduler:
         stream = torch.cuda.current_stream() if any(param.is_cuda for param in params) else None
         graph_task = torch._C._current_graph_task_id()
         run = weight_grad_task(name, params, compute, stream)
-        if graph_task == -1 or not self.enabled or _sharded_by_fsdp():
+        at_once = _sharded_by_fsdp() or _compiled_backward()
+        if graph_task == -1 or not self.enabled or at_once:
             run()
             return
         with self._lock:

@@ -29,10 +29,10 @@ from torch import Tensor
 from megatron_fluid.backward.autograd import (
     Readiness,
     apply,
-    goes_on_to,
     graph_is_kept,
     once_differentiable,
     readiness_of,
+    weights_wanted,
 )
 from megatron_fluid.backward.deferred_linear import graph_anchor
 from megatron_fluid.backward.main_grad import mark_added_to_main_grad
@@ -414,7 +414,7 @@ class _Experts(torch.autograd.Function):
         del saved, rows, dh, pairs1, pairs2, second
 
         dw: list[Tensor | None] = []
-        wanted = bool(ctx.anchor) and goes_on_to(ctx.next_functions[ctx.anchor])
+        wanted = bool(ctx.anchor) and weights_wanted(ctx.next_functions[ctx.anchor])
         if call.deferred:
 
             def submit() -> None:

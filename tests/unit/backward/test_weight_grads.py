@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_fluid.backward import autograd
 from megatron_fluid.backward.deferred_linear import deferred_linear
 from megatron_fluid.backward.main_grad import add_product_to_main_grad, mark_added_to_main_grad
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, deliver_gradients
@@ -347,3 +348,36 @@ def test_many_parameters_are_marked_with_one_memory_but_those_that_want_zeros() 
     params[1].zero_out_wgrad = True  # type: ignore[attr-defined]
     given = mark_added_to_main_grad(params)
     assert not given[1].any() and given[0].data_ptr() != given[1].data_ptr()
+
+
+def test_a_backward_that_leaves_deferred_weights_out_says_so_once(
+    scheduler: WeightGradScheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    autograd._say_left_out.cache_clear()
+    x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
+    for _ in range(2):
+        torch.autograd.grad(deferred_linear(x, weight, scheduler=scheduler).sum(), x)
+    (record,) = caplog.records
+    assert "gives deferred weights no gradient" in record.message and weight.grad is None
+    deferred_linear(x, weight, scheduler=scheduler).sum().backward()
+    assert weight.grad is not None and len(caplog.records) == 1
+
+
+@pytest.mark.slow
+def test_a_compiled_backward_computes_deferred_weight_gradients(
+    scheduler: WeightGradScheduler,
+) -> None:
+    """Compiled autograd never calls what is queued for the end of a backward."""
+    x, weight = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+
+    def step(x: Tensor) -> None:
+        deferred_linear(x, weight, scheduler=scheduler).square().sum().backward()
+
+    step(x)
+    expected, weight.grad = weight.grad, None
+    try:
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            torch.compile(step, backend="eager")(x)
+    finally:
+        torch.compiler.reset()
+    torch.testing.assert_close(weight.grad, expected)
