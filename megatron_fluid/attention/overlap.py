@@ -329,8 +329,8 @@ def overlapped_attention(
         weights: the same on every rank. Their gradients are this rank's share: sum them over the
             group.
         call: layout, transport and kernel; every rank of the group calls with an equal one.
-        scheduler: where dW of the two projections is queued while it is enabled; None computes it
-            in this backward.
+        scheduler: where dW of the two projections is queued while it is enabled and both weights
+            are leaves of the graph; None computes it in this backward.
 
     Returns:
         y [s, B, H].
@@ -345,8 +345,10 @@ def overlapped_attention(
     mine = {name: t for name, t in named if t is not None and t.requires_grad}
     if keep and scheduler is not None and scheduler.is_enabled():
         ready = readiness_of(*([weight] for weight in mine.values()))
+        # Each dW of a computed weight would go on through the same graph, which the first frees.
+        leaves = all(weight.is_leaf for weight in mine.values())
         # Queued weights are no inputs of the node: their gradients arrive once, from the queue.
-        if ready.bypass:
+        if ready.bypass and leaves:
             deferral = Deferral(scheduler, mine, ready)
     if deferral is not None:
         members[:2] = [t.detach() for t in members[:2] if t is not None]

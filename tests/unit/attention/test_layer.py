@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -200,6 +201,19 @@ def test_only_what_is_asked_for_gets_a_gradient(frozen: str, deferred: bool) -> 
             assert tensor.grad is None, name
         else:
             torch.testing.assert_close(tensor.grad, expected[name])
+
+
+def test_a_computed_weight_may_serve_two_calls_while_weight_gradients_are_deferred() -> None:
+    results = []
+    for deferred in (False, True):
+        scheduler = WeightGradScheduler()
+        scheduler.enabled = deferred
+        layer, x = _layer(scheduler=scheduler), _input()
+        computed = {name: 2 * param for name, param in layer.named_parameters()}
+        y = functional_call(layer, computed, x) + functional_call(layer, computed, 3 * x)
+        results.append(_gradients(layer, y, x))
+    assert len(results[0]) == 3
+    torch.testing.assert_close(*results)
 
 
 def test_inference_keeps_nothing_and_equals_training() -> None:
