@@ -142,8 +142,15 @@ def fill(param: Tensor, whole: Tensor) -> None:
 
 def load_experts(param: Tensor, value: Any) -> Any:
     """What a state dict holds for an expert parameter, as load_state_dict compares it with `param`:
-    a plain tensor of this rank's experts [El, ...] or of all [E, ...] becomes a DTensor."""
-    if not is_sharded(param) or not isinstance(value, Tensor) or is_sharded(value):
+    a plain tensor of this rank's experts [El, ...] or of all [E, ...] becomes a DTensor.
+
+    Raises:
+        ConfigError: a DTensor that another rank saved, with the experts of that rank.
+    """
+    if not is_sharded(param) or not isinstance(value, Tensor):
+        return value
+    if is_sharded(value):
+        _check_saved_here(param, value)
         return value
     from torch.distributed.tensor import DTensor
 
@@ -156,6 +163,21 @@ def load_experts(param: Tensor, value: Any) -> Any:
     return DTensor.from_local(
         value, *given, run_check=False, shape=param.shape, stride=param.stride()
     )
+
+
+def _check_saved_here(param: Any, value: Any) -> None:
+    """torch.save keeps a DTensor's local part and the place in the mesh of the rank that saved it;
+    torch.load on another rank takes both as they are."""
+    mesh, saved = param.device_mesh, value.device_mesh
+    here, there = mesh.get_coordinate(), saved.get_coordinate()
+    if mesh.shape != saved.shape or here is None or there is None:
+        return  # torch names what differs
+    places = zip(here, there, value.placements, strict=True)
+    if all(h == t for h, t, placement in places if not placement.is_replicate()):
+        return
+    found = f"those saved by the rank at {tuple(there)} of the mesh, on the rank at {tuple(here)}"
+    allowed = "a rank's own, or all experts as plain tensors; use torch.distributed.checkpoint"
+    raise ConfigError.of("experts in a state dict", found, allowed)
 
 
 @torch.no_grad()

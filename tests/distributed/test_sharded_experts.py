@@ -300,6 +300,21 @@ def test_what_replaces_parameters_keeps_them_sharded(
         assert getattr(p, "device_mesh", None) is getattr(q, "device_mesh", None)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@on_ranks(2)
+def test_experts_that_another_rank_saved_are_refused(rank: int, world: int, assign: bool) -> None:
+    layer = MoELayer(SIZES, dist.group.WORLD)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    files: list[Any] = [None] * world
+    dist.all_gather_object(files, file.getvalue())
+    own, other = (torch.load(io.BytesIO(files[r])) for r in (rank, 1 - rank))
+    layer.load_state_dict(own, assign=assign)
+    found = rf"the rank at \({1 - rank},\).*on the rank at \({rank},\).*distributed.checkpoint"
+    with pytest.raises(ConfigError, match=found):
+        layer.load_state_dict(other, assign=assign)
+
+
 def _same(layer: Any, expected: Tensor | None, rank: int) -> None:
     y = layer(tokens(rank)[:5])
     if expected is not None:
