@@ -197,12 +197,12 @@ class TransformerLayer(nn.Module):
     def forward(self, x: Tensor, sequence_length: int | None = None) -> Tensor:
         """x [s, B, H], this rank's rows -> [s, B, H]; for ``sequence_length`` see
         SelfAttention.forward."""
-        hidden = self.self_attention.linear_qkv.in_features
+        hidden = self.self_attention.config.hidden_size
         if x.dim() != 3 or x.shape[2] != hidden:
             allowed = f"[local rows, batch, {hidden}]"
             raise ConfigError.of("input of TransformerLayer", tuple(x.shape), allowed)
         if (x.dtype, x.device) != self.self_attention._taken:
-            check_input("input of TransformerLayer", x, self.self_attention.linear_qkv.weight)
+            check_input("input of TransformerLayer", x, self.self_attention.weights().w_qkv)
         x = x + self.self_attention(self.input_layernorm(x), sequence_length)
         return x + self.mlp(self.pre_mlp_layernorm(x))
 

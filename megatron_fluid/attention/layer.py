@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from megatron_fluid.attention.attention_kernels import CoreCase, choose_kernel
 from megatron_fluid.attention.config import AttentionConfig
@@ -45,6 +46,12 @@ def _table(rotary: Rotary, length: int, device: torch.device, dtype: torch.dtype
 
 # One object a shape, so that what follows from it is made once.
 _sequence = functools.lru_cache(maxsize=64)(SequenceLayout)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its forward and backward."""
+    before = module._forward_pre_hooks or module._backward_pre_hooks
+    return bool(before or module._forward_hooks or module._backward_hooks)
 
 
 class SelfAttention(nn.Module):
@@ -145,15 +152,41 @@ class SelfAttention(nn.Module):
         return CoreCase(self.heads.head_dim, like.dtype, device, *mask, dropout)
 
     def weights(self) -> AttentionWeights:
-        """The parameters as the plain functions take them."""
+        """The parameters as the plain functions take them.
+
+        Raises:
+            ConfigError: linear_qkv or linear_proj is wrapped or has hooks.
+        """
+        modules: dict[str, Any] = self._modules  # nn.Module's own look-up is slow on the host
+        qkv, proj = modules["linear_qkv"], modules["linear_proj"]
+        q_norm, k_norm = self.q_layernorm, self.k_layernorm
+        for linear in (qkv, proj):
+            if type(linear) is not nn.Linear or _has_hooks(linear):
+                self._check_linears()
         return AttentionWeights(
-            self.linear_qkv.weight,
-            self.linear_proj.weight,
-            self.linear_qkv.bias,
-            self.linear_proj.bias,
-            None if self.q_layernorm is None else self.q_layernorm.weight,
-            None if self.k_layernorm is None else self.k_layernorm.weight,
+            qkv.weight,
+            proj.weight,
+            qkv.bias,
+            proj.bias,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
         )
+
+    def _check_linears(self) -> None:
+        """Refuse what would be ignored: the layer uses weights and biases, and calls no linear."""
+        for name in ("linear_qkv", "linear_proj"):
+            linear: nn.Module = getattr(self, name)
+            kind: type = type(linear)
+            if is_parametrized(linear):  # its class is one that torch makes of its own
+                kind = kind.__bases__[0]
+            if kind is not nn.Linear or _has_hooks(linear):
+                found = "hooks" if kind is nn.Linear else kind.__qualname__
+                raise ConfigError(
+                    f"{self.name}.{name}: found {found}, allowed: torch.nn.Linear without hooks. "
+                    f"{type(self).__name__} uses its weight and bias, and does not call it. Merge "
+                    "the change into the weight (torch.nn.utils.parametrize computes a weight from "
+                    f"others), or wrap or hook the whole {type(self).__name__}"
+                )
 
     def call(self, x: Tensor, sequence_length: int | None = None) -> AttentionCall:
         """The layout, transport and kernel of a forward of ``x``; see ``forward``."""
@@ -166,7 +199,7 @@ class SelfAttention(nn.Module):
         return last[1]
 
     def _make_call(self, x: Tensor, sequence_length: int | None) -> AttentionCall:
-        config, hidden = self.config, self.linear_qkv.in_features
+        config, hidden = self.config, self.config.hidden_size
         if x.dim() != 3 or x.shape[2] != hidden:
             allowed = f"[local rows, batch, {hidden}]"
             raise ConfigError.of(f"{self.name} input", tuple(x.shape), allowed)
@@ -207,12 +240,13 @@ class SelfAttention(nn.Module):
         in this layer's backward.
 
         Raises:
-            ConfigError: sizes, a dtype or a device that does not fit.
+            ConfigError: sizes, a dtype or a device that does not fit; a linear that is wrapped or
+                has hooks.
             PeerTimeoutError: a peer did not answer in time.
         """
+        weights, scheduler = self.weights(), self.scheduler if self.config.overlap else None
         if (x.dtype, x.device) != self._taken:
             self._check_input(x)
-        weights, scheduler = self.weights(), self.scheduler if self.config.overlap else None
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             cast = AttentionWeights(*(None if t is None else t.to(dtype) for t in weights.all()))  # type: ignore[arg-type]

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -273,6 +274,33 @@ def test_wrong_inputs_are_named() -> None:
         SelfAttention(16, 4, head_groups=2, overlap=False)
     with pytest.raises(ConfigError, match=r"exchange: found 'symmetric'.*overlap=False"):
         _layer(exchange="symmetric", overlap=False)
+
+
+@pytest.mark.parametrize("name", ["linear_qkv", "linear_proj"])
+def test_a_linear_that_is_wrapped_or_hooked_is_named_and_not_ignored(name: str) -> None:
+    x = _input()
+    for change in (
+        lambda linear: nn.Sequential(linear),
+        lambda linear: linear.register_forward_hook(lambda *_: None),
+        lambda linear: linear.register_forward_pre_hook(lambda *_: None),
+        lambda linear: linear.register_full_backward_hook(lambda *_: None),
+        lambda linear: linear.register_full_backward_pre_hook(lambda *_: None),
+    ):
+        layer = _layer()
+        layer(x)
+        linear = getattr(layer, name)
+        changed = change(linear)
+        if isinstance(changed, nn.Module):
+            setattr(layer, name, changed)
+        with pytest.raises(ConfigError, match=rf"attention\.{name}: found .*Merge"):
+            layer(x)
+        if not isinstance(changed, nn.Module):
+            changed.remove()
+            layer(x)
+    computed = _layer()
+    expected = computed(x)
+    parametrizations.weight_norm(getattr(computed, name))
+    torch.testing.assert_close(computed(x), expected)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
