@@ -136,6 +136,12 @@ class SelfAttention(nn.Module):
         self._taken = None  # parameters may get another dtype or device
         return super()._apply(fn, recurse)
 
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        self._taken = None  # with assign=True parameters may get another dtype or device
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
     def _check_input(self, x: Tensor) -> None:
         """Look at an input whose dtype or device is new."""
         self._taken = check_input(f"{self.name} input", x, self.linear_qkv.weight)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from megatron_fluid.attention.layouts import HeadLayout, HeadPart
 from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
 from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.transformer_layer import TransformerLayer
 from tests.support.attention_reference import reference_attention
 from tests.support.simulated_driver import head_buffers
 from tests.support.simulated_workspace import SimulatedWorkspace
@@ -274,6 +276,26 @@ def test_wrong_inputs_are_named() -> None:
         SelfAttention(16, 4, head_groups=2, overlap=False)
     with pytest.raises(ConfigError, match=r"exchange: found 'symmetric'.*overlap=False"):
         _layer(exchange="symmetric", overlap=False)
+
+
+def _block(dtype: torch.dtype) -> TransformerLayer:
+    return TransformerLayer(16, 4, 16, 4, 2, dtype=dtype)
+
+
+def _attention(dtype: torch.dtype) -> SelfAttention:
+    return _layer(dtype=dtype)
+
+
+@pytest.mark.parametrize("make", [_attention, _block])
+def test_an_input_of_the_dtype_before_parameters_were_assigned_is_named(
+    make: Callable[[torch.dtype], nn.Module],
+) -> None:
+    layer, x = make(torch.float32), _input().detach()
+    layer(x.float())
+    layer.load_state_dict(make(torch.float64).state_dict(), assign=True)
+    with pytest.raises(ConfigError, match=r"input.*: found torch.float32, allowed: torch.float64"):
+        layer(x.float())
+    assert layer(x).dtype == torch.float64
 
 
 @pytest.mark.parametrize("name", ["linear_qkv", "linear_proj"])
