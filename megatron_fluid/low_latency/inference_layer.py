@@ -74,8 +74,9 @@ class InferenceMoELayer(nn.Module):
             do; a token names an expert once. None takes FluidConfig's.
 
     Raises:
-        ConfigError: weights that do not fit each other or the activation, an unknown activation, a
-            dtype other than bf16 (on a CPU: or fp16). A call raises it for tokens of another dtype.
+        ConfigError: weights that do not fit each other or the activation, DTensors sharded
+            otherwise than over the group, an unknown activation, a dtype other than bf16 (on a CPU:
+            or fp16). A call raises it for tokens of another dtype.
     """
 
     def __init__(
@@ -102,6 +103,8 @@ class InferenceMoELayer(nn.Module):
         dtype, device = weight1.dtype, weight1.device
         group = dist.group.WORLD if group is None else group
         world = dist.get_world_size(group)
+        if hasattr(weight1, "device_mesh"):
+            _check_share(weight1, weight1.shape[0], group)
         # With batch_invariant a token's scales are its choices and their weights, see _experts.
         scales = 8 * experts_per_token if batch_invariant else 0
         self.all_to_all = AllToAll.intranode(
@@ -145,7 +148,17 @@ class InferenceMoELayer(nn.Module):
         group: dist.ProcessGroup | None = None,
         **named: Any,
     ) -> InferenceMoELayer:
-        """The layer for decoding with the parameters of `layer`, a megatron_fluid.MoELayer."""
+        """The layer for decoding with the parameters of `layer`, a megatron_fluid.MoELayer.
+
+        Args:
+            group: the expert-parallel group, None for that of `layer`.
+
+        Raises:
+            ConfigError: also where this rank does not hold its share of the experts over the group:
+                for another group than the layer's, or for experts that FSDP2 has sharded further.
+        """
+        group = layer.rounds.group if group is None else group
+        _check_share(layer.weight1, layer.config.num_experts, group)
         shared = layer.shared_expert if layer.shared_weight1 is not None else None
         name = layer.activation.name
         known = name in _ACTIVATIONS and layer.activation.plain
@@ -248,6 +261,22 @@ def _local(weight: Tensor) -> Tensor:
     """The experts of this rank: the local part of a DTensor, else the tensor."""
     local: Tensor = getattr(weight, "_local_tensor", weight)
     return local
+
+
+def _check_share(weight: Any, num_experts: int, group: dist.ProcessGroup | None) -> None:
+    """Raise ConfigError unless `weight` holds this rank's experts of `num_experts`, divided over
+    the group in the order of its ranks."""
+    world, rank, local = dist.get_world_size(group), dist.get_rank(group), _local(weight).shape[0]
+    places = [rank]
+    if hasattr(weight, "device_mesh"):
+        mesh, coordinate = weight.device_mesh, weight.device_mesh.get_coordinate() or ()
+        dims = zip(coordinate, mesh.shape, weight.placements, strict=False)
+        places = [place for place, size, kind in dims if size > 1 and not kind.is_replicate()]
+    if local * world == num_experts and (world == 1 or places == [rank]):
+        return
+    found = f"{local} of {num_experts} experts at {places} on rank {rank} of a group of {world}"
+    allowed = "num_experts / ranks of them, in the order of ranks: pass the layer's own group, and"
+    raise ConfigError.of("experts", found, f"{allowed} a layer that FSDP2 does not shard")
 
 
 def _check(weight1: Tensor, weight2: Tensor, activation: object) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fluid import MoELayer
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency import InferenceMoELayer
+from megatron_fluid.moe.sharding import local_part
 from tests.support.launch import on_ranks
 from tests.support.moe_reference import moe_reference
 
@@ -85,6 +91,36 @@ def test_routing_may_come_from_outside_with_masks_and_a_bound(rank: int, world: 
     assert all(_error(found[i], wanted[i]) < _TOLERANCE for i in (0, 1, 3, 4))
     assert not found[2].any()
     layer.destroy()
+
+
+@on_ranks(2)
+def test_it_takes_the_group_of_the_training_layer_and_refuses_other_shares_of_experts(
+    rank: int, world: int
+) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))
+    alone = MoELayer(_CONFIG, mesh["ep"], dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        alone.weight1.mul_(1 + rank)
+    tokens = torch.randn(4, 32).to(torch.bfloat16)
+    layer = InferenceMoELayer.of(alone, max_num_tokens=4)
+    assert _error(layer(tokens), alone(tokens).detach()) < _TOLERANCE
+    layer.destroy()
+    shared = MoELayer(_CONFIG, dist.group.WORLD, dtype=torch.bfloat16)
+    divided = fully_shard(copy.deepcopy(alone), mesh=mesh["dp"])
+    for training, group, count in (
+        (alone, dist.group.WORLD, "6 of 6"),
+        (shared, mesh.get_group("ep"), "3 of 6"),
+        (divided, None, "3 of 6"),
+    ):
+        with pytest.raises(ConfigError, match=f"experts: found '{count} experts.*allowed: .*FSDP2"):
+            InferenceMoELayer.of(training, max_num_tokens=4, group=group)
+    turned = DeviceMesh("cpu", [1, 0])
+    weights = (
+        DTensor.from_local(local_part(weight), turned, [Shard(0)], run_check=False)
+        for weight in (shared.weight1, shared.weight2)
+    )
+    with pytest.raises(ConfigError, match=rf"at \[{1 - rank}\] on rank {rank} of a group of 2"):
+        InferenceMoELayer(*weights, None, max_num_tokens=4, experts_per_token=1)
 
 
 @on_ranks(1)
