@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 _MESHES = itertools.count()
+_expert_meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()  # over which experts are sharded
 
 type Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -80,6 +82,7 @@ def shard_experts(local: Tensor, group: Group, device_type: str) -> nn.Parameter
         make = functools.partial(_mesh_of, group, device_type)
         mesh = group_resource(group, "device mesh", make)
     assert isinstance(mesh, DeviceMesh)
+    _expert_meshes.add(mesh)
     return nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
 
 
@@ -109,7 +112,10 @@ def _refuse_data_parallel() -> None:
             remedy = "_set_params_and_buffers_to_ignore_for_model(model, names)"
             allowed = f"these left out by DistributedDataParallel.{remedy}, or FSDP2"
             raise ConfigError.of("DistributedDataParallel, sharded parameters", found, allowed)
-        shapes = {n: list(p.shape) for n, p in child.named_parameters() if hasattr(p, "_st_info")}
+        localised = {n: p for n, p in child.named_parameters() if hasattr(p, "_st_info")}
+        shapes = {
+            n: list(p.shape) for n, p in localised.items() if p._st_info.mesh in _expert_meshes
+        }
         if shapes:
             allowed = "MoE layers left out by replicate(model, ignored_modules=layers), or FSDP2"
             setting = "replicate or DistributedDataParallel with device_mesh, sharded parameters"
