@@ -80,10 +80,11 @@ def summary_table(document: Document) -> str:
     suite, cases = SUITES[document["suite"]], by_case(document["rows"])
     pattern = suite.shown(document["gpus"])
     hidden, busy = hidden_shares(document), _busy_ms(document)
+    variant, words = suite.also or ("", "")
     chosen = [
         line
         for line in _by_precision(cases)
-        if "fluid" in line[-1] and re.fullmatch(pattern, f"{line[0]} {line[1]}")
+        if {"fluid", variant} & line[-1].keys() and re.fullmatch(pattern, f"{line[0]} {line[1]}")
     ]
     both = any("fluid_megatron" in times for *_, times in chosen)
     rival = suite.best if not _left_out(document) else f"{suite.best}, of those run"
@@ -95,8 +96,7 @@ def summary_table(document: Document) -> str:
         best = min(others, key=lambda name: others[name], default="")
         best_ms = others.get(best)
         floor = next((times[name] for name in FLOORS if name in times), None)
-        ours, inside = times["fluid"], times.get("fluid_megatron")
-        variant, words = suite.also or ("", "")
+        ours, inside = times.get("fluid"), times.get("fluid_megatron")
         also = times.get(variant)
         fastest = busy.get((case, variant if also else "fluid")) if label == mode else None
         share = hidden.get((case, mode)) if label == mode else None
