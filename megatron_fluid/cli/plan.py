@@ -2,8 +2,8 @@
 GPUs that reach each other's memory. Nothing is measured: it follows from shapes, from a table of
 measured shapes and from reference figures of this GPU, or of an H200 where there is no GPU.
 --machine names other figures. --write keeps them in a file, which can be edited and given to
---machine and `--fluid-machine`. The last lines are measured iterations of the model, with
-Megatron's fastest flags and with this package.
+--machine and `--fluid-machine`. The last lines are what to expect of an iteration, as measured with
+Megatron's fastest flags and with this package; --gpus chooses those of the nearest number of GPUs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("context", "tensor"):
         add(f"--{name}-parallel", dest=name, type=positive, metavar="RANKS", help="(1)")
     names = ", ".join(REFERENCE)
-    add("--machine", default="auto", help=f"figures: auto (this GPU's), {names} or a file")
+    add("--machine", "--gpu", default="auto", help=f"figures: auto (this GPU's), {names} or a file")
+    add("--gpus", type=positive, metavar="N", help="of the job; chooses measured iterations (all)")
     add("--write", type=Path, metavar="FILE", help="write the figures to a file")
 
 
@@ -64,17 +65,22 @@ def run(args: argparse.Namespace) -> int:
     )
     print(paragraph(figures, "  ", ""))
     for name, model in models.items():
-        print(f"\n{_report(name, model, machine)}\n\n{_iterations(name, model)}")
+        print(f"\n{_report(name, model, machine)}\n\n{_iterations(name, model, args.gpus)}")
     return 0
 
 
-def _iterations(name: str, model: Model) -> str:
-    """How long an iteration of a model takes with and without this package, as measured."""
+def _iterations(name: str, model: Model, gpus: int | None) -> str:
+    """How long an iteration of a model takes without and with this package, as measured on `gpus`
+    GPUs or the nearest number (None: on each number)."""
     text = importlib.resources.files("megatron_fluid.plan").joinpath("iterations.json").read_text()
+    measured = [found for found in json.loads(text) if found["model"] == name]
     lines = []
-    for found in json.loads(text):
-        if found["model"] != name:
-            continue
+    if measured and gpus is not None:
+        nearest = min((found["gpus"] for found in measured), key=lambda n: (abs(n - gpus), n))
+        measured = [found for found in measured if found["gpus"] == nearest]
+        if nearest != gpus:
+            lines = [f"no iteration was measured on {gpus} GPUs; the nearest number is {nearest}:"]
+    for found in measured:
         before, after = found["megatron_ms"], found["fluid_ms"]
         where = f"{found['layers']} of {model.layers} layers on {found['gpus']} {found['gpu']}"
         if found["experts"] != model.experts:
@@ -83,9 +89,8 @@ def _iterations(name: str, model: Model) -> str:
         version = " with an earlier version" if found["earlier"] else ""
         where += f", routing {routing}{', one CUDA graph' if found['graph'] else ''}"
         lines.append(
-            f"measured {found['date']}{version}: an iteration takes {before:.1f} ms with "
-            f"Megatron's fastest flags and {after:.1f} ms with this package, "
-            f"{before / after:.2f} times as fast ({where})"
+            f"expected iteration: {before:.1f} -> {after:.1f} ms, {before / after:.2f} times as "
+            f"fast, measured {found['date']}{version} beside Megatron's fastest flags ({where})"
         )
     if not lines:
         lines = ["iterations of this model were not measured; `megatron-fluid compare` does it"]

@@ -64,11 +64,14 @@ def test_measured_iterations_come_last(capsys: pytest.CaptureFixture[str]) -> No
     assert len(found) >= 2
     assert main(["plan", "qwen3-30b-a3b", "--expert-parallel", "4"]) == 0
     said = capsys.readouterr().out
-    last = " ".join(said[said.index("measured 20") :].split())
+    last = " ".join(said[said.index("expected iteration") :].split())
     for one in found:
         before, after = one["megatron_ms"], one["fluid_ms"]
-        assert f"{before:.1f} ms with Megatron's fastest flags and {after:.1f} ms with" in last
-        assert f"{before / after:.2f} times as fast ({one['layers']} of 48 layers on " in last
+        assert f"{before:.1f} -> {after:.1f} ms, {before / after:.2f} times as fast" in last
+        assert f"({one['layers']} of 48 layers on {one['gpus']} " in last
+    assert main(["plan", "qwen3-30b-a3b", "--gpus", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "on 3 GPUs; the nearest number is 2" in said and said.count("layers on 2 ") == 1
     assert main(["plan", "llama-3-70b", "--tensor-parallel", "8"]) == 0
     assert "were not measured" in capsys.readouterr().out.splitlines()[-1]
 
