@@ -64,8 +64,9 @@ def test_products_with_biases_are_added(width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [24, 300])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [*((24, dtype) for dtype in DTYPES), (300, torch.bfloat16)]
+)
 def test_sums_by_expert_are_those_of_its_rows_alone_bit_for_bit(
     width: int, dtype: torch.dtype, weighted: bool
 ) -> None:

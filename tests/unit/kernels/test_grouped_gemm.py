@@ -378,7 +378,7 @@ def test_a_cpu_takes_no_gradients_into_main_grad_here() -> None:
 FP8_SOURCES = (FP8_GROUPED, FP8_WEIGHT_GRADS)
 SOURCES = (GROUPED, FUSED, *FP8_SOURCES)
 # Each takes seconds, and shares its templates with the backward kernel of its name.
-LEFT_TO_GPUS = {"grouped_forward", "scatter_forward", "sent_forward"}
+LEFT_TO_GPUS = {"gather_forward", "grouped_forward", "scatter_forward", "sent_forward"}
 
 
 @pytest.mark.compile
