@@ -173,11 +173,18 @@ def descends(weights: tuple[torch.nn.Parameter, ...]) -> bool:
     return same and last.storage_offset() < first.storage_offset()
 
 
+def _owns_storage(weight: torch.nn.Parameter) -> bool:
+    storage = weight.untyped_storage()
+    # Two hold it: the parameter, and the Python object `storage`.
+    return storage.nbytes() == weight.nbytes and torch._C._storage_Use_Count(storage._cdata) == 2
+
+
 def share_storage(weights: tuple[torch.nn.Parameter, ...]) -> None:
     """Move parameters that each own a storage into a common one. Parameters inside a larger buffer
-    stay there."""
+    stay there, and so do those whose memory others hold, too: torch's FSDP2, which goes on
+    gathering into it, or a model that shares weights."""
     kinds = {(weight.shape, weight.dtype, weight.is_contiguous()) for weight in weights}
-    owned = all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
+    owned = all(map(_owns_storage, weights))
     if len(weights) == 1 or len(kinds) != 1 or not weights[0].is_contiguous() or not owned:
         return
     # Leave inference mode: an evaluation must not turn parameters into inference tensors.

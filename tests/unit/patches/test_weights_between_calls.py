@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests.support.launch import on_ranks
 
@@ -193,9 +194,17 @@ def test_weights_that_come_back_to_their_addresses_in_other_storages_are_read(
     check(alone, [alone.weight1, alone.weight2])
 
 
-def test_parameters_of_a_larger_buffer_are_not_moved() -> None:
-    """As Megatron's DistributedDataParallel lays them out."""
-    parameters = tuple(map(torch.nn.Parameter, torch.zeros(3, 4, 8).unbind()))
+@pytest.mark.parametrize("held", ["one buffer", "gathered by FSDP2", "shared with another model"])
+def test_parameters_whose_memory_others_hold_are_not_moved(held: str) -> None:
+    """Megatron's DistributedDataParallel lays them out in one buffer."""
+    buffer, other = torch.zeros(3, 4, 8), [nn.Parameter(torch.zeros(4, 8)) for _ in range(3)]
+    gathered = [torch.empty(32) for _ in range(3)]
+    parts: dict[str, list[Tensor]] = {
+        "one buffer": list(buffer.unbind()),
+        "gathered by FSDP2": [torch.as_strided(each, (4, 8), (8, 1)) for each in gathered],
+        "shared with another model": [each.data for each in other],
+    }
+    parameters = tuple(map(nn.Parameter, parts.pop(held)))
     pointers = [parameter.data_ptr() for parameter in parameters]
     share_storage(parameters)
     assert [parameter.data_ptr() for parameter in parameters] == pointers
