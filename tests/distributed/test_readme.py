@@ -102,7 +102,8 @@ PROGRAMS = [f"megatron-fluid {c}" for c in ("doctor", "doctor --require megatron
 CORRECTNESS = "torchrun --nproc_per_node 4 tests/test_correctness.py"
 SMALL = (
     "--train-iters 2 --eval-iters 1 --hidden-size 32 --seq-length 32 --micro-batch-size 1 "
-    "--global-batch-size 4"
+    # The data and the run are kept out of the source tree.
+    "--global-batch-size 4 --save {0}/run --text-path Makefile --text-cache {0}/text"
 )
 MAKE = ("make pretrain", 'make pretrain RANKS=2 ARGS="--help"')
 
@@ -115,15 +116,6 @@ def run(command: list[str], folder: Path = ROOT, **environ: str) -> str:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
-
-
-def under_torchrun(command: str, folder: Path = ROOT) -> str:
-    """A command of a page by this interpreter; two processes are enough."""
-    program, *rest = shlex.split(command)
-    assert program == "torchrun", command
-    rest[rest.index("--nproc_per_node") + 1] = str(min(2, GPUS or 2))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return run([*launch, *rest], folder, PYTHONPATH=str(ROOT))
 
 
 def forked(text: str, folder: Path, ranks: int, *flags: str) -> str:
@@ -163,7 +155,11 @@ def test_program(command: str) -> None:
 
 
 def test_correctness_under_torchrun() -> None:
-    assert "all correct" in under_torchrun(CORRECTNESS)
+    program, *rest = shlex.split(CORRECTNESS)
+    assert program == "torchrun"
+    rest[rest.index("--nproc_per_node") + 1] = str(min(2, GPUS or 2))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    assert "all correct" in run([*launch, *rest], PYTHONPATH=str(ROOT))
 
 
 def test_the_readme_is_short() -> None:
@@ -210,8 +206,7 @@ def test_the_page_on_training_is_run_and_loads_on_other_ranks(tmp_path: Path) ->
     [program] = (block for kind, block in blocks("docs/torch_training.md") if kind == "python")
     first, second = ON_TORCH
     said = forked(program, tmp_path, 4, *shlex.split(first.partition("train.py")[2]))
-    (tmp_path / "train.py").write_text(program)
-    said += under_torchrun(second, tmp_path)
+    said += forked(program, tmp_path, 2, *shlex.split(second.partition("train.py")[2]))
     saved, loaded = re.findall(r"step 10: (?:saved by|loaded on) \d ranks, ep \d, loss (\S+)", said)
     assert 0 < float(saved) < 3.0, "log(32) is 3.47"
     assert float(loaded) == pytest.approx(float(saved), abs=2e-6)
@@ -253,18 +248,14 @@ def test_the_snippets_under_megatron_run(tmp_path: Path) -> None:
 
 
 @NEEDS_MEGATRON
-@pytest.mark.slow
-def test_make_pretrain_trains(tmp_path: Path) -> None:
-    # The data and the run are kept out of the source tree.
-    flags = f"{SMALL} --save {tmp_path}/run --text-path Makefile --text-cache {tmp_path}/text"
-    out = run(["make", "pretrain", f"PYTHON={sys.executable}", "RANKS=1", f"ARGS={flags}"])
-    assert "run complete" in out
-
-
-@NEEDS_MEGATRON
-def test_make_pretrain_hands_on_its_arguments(tmp_path: Path) -> None:
-    command = run(["make", "-n", "pretrain", f"PYTHON={sys.executable}", "RANKS=2", "ARGS=--help"])
-    assert re.search(r"--nproc-per-node 2 .*/?examples/pretrain_gpt_moe\.py --help", command, re.S)
-    script = ROOT / "examples" / "pretrain_gpt_moe.py"
-    code, out = run_program(script, 1, ["--help"], tmp_path, {})
-    assert code == 0 and "--fluid-moe-backend" in out and "--text-path" in out
+@pytest.mark.parametrize(
+    ("flags", "said"), [(SMALL, "run complete"), ("--help", "--fluid-moe-backend")]
+)
+def test_make_pretrain_trains(flags: str, said: str, tmp_path: Path) -> None:
+    """What make starts is printed, and forked: test_pretrain_example.py starts it for real."""
+    make = ["make", "-s", "pretrain", "PYTHON=/bin/echo", "RANKS=1"]
+    words = run([*make, f"ARGS={flags.format(tmp_path)}"]).split()
+    launcher = "-m megatron_fluid.cli run --nproc-per-node 1 examples/pretrain_gpt_moe.py"
+    assert words[:6] == launcher.split()
+    code, out = run_program(ROOT / words[5], 1, words[6:], ROOT, {})
+    assert code == 0 and said in out, out

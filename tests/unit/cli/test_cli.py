@@ -5,14 +5,17 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from megatron_fluid import __version__, patches
-from megatron_fluid.cli import main
+from megatron_fluid.cli import main, profile, profile_layer
+from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.run import run
 from tests.support.fresh_program import run_code
+from tests.support.launch import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 NEEDS_MEGATRON = pytest.mark.skipif(
@@ -130,11 +133,24 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == __version__
 
 
-@pytest.mark.slow
-@pytest.mark.process
+def _profile_a_small_layer(rank: int, ranks: int, flags: list[str]) -> int:
+    small = MoEConfig(hidden_size=32, ffn_hidden_size=48, num_experts=8, top_k=2)
+    profile_layer._ON_CPU = 64, small
+    sys.argv = ["profile_layer.py", *flags]
+    return profile_layer.main()
+
+
+def _forked(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """What `profile` starts under torchrun, on forked ranks and without a wire between them."""
+    launch, module = command.index("--nproc_per_node"), profile_layer.__name__
+    flags = list(command[command.index(module) + 1 :])
+    return max(run_ranks(_profile_a_small_layer, int(command[launch + 1]), flags, backend=""))
+
+
 def test_profile_traces_both_variants_of_a_layer_and_says_what_was_hidden(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(profile, "run_command", _forked)
     # 3 ranks do not divide the layer's usual number of experts.
     assert main(["profile", "--compare", "--output", str(tmp_path), "--ranks", "3"]) == 0
     text = capfd.readouterr().out
@@ -145,6 +161,15 @@ def test_profile_traces_both_variants_of_a_layer_and_says_what_was_hidden(
     assert re.search(r"hidden share +[0-9.]+%", text) and "no communication" not in text
     assert main(["profile", "--trace", str(trace)]) == 0
     assert "hidden share" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_profile_starts_the_ranks_of_a_layer(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "--output", str(tmp_path), "--ranks", "1"]) == 0
+    assert str(tmp_path / "moe_layer.json.gz") in capfd.readouterr().out
 
 
 @pytest.mark.process
