@@ -42,6 +42,7 @@ __all__ = [
     "WeightGradScheduler",
     "deliver_gradients",
     "get_backward_scheduler",
+    "sharded_by_fsdp",
     "weight_grad_task",
 ]
 
@@ -159,7 +160,7 @@ def _compiled_backward() -> bool:
     return bool(getattr(compiled, "in_compiled_autograd_region", False))
 
 
-def _sharded_by_fsdp() -> bool:
+def sharded_by_fsdp() -> bool:
     """Whether modules of this process are under torch's FSDP2, which reduces a module's gradients
     as soon as the gradients of its inputs are there: later ones would be lost."""
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
@@ -218,7 +219,7 @@ class WeightGradScheduler:
         stream = torch.cuda.current_stream() if any(param.is_cuda for param in params) else None
         graph_task = torch._C._current_graph_task_id()
         run = weight_grad_task(name, params, compute, stream)
-        at_once = _sharded_by_fsdp() or _compiled_backward()
+        at_once = sharded_by_fsdp() or _compiled_backward()
         if graph_task == -1 or not self.enabled or at_once:
             run()
             return

@@ -13,8 +13,9 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron_fluid.backward.weight_grads import sharded_by_fsdp
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
 from megatron_fluid.kernels.grouped_gemm.launch import fixed_tiles, grouped_matmul, host_ends
@@ -143,7 +144,7 @@ class ExpertWeights:
         kept: KeptLayout | None = None,
         leaves: bool = False,
     ) -> None:
-        self._leaves = leaves
+        self._leaves, self._in_training = leaves, torch.is_grad_enabled()
         self.layout, self.num_experts = layout, num_experts
         self.stacked = isinstance(weights, Tensor | Packed)
         self.params, self._stored = params_and_values(weights)
@@ -248,9 +249,23 @@ class ExpertWeights:
         return all(map(_is_leaf, self.params)) and trained in (0, len(self.params))
 
     def versions(self) -> list[int]:
-        """Autograd's version counters of `params`. The counter of Packed.values is not used: all
-        views of one buffer share one counter."""
-        return list(map(_version, self.params))
+        """Autograd's version counters of `params`, and that of a DTensor's local part, which the
+        loading of a checkpoint may write alone. The counter of Packed.values is not used: all views
+        of one buffer share one counter."""
+        found = list(map(_version, self.params))
+        if self._is_distributed():
+            found.append(self._stored[0]._version)
+        return found
+
+    def counted(self) -> bool:
+        """Whether `versions` tells of every change but for the steps of optimizers. FSDP gathers
+        parameters past their counters: FSDP2 into parameters, FSDP1 into tensors. Operations on
+        lists of DTensors (averages of weights) raise none; training takes optimizers alone."""
+        known = isinstance(self.params[0], nn.Parameter) and not sharded_by_fsdp()
+        return known and (self._in_training or not self._is_distributed())
+
+    def _is_distributed(self) -> bool:
+        return hasattr(self.params[0], "_local_tensor")
 
     def main_grads(self) -> Tensor | list[Tensor]:
         """Megatron's gradient buffers, a matrix for each expert, in the weights' layout: stacked

@@ -19,8 +19,12 @@ weight gradient.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_fluid.cuda.devices import current_capture
 from megatron_fluid.errors import ConfigError
@@ -61,8 +65,9 @@ __all__ = ["Fp8Experts", "WeightCast", "weight_cast"]
 
 
 class WeightCast:
-    """One projection's weights in fp8, in both layouts, cast again when they have changed: by the
-    parameters' version counters, or by `expire`.
+    """One projection's weights in fp8, in both layouts, cast again when they may have changed: by
+    the parameters' version counters, a step of any optimizer of torch (fused ones raise no
+    counter), or `expire`; in each forward where these do not tell.
 
     Code that changes a parameter past its counter (through `.data`, as Megatron's distributed
     optimizer does) has to call `expire`. Each CUDA-graph capture casts them again, so that a replay
@@ -71,20 +76,19 @@ class WeightCast:
 
     def __init__(self) -> None:
         self._cast: tuple[Fp8Matrices, Fp8Matrices] | None = None
-        self._versions: list[int] | None = None
-        self._capture: tuple[int, int] | None = None
+        self._steps = _optimizer_steps()
+        self._state: object = None  # of the weights and of this process, when they were cast
 
     def expire(self) -> None:
-        self._versions = None
+        self._state = None
 
     def forward_matrices(self, fc: ExpertWeights) -> Fp8Matrices:
         """[El, out, in], as the weights are now."""
-        versions = fc.versions()
         # Of another capture, or another stream of this one, it may come too late in a replay.
-        capture = current_capture()
-        if self._cast is None or (versions, capture) != (self._versions, self._capture):
+        state = fc.versions(), self._steps[0], current_capture()
+        if self._cast is None or state != self._state or not fc.counted():
             self._make(fc)
-            self._versions, self._capture = versions, capture
+            self._state = state
         assert self._cast is not None
         return self._cast[0]
 
@@ -117,6 +121,18 @@ def _matrices(like: Tensor, experts: int, out: int, width: int) -> Fp8Matrices:
     values = like.new_empty((experts, out, width), dtype=torch.float8_e4m3fn)
     scales = like.new_empty((experts, out // 128, width // 128), dtype=torch.float32)
     return Fp8Matrices(values, scales)
+
+
+@functools.cache
+def _optimizer_steps() -> list[int]:
+    """[how many steps torch's optimizers have taken in this process], counted from here on."""
+    steps = [0]
+
+    def count(*given: Any) -> None:
+        steps[0] += 1
+
+    register_optimizer_step_post_hook(count)
+    return steps
 
 
 def weight_cast(fc: ExpertWeights) -> WeightCast:

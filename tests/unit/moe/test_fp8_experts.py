@@ -4,11 +4,17 @@ and against the recipe in plain torch."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.config import FluidConfig, set_config
@@ -25,6 +31,7 @@ from megatron_fluid.moe.nvlink.transport import NvlinkTransport
 from tests.support import fp8_reference as reference
 from tests.support.expert_calls import expert_rows, local_moe, nvlink_moe
 from tests.support.fp8_emulation import emulate
+from tests.support.launch import on_ranks
 from tests.support.moe_reference import moe_reference
 from tests.support.simulated_workspace import SimulatedWorkspace
 
@@ -228,7 +235,8 @@ def test_weights_are_cast_once_and_again_when_they_change(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         fp8_experts, "cast_weights", lambda *given: casts.append(plain(*given)) or None
     )
-    fcs = ExpertWeights(w1, E), ExpertWeights(list(w2.detach().unbind(0)), E)
+    w1 = nn.Parameter(w1.detach())
+    fcs = ExpertWeights(w1, E), ExpertWeights([*map(nn.Parameter, w2.detach().unbind(0))], E)
     for _ in range(2):  # microbatches
         local_moe(x, ids, probs, *fcs, fp8=True).backward(grad)
     assert len(casts) == 2
@@ -243,12 +251,59 @@ def test_weights_are_cast_once_and_again_when_they_change(monkeypatch: pytest.Mo
     assert torch.equal(y, local_moe(x, ids, probs, w1, w2, fp8=True))
 
 
+@on_ranks(1)
+def test_weights_that_change_past_their_version_counters_are_cast_again(
+    rank: int, world: int
+) -> None:
+    """FSDP2 gathers into the same parameters, FSDP1 into tensors that are no parameters. Fused
+    steps and averages of DTensors are no better."""
+    emulate()
+    config: Any = {"hidden_size": H, "ffn_hidden_size": F, "num_experts": E, "top_k": 2}
+    config |= {"backend": "local", "fp8_recipe": "blockwise"}
+    x = torch.randn(16, H, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def kept(layer: MoELayer) -> nn.Module:
+        return fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False)
+
+    def resharded(layer: MoELayer) -> nn.Module:
+        return fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+
+    def distributed(layer: MoELayer) -> MoELayer:
+        for name in ("weight1", "weight2"):
+            local, mesh = getattr(layer, name).detach(), init_device_mesh("cpu", (1,))
+            setattr(layer, name, nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)])))
+        return layer
+
+    def losses(shard: Callable[[MoELayer], nn.Module], **how: bool) -> list[float]:
+        module = shard(MoELayer(config, dist.group.WORLD, dtype=torch.bfloat16))
+        single: Any = [{"params": [param]} for param in module.parameters()]
+        optimizer, found = torch.optim.AdamW(single, lr=3e-3, **how), []
+        for _ in range(4):
+            loss = (module(x).float() - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+        return found
+
+    plain = losses(lambda layer: layer)
+    assert plain[3] < plain[0] and losses(kept) == losses(resharded) == plain
+    assert losses(lambda layer: FSDP(layer, device_id=torch.device("cpu"))) == plain
+    assert losses(distributed, foreach=True) == plain
+    assert losses(lambda layer: layer, fused=True) == pytest.approx(plain, rel=2e-3)
+    layer = distributed(MoELayer(config, dist.group.WORLD, dtype=torch.bfloat16))
+    with torch.no_grad():
+        first = layer(x)
+        torch._foreach_mul_([layer.weight2], 2.0)  # as an average of models does
+        torch.testing.assert_close(layer(x), 2 * first, rtol=1e-2, atol=1e-4)
+
+
 def test_weights_are_cast_once_in_each_capture_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     casts: list[object] = []
     capture: list[tuple[int, int] | None] = [None]
     monkeypatch.setattr(fp8_experts, "cast_weights", lambda *given: casts.append(given))
     monkeypatch.setattr(fp8_experts, "current_capture", lambda: capture[0])
-    weights = torch.randn(E, 2 * F, H).bfloat16()
+    weights = nn.Parameter(torch.randn(E, 2 * F, H).bfloat16())
     cast = fp8_experts.WeightCast()
 
     def casts_of_two_microbatches(number: int | None, stream: int = 5) -> int:
