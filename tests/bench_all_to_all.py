@@ -14,8 +14,6 @@ node, it starts that node's ranks. Under torchrun or mpirun each process is one 
 make one column, and the node or the rank numbered 0 prints the table.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -5,8 +5,6 @@ Kernels run under Triton's interpreter where there is no GPU. Triton decides it 
 itself, and any test module may import it, so it is chosen here and nowhere below.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -6,8 +6,6 @@ MASTER_* it starts its node's ranks. With neither it starts one rank a GPU on th
 gloo ranks where there is none.
 """
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import multiprocessing

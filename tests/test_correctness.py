@@ -5,8 +5,6 @@ torchrun --nproc_per_node=4 tests/test_correctness.py     # NCCL where there are
 prints a table
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -12,8 +12,6 @@ Under pytest it runs small on gloo ranks and checks that both variants compute t
 figures are figures. How fast they are decides nothing.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -7,8 +7,6 @@ in order, sums shares, and compares with the reference, which runs here in float
 (rounded) numbers. tests/gpu/test_attention.py runs the same on GPUs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence

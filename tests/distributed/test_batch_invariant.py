@@ -1,8 +1,6 @@
 """With batch_invariant a token has the same bits whatever other tokens are in the batch, whatever
 the number of ranks, over every transport, in training layers and in the inference layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 other weights. Before it the result is Megatron's own; after it they are an error by name on all
 ranks, until the layers are reset."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

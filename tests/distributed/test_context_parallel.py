@@ -1,7 +1,5 @@
 """Megatron's attention under context parallelism, against Megatron's own on the whole sequence."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

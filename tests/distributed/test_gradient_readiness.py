@@ -5,8 +5,6 @@ reductions start as early.
 What the drawn sequences of test_training_sequences.py do not do, and one case of what they do.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any

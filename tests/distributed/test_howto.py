@@ -3,8 +3,6 @@
 A section whose heading ends in "(needs a GPU)" is not run; no other section may call for one.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -3,8 +3,6 @@ every weight gradient against the same module on the whole sequence. Transformer
 attention is a stand-in (te_attention.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The launcher itself: tracebacks, dead ranks, timeouts, and nothing left behind."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """The all-to-all's test and benchmark, started in each way that their docstrings print."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """The ranks of a group choose by the figures of its first rank."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

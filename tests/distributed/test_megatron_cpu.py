@@ -1,8 +1,6 @@
 """CPU mode: however Megatron splits a model over gloo ranks, it trains as on one rank; and all of
 it can be undone."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Models under Megatron-FSDP, whose weights have gradient buffers only for moments: their experts
 are left to Megatron by name, and train as without this package."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from typing import Any

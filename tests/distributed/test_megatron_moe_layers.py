@@ -5,8 +5,6 @@ layer; and distributed checkpoints of either in the other.
 A world of two ranks and one of four run all cases; the tests judge them one by one.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ A world of two ranks and one of four train all cases; the tests judge them one b
 test_training_sequences.py draws what people change between steps.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

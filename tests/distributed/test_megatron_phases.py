@@ -1,8 +1,6 @@
 """Megatron's experts behind this package's exchange, with Megatron's own gradients: under the 1F1B
 expert overlap, which calls a layer's phases one by one, and under autocast."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 from unittest import mock

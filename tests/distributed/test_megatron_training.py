@@ -1,7 +1,5 @@
 """`megatron.training.pretrain` from end to end, on CPU ranks: evaluation and TensorBoard."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -5,8 +5,6 @@ rank's memory grows in its first thousand iterations, also without this package.
 here.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import sys

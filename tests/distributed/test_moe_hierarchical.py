@@ -1,8 +1,6 @@
 """Two levels between hosts: outputs and every gradient as without them, each token across once for
 each host, and no byte more than the plan says."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -1,8 +1,6 @@
 """MoE layers as a user meets them, against plain torch: MoELayer, MoEBaseline, the seed's
 function."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """Layers under DistributedDataParallel, in partial backwards and beside other work. Checkpoints,
 autocast and repeated backwards: test_torch_compile.py."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """What MoE layers, the overlapped function and the seed's function refuse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ shorter than there are ranks. Transformer Engine's core attention is a stand-in
 (te_attention.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

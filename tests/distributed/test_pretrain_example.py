@@ -6,8 +6,6 @@ Every test reads what such runs print and leave behind. That about Ctrl-C is sta
 imports of Megatron.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

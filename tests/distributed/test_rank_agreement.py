@@ -1,8 +1,6 @@
 """Ranks that do not agree about a layer: a named error on all of them, never a rank that waits in
 another path's collective."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,8 +1,6 @@
 """examples/recipes/*.sh --smoke: each trains, has the structure of the real run, and says at
 start-up what docs/recipes.md says of it."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

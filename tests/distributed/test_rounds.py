@@ -1,7 +1,5 @@
 """Peer rounds over gloo: the right bytes, nothing mixed, and a named error when a peer is gone."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """examples/run_record.py: means over every rank's tokens, whichever ranks compute a loss."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

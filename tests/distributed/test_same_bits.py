@@ -1,7 +1,5 @@
 """Two runs of a training give the same bits, and a bit that differs is seen."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 forward, whatever one of them finds in its modules; and what comes upon them later.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import time

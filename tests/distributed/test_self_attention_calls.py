@@ -1,8 +1,6 @@
 """Which self-attentions of Megatron, and which of their calls, are overlapped; what is said of
 those that are not. Rotation tables, and the layer spec without patches."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ Transformer Engine's classes are stand-ins (te_attention.py); the real ones:
 tests/gpu/test_attention_kinds.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

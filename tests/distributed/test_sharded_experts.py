@@ -1,8 +1,6 @@
 """Experts as DTensors, as torch's own tools see them: checkpoints, clipping, FSDP2, DDP, optimizers
 and whatever replaces parameters, each against one process."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

@@ -1,8 +1,6 @@
 """Where the ranks' processes may not share memory, symmetric memory is unavailable to all of them,
 with the reason of the rank that failed."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -4,8 +4,6 @@ tests/gpu/test_te_linears.py.
 A stand-in's own forward marks itself, so that what the patch leaves alone is seen to reach it.
 """
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ gradient, errors.
 `check_case` also serves tests/gpu/test_tensor_parallel.py, where the copy engines move the shards.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

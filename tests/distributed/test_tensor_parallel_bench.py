@@ -1,8 +1,6 @@
 """The bench of tensor-parallel strategies as a user starts it: what it prints, verifies and leaves
 behind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

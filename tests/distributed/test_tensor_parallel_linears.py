@@ -2,8 +2,6 @@
 others put into them is kept, and every gradient is right, also straight into main_grad.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

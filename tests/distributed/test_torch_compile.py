@@ -1,8 +1,6 @@
 """The layers and operations inside torch.compile, and under what else autograd offers: equal to
 what runs as written, or one error by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

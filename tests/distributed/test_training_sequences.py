@@ -7,8 +7,6 @@ expert-parallel groups of two, with two ranks for each expert); `MEGATRON_FLUID_
 draws as many, and FIRST:LAST takes the seeds FIRST to LAST, each of ten sequences.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any, ClassVar

@@ -1,8 +1,6 @@
 """The standalone TransformerLayer, overlapped and plain, against one process in plain torch: output
 and every gradient."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from dataclasses import dataclass

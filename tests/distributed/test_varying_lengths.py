@@ -3,8 +3,6 @@ Megatron's own path. Two CPU ranks share mapped files and interpret the kernels.
 exchange that CPU ranks have: test_training_sequences.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

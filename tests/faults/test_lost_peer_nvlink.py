@@ -3,8 +3,6 @@
 All ranks are simulated in this process, so each wait that is not met gives up after a few polls.
 """
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -6,8 +6,6 @@ A few faults always; `MEGATRON_FLUID_TEST_DRAWS=20` (or FIRST:LAST) adds as many
 seeds are in their names.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import random

@@ -1,8 +1,6 @@
 """A call that raises on one rank alone: all others end soon, with the name of that rank and its
 message, whatever moves the data."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

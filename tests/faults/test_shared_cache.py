@@ -1,8 +1,6 @@
 """Two jobs on one cache, as processes of their own: both start on an empty one, and one is killed
 while it writes. The other goes on, and nothing half written is ever read."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

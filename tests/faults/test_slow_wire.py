@@ -1,8 +1,6 @@
 """Faults of the wire between two emulated hosts: a slow link only slows; a host that is lost or
 comes too late ends in an error within the timeout, which names rank, hosts and operation."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import re

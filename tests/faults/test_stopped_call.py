@@ -9,8 +9,6 @@ tests/support/symmetric_files.py). One rank stops at its k-th.
 Six drawn stops always; `MEGATRON_FLUID_TEST_DRAWS=60` draws as many, FIRST:LAST takes those seeds.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import random

@@ -5,8 +5,6 @@ They name Transformer Engine, which needs a GPU: empty classes take the place of
 bridges name, and Megatron's local layer spec that of Transformer Engine's.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.machinery
 import importlib.util

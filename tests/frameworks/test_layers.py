@@ -1,8 +1,6 @@
 """Layers that a framework subclasses, weights whose memory it gives back while they are not used,
 and process groups that it destroys and makes again: two gloo ranks, against Megatron's own path."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -1,8 +1,6 @@
 """docs/frameworks.md: its Python runs, and its shell names settings, files and functions that
 exist."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

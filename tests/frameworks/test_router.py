@@ -1,8 +1,6 @@
 """Routers whose methods others have patched: their results decide, also on the paths that ask
 Megatron's router for compact choices. One gloo rank."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ways by which the package gets into a process that nobody wrote an import into, or two get in."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Agreements of ranks that are threads of one process, on one store."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The halves of the decode-time all-to-all as tests call them, all ranks in one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

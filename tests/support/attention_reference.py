@@ -1,7 +1,5 @@
 """The reference: self-attention of a whole sequence on one process, with the full score matrix."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """A few tokens in several batches: their outputs, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What runs on a rank in which megatron_fluid is not imported before the function does it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 __all__ = ["patched_and_reverted"]

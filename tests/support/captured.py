@@ -1,7 +1,5 @@
 """A step that is captured in a CUDA graph, beside the same step run eagerly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Calls of the experts over each transport in one line, as the tests make them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

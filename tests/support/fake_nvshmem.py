@@ -5,8 +5,6 @@ Signals are set or added to as NVSHMEM does it inside a host: SIGNAL_SET sets, e
 adds.
 """
 
-from __future__ import annotations
-
 import ctypes
 import random
 import sys

@@ -1,8 +1,6 @@
 """Megatron's flex dispatcher over a stand-in for DeepEP, which needs GPUs: Megatron's all-gather
 dispatcher does the exchange."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

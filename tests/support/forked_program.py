@@ -5,8 +5,6 @@ Megatron for each run. Flags that patches look for when they are armed are refus
 That it starts from a shell, and what an agent of torchrun does, is for tests with `subprocess`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import runpy

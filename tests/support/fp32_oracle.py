@@ -1,8 +1,6 @@
 """Megatron's MoE layer and ours in low precision against one in fp32 with the same weights: neither
 may be further off than the other by more than a little."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

@@ -1,8 +1,6 @@
 """fp8 experts without a GPU: products by their reference in plain torch, casts by theirs, where
 Triton's interpreter takes minutes, and no check of the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

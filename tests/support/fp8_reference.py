@@ -3,8 +3,6 @@
 Shapes: as in kernels/fp8_casts.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ An interpreter of its own takes about seven seconds to import Megatron-Core, six
 and its compiler. What an import itself imports, or what a shell starts, is for `subprocess`.
 """
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import multiprocessing.connection

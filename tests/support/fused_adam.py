@@ -2,8 +2,6 @@
 any device: the same state, and arithmetic in the same order (rounded where its fused multiply-adds
 are not)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 """Megatron's tensor-parallel linears with gradient accumulation fusion, and how right main_grad
 is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

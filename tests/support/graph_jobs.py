@@ -1,8 +1,6 @@
 """Trainings of a small mixture of experts by Megatron's own loop on GPUs, for comparing CUDA graphs
 with eager runs: each a job of its own (tests/support/graph_rank.py), several of them at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -10,8 +10,6 @@ Run as a module with Megatron's flags (tests/support/graph_jobs.py). GRAPH_RANK 
 - "dies": the replay of a CUDA graph, counted from 1, in which the last rank kills itself.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

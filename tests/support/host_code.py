@@ -1,7 +1,5 @@
 """Parts of a CUDA source that know no GPU, compiled for the host."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess

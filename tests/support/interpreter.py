@@ -6,8 +6,6 @@ takes six operations of its own to find an overflow; at every operation it write
 block's type. A Triton whose interpreter is built otherwise is left as it is.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

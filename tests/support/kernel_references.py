@@ -4,8 +4,6 @@ Shapes: W ranks, C token capacity of a rank, K top-k, El local experts, H hidden
 rows of the rank in question. A landing row is s * C + t for token t of rank s.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -23,8 +23,6 @@ traceback, the first failure first, and, after a timeout, where each rank's thre
 process outlives the call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime

@@ -5,8 +5,6 @@ tests/conftest.py imports this before any test module; tests ask here, never
 `torch.cuda.device_count()`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ layer: what the parity tests run on every rank.
 A case that fails hands its traceback back, so that the cases after it still run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

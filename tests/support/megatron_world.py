@@ -6,8 +6,6 @@ so their losses and gradient norms must agree. Everything here is stock Megatron
 is CPU mode.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path

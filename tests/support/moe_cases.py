@@ -6,8 +6,6 @@ inputs of all ranks, so it computes the whole oracle by itself, with all experts
 communication, and compares its own part: outputs, dX, dprobs, and every weight gradient.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

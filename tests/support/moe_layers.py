@@ -1,7 +1,5 @@
 """Small MoE layers in double precision, as the tests of MoELayer and MoEBaseline build them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -2,8 +2,6 @@
 and comparisons on which all ranks agree.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

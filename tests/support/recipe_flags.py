@@ -6,8 +6,6 @@ Megatron asks the device for is answered here, and what needs Transformer Engine
 after Megatron has checked the flags.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

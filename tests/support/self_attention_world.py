@@ -3,8 +3,6 @@ under any setting, in Megatron's local spec or in Transformer Engine's, whose cl
 here, as it needs a GPU.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A CPU in the place of the copy engines of a GPU, for all ranks in one process."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

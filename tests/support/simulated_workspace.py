@@ -1,7 +1,5 @@
 """Workspaces of all ranks in one process, on a CPU (TRITON_INTERPRET=1) or on one GPU."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ so that interpreted kernels of several ranks really wait for each other.
 `rendezvous` waits for all ranks without a bound, as torch's does on GPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

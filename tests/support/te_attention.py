@@ -1,8 +1,6 @@
 """Stand-ins for the classes of Transformer Engine that Megatron's SelfAttention is built of: the
 real ones need a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ simulated memory are never used by two at a time, and the rank that has yet to r
 sees when it is written too early.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ Everything here is stock Megatron; a test trains it twice, with and without the 
 compares.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,8 +1,6 @@
 """The process groups of one half of tests/support/training_world.py, made again and again, and what
 of a model's parameters lies on a rank of them."""
 
-from __future__ import annotations
-
 import gc
 from datetime import timedelta
 from typing import Any

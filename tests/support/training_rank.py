@@ -1,7 +1,5 @@
 """One rank of a training that a test asks for step by step (tests/support/training_world.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import faulthandler

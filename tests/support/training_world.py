@@ -7,8 +7,6 @@ process group of its own. Errors are handed back too, so both halves may be expe
 same thing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import threading

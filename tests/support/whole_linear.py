@@ -1,8 +1,6 @@
 """A tensor- and sequence-parallel linear by hand: every rank's shards together in float64, through
 torch's own autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

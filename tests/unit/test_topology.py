@@ -1,8 +1,6 @@
 """The round-robin schedule: every pair once, nobody twice in a round, byes for odd counts, and
 near pairs first."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace

@@ -10,8 +10,6 @@ A case is noted down from a call on tensors of a CPU whose launches are not star
 and constants are those that a GPU would be given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

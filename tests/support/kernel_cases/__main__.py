@@ -1,7 +1,5 @@
 """Compile the cases of one module; print what is wrong with each."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The kernels of the attention exchange, at the shape of Mixtral-8x7B on 4 ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Casts to fp8, as kernels/fp8_casts launches them for deepseek-v3."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

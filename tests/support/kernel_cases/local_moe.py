@@ -1,8 +1,6 @@
 """The kernels of the local MoE transport, as moe/local/kernel_plan.py launches them at the shapes
 of benchmarks/cases/moe.py and at narrow ones; the kernel with fixed tiles."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,8 +1,6 @@
 """Kernels of the decode-time all-to-all over peer pointers, as PeerMemory launches them on an
 H200."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

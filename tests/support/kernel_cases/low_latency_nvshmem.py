@@ -1,8 +1,6 @@
 """Put kernels of the decode-time all-to-all, linked with NVSHMEM's device library. No cases where
 that is not installed."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import replace

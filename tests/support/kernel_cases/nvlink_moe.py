@@ -1,8 +1,6 @@
 """The kernels of the NVLink MoE path, exactly as the path launches them at the shapes of
 benchmarks/cases/moe.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

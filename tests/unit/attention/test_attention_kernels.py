@@ -1,8 +1,6 @@
 """The choice of the core attention's kernel, the mask of a window, and the kernels that rotate and
 pack queries, keys and values, against torch's operations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The attention layer on one process: its behaviour under autograd, and what it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which rank has which heads and positions, and how many head groups cross between hosts."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

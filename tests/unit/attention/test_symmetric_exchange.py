@@ -1,8 +1,6 @@
 """Attention over symmetric memory against the one-process reference, and its receive buffers: W
 ranks as threads of one process (thread_ranks.py), kernels interpreted."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import threading

@@ -1,8 +1,6 @@
 """Deferred weight gradients: none lost, none twice, none from a backward that failed, hooks as
 ever."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import threading

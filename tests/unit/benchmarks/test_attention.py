@@ -1,8 +1,6 @@
 """Variants of the attention benchmarks: one that fails on a single rank is left out on all, and
 named."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

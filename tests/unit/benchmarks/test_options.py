@@ -1,8 +1,6 @@
 """How benchmarks are started: options that would not be followed are refused by name, the rank is
 found under several launchers, and `make bench` goes on after a suite that failed."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

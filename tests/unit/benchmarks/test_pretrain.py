@@ -1,8 +1,6 @@
 """The end-to-end benchmark: its flags are Megatron's, a tiny model is measured, a failure is
 named."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """The suite of the recipes: what it starts, and what it makes of a comparison's logs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The result files of benchmarks, the timing behind them, and their tables."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,8 +1,6 @@
 """Layers of other libraries get the weights of the layer that they are compared with, each in its
 own layout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

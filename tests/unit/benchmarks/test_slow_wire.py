@@ -2,8 +2,6 @@
 round, hosts leave nothing behind, and a tiny case runs whole. That a link has its rate is seen in
 tests/faults/test_slow_wire.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

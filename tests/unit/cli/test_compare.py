@@ -1,7 +1,5 @@
 """`megatron-fluid compare`, on a training that is played by a small script."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`megatron-fluid plan`: predictions of a model by name or by Megatron's flags."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`megatron-fluid profile --compare`: both variants on one page, of traces that lie there."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`megatron-fluid warm`: which kernels of which model."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from typing import Any
 

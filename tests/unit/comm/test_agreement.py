@@ -1,7 +1,5 @@
 """Values between ranks: what an earlier session of a group has stored is never read."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

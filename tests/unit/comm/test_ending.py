@@ -1,7 +1,5 @@
 """How a process that has moved bytes ends."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """One registry of what is kept for a process group, and its close."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers in a process that runs alone; what they say of themselves, and refuse."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a rank finds out about peers that are gone, with clocks and stacks that the test sets."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Ranks that build layers with other settings are told which ones, on all ranks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

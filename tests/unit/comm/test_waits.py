@@ -1,7 +1,5 @@
 """The watcher of waits, with events that the test sets by hand, and what failures tell."""
 
-from __future__ import annotations
-
 import threading
 import time
 from unittest import mock

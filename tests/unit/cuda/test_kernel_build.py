@@ -1,7 +1,5 @@
 """Kernels are compiled side by side, once a host, and kept in Triton's cache folder."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

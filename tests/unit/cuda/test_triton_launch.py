@@ -1,7 +1,5 @@
 """Direct launches: what the driver is handed, with a stand-in for the driver."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import struct

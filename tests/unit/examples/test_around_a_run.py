@@ -1,8 +1,6 @@
 """What the example does around a training: the commands that its summary proposes, the folders it
 accepts, and what the terminal shows of the log."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

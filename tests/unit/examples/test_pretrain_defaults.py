@@ -1,8 +1,6 @@
 """examples/pretrain_defaults.py: silent command lines get sensible values, spoken ones are
 obeyed."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """examples/recipes: Megatron's parser knows every flag, its own checks pass, and docs/recipes.md
 says what is ours."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """examples/text_dataset.py: what goes in comes out, once, split for good, and nobody waits for
 ever. examples/text_files.py and text_tokenizers.py: the files that are read, and their tokens."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

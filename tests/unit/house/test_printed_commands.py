@@ -1,8 +1,6 @@
 """Commands that documents and docstrings print: each names a program, a target and flags that are
 here."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

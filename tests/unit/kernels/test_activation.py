@@ -1,8 +1,6 @@
 """Activations with a bias of fc1, by the kernels and by torch's operations: against autograd in
 fp32, for every activation that the kernels have and for each variant of the gated ones."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest

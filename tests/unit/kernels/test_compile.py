@@ -1,7 +1,5 @@
 """Every kernel compiles for Hopper, to the instructions that it relies on; no GPU is needed."""
 
-from __future__ import annotations
-
 import os
 import pkgutil
 

@@ -1,8 +1,6 @@
 """Biases of experts over rows sorted by expert, against a loop over experts in fp32: experts
 without rows, rows behind the last expert's, chunks of all lengths."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernel with fixed tiles under Triton's interpreter, against its reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

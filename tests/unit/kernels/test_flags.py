@@ -1,8 +1,6 @@
 """Signals, barriers and bounded waits over a simulated workspace: on a GPU, or with Triton's
 interpreter on a CPU."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -2,8 +2,6 @@
 outliers, zeros, denormals, infinities and NaN: of rows, of rows that move as bytes, and of rows
 that are turned for weight gradients over uneven groups (what these compute: tests/unit/moe)."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 

@@ -1,8 +1,6 @@
 """How the fused kernels of tensor parallelism deal blocks out to tiles: the source's own code,
 compiled for the host."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

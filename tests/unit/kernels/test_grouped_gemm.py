@@ -5,8 +5,6 @@ On a Hopper GPU by our own kernels, elsewhere expert by expert. That the kernels
 seen everywhere.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Every row of every expert must be in exactly one tile of each strip of features,
 counts; a GPU would only show it by wrong results.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

@@ -2,8 +2,6 @@
 interpreter on a CPU, random routings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

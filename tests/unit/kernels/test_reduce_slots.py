@@ -4,8 +4,6 @@ Triton's interpreter cuts fp32 to bf16 where hardware rounds, so there a bf16 re
 below.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

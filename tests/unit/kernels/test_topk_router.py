@@ -1,7 +1,5 @@
 """Top-k and softmax in one kernel against the plain router; what is made of Megatron's routing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The fallback over collectives: waits that take too long, and odd tensors."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

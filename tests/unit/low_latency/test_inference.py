@@ -1,7 +1,5 @@
 """The inference layer beside the training layer, with the same parameters, over gloo."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

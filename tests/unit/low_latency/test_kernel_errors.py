@@ -1,7 +1,5 @@
 """What the decode-time all-to-all refuses, and how a wait for a peer that does not come ends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 and delivers them in any order that fences allow: all ranks in one process, kernels in Triton's
 interpreter."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import mmap

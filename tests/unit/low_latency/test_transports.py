@@ -1,7 +1,5 @@
 """Which transport a group gets on a machine, and what is left of it once it is closed."""
 
-from __future__ import annotations
-
 import re
 import time
 from unittest import mock

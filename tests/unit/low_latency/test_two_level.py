@@ -1,8 +1,6 @@
 """The two-level exchange: simulated ranks with a fake transport between domains that delays,
 reorders and drops; and gloo."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

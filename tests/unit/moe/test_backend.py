@@ -1,7 +1,5 @@
 """Who moves a standalone layer's tokens, and how its buffers are sized."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

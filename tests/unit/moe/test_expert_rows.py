@@ -1,7 +1,5 @@
 """Experts on rows that somebody else has dispatched, against one expert at a time in torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

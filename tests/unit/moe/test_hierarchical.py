@@ -1,7 +1,5 @@
 """The two-level plan by itself: what is sent is what is received, on every layout."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 """Activations that a call of experts keeps for its backward, offloaded in between: that nothing
 else holds them. What Megatron's manager does with them: tests/unit/patches/test_moe_offload.py."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

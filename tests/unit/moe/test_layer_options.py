@@ -1,8 +1,6 @@
 """What MoELayer's settings switch on: bounded mode, recomputation, the fused router. On one
 simulated NVLink rank, under the interpreter where there is no GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

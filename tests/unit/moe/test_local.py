@@ -2,8 +2,6 @@
 against the layer in plain torch: with biases, clamps, offsets and interleaved gates, too.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

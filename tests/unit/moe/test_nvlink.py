@@ -2,8 +2,6 @@
 interpreter where there is no GPU.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Dispatch and combine as two functions, with experts in plain torch between them, on one rank: by
 torch's index operations and by the kernels (interpreted on a CPU)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

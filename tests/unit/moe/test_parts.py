@@ -1,7 +1,5 @@
 """The parts of an MoE layer alone: activations, grouped GEMMs, router, plans."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import get_type_hints
 

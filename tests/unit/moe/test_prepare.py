@@ -1,8 +1,6 @@
 """What every call goes through before any transport: one preparation, so that autocast, checks and
 settings are alike on all of them; and what a layer keeps from an evaluation can be trained."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any

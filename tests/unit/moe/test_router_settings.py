@@ -1,8 +1,6 @@
 """Settings of the router as the standalone layers take them: one expert a token, and the dtype in
 which logits are computed, against plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

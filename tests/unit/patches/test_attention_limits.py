@@ -1,7 +1,5 @@
 """Every setting under which attention's projections stay Megatron's, by itself."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 """The pieces of CPU mode alone: devices, events, random numbers, settings; and that a GPU run sees
 none of it."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,8 +1,6 @@
 """Gradient accumulation fusion of Megatron's linears where Apex is not installed: accepted, exact,
 left to Apex where that is, and refused again once the patches are reverted."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

@@ -1,7 +1,5 @@
 """What Megatron is told, and asked, of all experts' parameters at once."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from types import SimpleNamespace

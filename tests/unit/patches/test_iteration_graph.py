@@ -1,8 +1,6 @@
 """Iterations whose graph lacks room, by a stand-in for Megatron's wrapper: no GPU here captures
 one. tests/gpu/test_megatron_graphs.py trains with real ones."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace

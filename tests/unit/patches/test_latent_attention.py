@@ -1,7 +1,5 @@
 """CPU mode's core of latent attention, whose heads have two sizes, beside torch's attention."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Which of Megatron's tensor-parallel linears are overlapped, and what is said of the others."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which path a patched MoE layer takes, when, and what it refuses. One gloo rank at most."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What rules out this package's exchange or experts of an MoE layer, setting by setting."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace

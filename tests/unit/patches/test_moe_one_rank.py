@@ -1,8 +1,6 @@
 """MoE layers of one expert-parallel rank under Megatron, without a GPU: `--fluid-moe-backend` local
 and `--fp8-format e4m3 --fp8-recipe blockwise`."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

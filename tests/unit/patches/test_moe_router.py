@@ -1,8 +1,6 @@
 """The compact routing against Megatron's dense one, and the NVLink path of a Megatron layer over
 it: one rank on a CPU."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Megatron's clipping, Adam and copies in one launch: the same training, whatever happens to the
 tensors between, and left to Megatron where it is something else."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

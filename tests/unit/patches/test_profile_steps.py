@@ -1,7 +1,5 @@
 """Which steps `--fluid-profile-steps` traces, where the page goes, and what is refused."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

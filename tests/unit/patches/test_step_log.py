@@ -1,8 +1,6 @@
 """The figures that training writes to TensorBoard: when, and tokens per expert on CPU ranks against
 counts of Megatron's routing maps."""
 
-from __future__ import annotations
-
 import gc
 from types import SimpleNamespace
 from typing import Any

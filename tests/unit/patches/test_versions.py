@@ -1,8 +1,6 @@
 """What differs between Megatron-Core versions: signatures, as text and as Python sees them,
 settings and the matrix of results."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Weights of Megatron's experts between calls: nothing holds their memory; and where they are one
 parameter a linear, how gradients are reported, and what of a change is honoured."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterator

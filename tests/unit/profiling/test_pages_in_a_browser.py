@@ -4,8 +4,6 @@ A script is added to a copy of the page. It looks at the page as drawn, turns th
 and writes what it finds into the document, which the browser prints.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A trace as lanes: exposed and hidden communication, and the page and picture of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which backend `auto` takes: for a measured shape and its neighbours, and for others."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -5,8 +5,6 @@ The driver, the symmetric memory and the kernels are simulated; each phase of an
 every rank in turn. Races are for tests/gpu/test_tensor_parallel.py.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The comparison of Megatron's own unit tests with this package and without."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tool that breaks the package on purpose; a small tree stands for the package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Every MoE, context-parallel and recompute setting of the installed Megatron-Core is in one table,
 once; docs/compatibility.md is generated from it."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

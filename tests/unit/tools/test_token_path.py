@@ -1,8 +1,6 @@
 """A token's way: how many files of the package run in one call of a patched layer over NVLink, and
 that docs/architecture.md names them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
