@@ -273,6 +273,11 @@ class SelfAttention(nn.Module):
             return one_rank_attention(x, weights, call)
         return overlapped_attention(x, weights, call, scheduler)
 
+    @property
+    def ranks_of_calls(self) -> int:
+        """How many ranks come to a call."""
+        return self.heads.world
+
     def extra_repr(self) -> str:
         h, c = self.heads, self.config
         sizes = f"hidden_size={c.hidden_size}, heads={h.num_heads}, kv_heads={h.num_kv_heads}"

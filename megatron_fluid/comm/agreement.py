@@ -95,6 +95,7 @@ class Agreement:
         self._accepted: dict[int, str] = {}
         self._joined = {0}
         self._calls = self._refusals = 0
+        self._refused = False  # whether the last report_refusal still stands
         self._stuck: list[threading.Thread] = []  # calls on the store that have not come back
 
     # ---- what all ranks do together
@@ -113,6 +114,8 @@ class Agreement:
         number = self.ticket()
         if self.alone:
             return [value] * self.size
+        if self._refused:
+            self.withdraw_refusal()
         limit_s = self._timeout_s() if timeout_s is None else timeout_s
         gather = self._collect_for_all if self.rank == 0 else self._ask_first_rank
         answer = self._bounded(
@@ -129,6 +132,7 @@ class Agreement:
             raise PeerTimeoutError(
                 self.rank, absent[0], operation, timeout_s=limit_s, detail=detail
             )
+        self._refusals = 0  # all ranks have come here: what was refused before is over
         return values
 
     def first(self, operation: str, value: Any) -> Any:
@@ -199,11 +203,13 @@ class Agreement:
 
         Ranks that have raised as often themselves take no notice of it: they were in the same call.
         """
-        self._refusals += 1
+        self._refusals, self._refused = self._refusals + 1, True
         self._report((None, text), (self.rank, self._refusals, text), _JOIN_S)
 
     def withdraw_refusal(self) -> None:
-        """Take the last report_refusal back: this rank goes on with another call."""
+        """Take the last report_refusal back: this rank goes on with another call. `gather` does so
+        by itself."""
+        self._refused = False
         self._report(None, None)
 
     def _report(self, mine: Any, newest: Any, join_s: float = 0.0) -> None:

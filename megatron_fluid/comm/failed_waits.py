@@ -40,6 +40,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_fluid.comm.agreement import Agreement, live_agreements
@@ -188,10 +189,10 @@ def check_after_backward() -> None:
 
 
 def tells_peers[**P, R](call: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a collective call: an exception of it is reported to the ranks of all live groups. The
-    next such call of this process takes the report back. torch.compile breaks its graph there, and
-    transforms of torch.func and torch.export are refused: their tensors have no memory that could
-    be sent."""
+    """Wrap a collective call: an exception of it is reported to the ranks of all live groups, but
+    not that of a call known to be of one rank. The next such call of this process takes the report
+    back. torch.compile breaks its graph there, and transforms of torch.func and torch.export are
+    refused: their tensors have no memory that could be sent."""
 
     @functools.wraps(call)
     def told(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -206,13 +207,24 @@ def tells_peers[**P, R](call: Callable[P, R]) -> Callable[P, R]:
                 raise ConfigError.of(f"{call.__qualname__}: transform", found, allowed)
             return call(*args, **kwargs)
         except Exception as error:
-            if not isinstance(error, PeerTimeoutError):  # its wait has reported it
+            # A wait that failed has reported it.
+            if not isinstance(error, PeerTimeoutError) and not _of_one_rank(args, kwargs):
                 _tell(error)
             raise
 
     # torch.compiler.disable, but for an import of a second that only torch.compile needs.
     outside_the_graph = torch._disable_dynamo(told)
     return told
+
+
+def _of_one_rank(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call names one rank alone: by the group among its arguments, or by `ranks_of_calls`
+    of the layer that is called."""
+    groups = (each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup))
+    group = next(groups, None)
+    if group is not None:
+        return group.size() == 1
+    return getattr(args[0], "ranks_of_calls", None) == 1 if args else False
 
 
 def _tell(error: Exception) -> None:

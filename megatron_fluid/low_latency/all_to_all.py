@@ -115,6 +115,11 @@ class AllToAll:
         """The transport in use: nvlink, nvshmem, nccl, gloo, or two of them as in nvlink+nccl."""
         return self._transport.name
 
+    @property
+    def ranks_of_calls(self) -> int:
+        """How many ranks come to a call."""
+        return self.layout.world_size
+
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={value}" for name, value in vars(self.layout).items())
         return f"AllToAll({sizes}, rank={self.rank}, transport={self.transport}, {self.device})"

@@ -129,6 +129,11 @@ class InferenceMoELayer(nn.Module):
             self._row_numbers = torch.arange(rows, dtype=torch.int32, device=device)
         synchronize(device)
 
+    @property
+    def ranks_of_calls(self) -> int:
+        """How many ranks come to a call."""
+        return self.all_to_all.ranks_of_calls
+
     def extra_repr(self) -> str:
         layout, local = self.all_to_all.layout, _local(self.weight1).shape[0]
         sizes = f"hidden_size={layout.hidden_dim}, ffn_hidden_size={self.weight2.shape[2]}"

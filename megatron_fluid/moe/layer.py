@@ -174,6 +174,11 @@ class MoELayer(nn.Module):
         megatron_fluid.clip_grad_norm_ for a whole model. Collective."""
         return clip_grad_norm_(self, max_norm, norm_type)
 
+    @property
+    def ranks_of_calls(self) -> int:
+        """How many ranks come to a call."""
+        return self.rounds.world_size
+
     def extra_repr(self) -> str:
         c, local, like = self.config, self.num_local_experts, self.weight1
         sizes = f"hidden_size={c.hidden_size}, ffn_hidden_size={c.ffn_hidden_size}"

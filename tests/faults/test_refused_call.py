@@ -20,11 +20,11 @@ from megatron_fluid import (
 from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.comm.waits import explain
 from megatron_fluid.config import FluidConfig, set_config
-from megatron_fluid.errors import PeerTimeoutError
+from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from tests.support.agreements import FrozenStore, joined, on_all
-from tests.support.launch import run_ranks_outcomes
+from tests.support.launch import run_ranks, run_ranks_outcomes
 from tests.support.moe_layers import CONFIG, F64, group
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks")
@@ -157,6 +157,24 @@ def test_all_others_end_with_the_message_of_the_rank_that_refused(kind: str, fir
         assert f"rank {REFUSING} raised" in last and message in last, other.error
 
 
+def _alone(rank: int, world: int) -> None:
+    set_config(FluidConfig(timeout_s=TIMEOUT_S))
+    one = [dist.new_group([each]) for each in range(world)][rank]
+    whole = MoELayer(CONFIG, dist.group.WORLD, dtype=F64)
+    if rank == REFUSING:
+        own = MoELayer(CONFIG, one, dtype=F64), SelfAttention(8, 2, group=one, dtype=F64)
+        for call in (*own, lambda x: all_gather_matmul(x, torch.ones(8, 4, dtype=F64), one)):
+            with pytest.raises(ConfigError, match="found.*9"):
+                call(torch.ones(3, 9, dtype=F64))
+        time.sleep(2.5)  # longer than between two looks for failures
+    MoELayer(CONFIG, dist.group.WORLD, dtype=F64)
+    whole(torch.ones(3, 8, dtype=F64))
+
+
+def test_an_error_that_a_rank_catches_in_a_call_of_its_own_ends_no_other() -> None:
+    run_ranks(_alone, 2, timeout_s=TIMEOUT_S)
+
+
 # ---- what a report does, in one process
 
 
@@ -191,5 +209,6 @@ def test_ranks_that_all_refuse_a_call_do_not_hold_it_against_each_other() -> Non
         w.barrier("next call")
 
     assert on_all(channels, next_call) == [None, None]
+    assert channels[0].failures() == {}, "a rank that comes to the next call takes its report back"
     channels[0].report_refusal("rank 0 raised another")
     assert channels[1].failed() == "rank 0 raised another"
