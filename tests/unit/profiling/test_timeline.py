@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron_fluid.errors import ConfigError
 from megatron_fluid.profiling import traces
 from megatron_fluid.profiling.draw import draw_picture, page
 from megatron_fluid.profiling.timeline import STEP, Timeline, read_timeline
@@ -142,3 +143,10 @@ def test_what_waits_for_peers_is_told_from_what_computes(names: str, kind: str) 
     """By whole names where others have kernels called alike."""
     for name in names.split():
         assert traces.kind_of(_event(name, "kernel", 0, 1000)) == kind, name
+
+
+def test_an_event_without_its_length_makes_a_trace_unreadable(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text('{"traceEvents": [{"ph": "M"}, {"ph": "X", "ts": 1, "name": "x"}]}')
+    with pytest.raises(ConfigError, match="trace.json: cannot be read .KeyError: 'dur'"):
+        traces.read_document(path)
