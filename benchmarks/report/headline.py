@@ -48,10 +48,11 @@ class Compared(NamedTuple):
 
 
 def compared(folder: Path) -> Iterator[Compared]:
-    """What the README shows, bf16 beside bf16: nothing of an older version beside this one's."""
+    """What the README shows, bf16 beside bf16: of one version of the code, the newest."""
     found = list(_of_all_versions(folder))
-    today = [line for line in found if not age(line.document)]
-    yield from today or found
+    documents = [line.document for line in found]
+    newest = max(documents, key=lambda d: (not age(d), d["date"]), default={"commit": None})
+    yield from (line for line in found if line.document["commit"] == newest["commit"])
 
 
 def _of_all_versions(folder: Path) -> Iterator[Compared]:
