@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.support.launch import on_ranks
 
@@ -192,14 +194,31 @@ def test_weights_that_come_back_to_their_addresses_in_other_storages_are_read(
     check(alone, [alone.weight1, alone.weight2])
 
 
-@pytest.mark.parametrize("held", ["one buffer", "gathered by FSDP2", "shared with another model"])
+@on_ranks(1)
+def test_parameters_that_fsdp2_gathers_are_not_moved(rank: int, world: int) -> None:
+    plain, moved = (nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))) for _ in "ab")
+    moved.load_state_dict(plain.state_dict())
+    fully_shard(moved, mesh=init_device_mesh("cpu", (1,)))
+    moved[0].register_forward_pre_hook(
+        lambda *given: share_storage(tuple(linear.weight for linear in moved))
+    )
+    x, losses = torch.randn(5, 4), []
+    for module in (plain, moved):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        for _ in range(3):
+            loss = module(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+    assert losses[:3] == losses[3:] and losses[2] < losses[1]
+
+
+@pytest.mark.parametrize("held", ["one buffer", "shared with another model"])
 def test_parameters_whose_memory_others_hold_are_not_moved(held: str) -> None:
     """Megatron's DistributedDataParallel lays them out in one buffer."""
     buffer, other = torch.zeros(3, 4, 8), [nn.Parameter(torch.zeros(4, 8)) for _ in range(3)]
-    gathered = [torch.empty(32) for _ in range(3)]
     parts: dict[str, list[Tensor]] = {
         "one buffer": list(buffer.unbind()),
-        "gathered by FSDP2": [torch.as_strided(each, (4, 8), (8, 1)) for each in gathered],
         "shared with another model": [each.data for each in other],
     }
     parameters = tuple(map(nn.Parameter, parts.pop(held)))
