@@ -219,7 +219,7 @@ def test_output_and_every_gradient_in_double_precision(
     for rank, result in enumerate(results[SPLITS[split].ranks]):
         found = result[split][name]
         assert "error" not in found, f"rank {rank}:\n{found['error']}"
-        assert not any(found["stock counts"].values())
+        assert not any(found["stock"]["counts"].values())
         assert {part for part, count in found["counts"].items() if count} == WAYS[case.way]
         assert all(count >= 3 for count in found["counts"].values() if count)
         assert found["copies"] == 0, "a single grouped parameter was copied"
@@ -232,7 +232,12 @@ def test_output_and_every_gradient_in_double_precision(
         assert (found["experts"] is None) is (case.way != "exchange")
         # The choices of these have their probabilities in fp32.
         most = 1e-6 if exchange in ("hierarchical", "local") else 1e-11
-        sizes = found["differences"]
+        stock, ours = found["stock"]["values"], found["values"]
+        assert stock.keys() == ours.keys()
+        sizes = {
+            name: (float(value.abs().max()), float((value - ours[name]).abs().max()))
+            for name, value in stock.items()
+        }
         trained = case.change is not _frozen and name != "exchange, frozen"
         biased = case.model.get("add_bias_linear", False)
         assert any("bias" in what and size > 0 for what, (size, _) in sizes.items()) is biased

@@ -186,20 +186,20 @@ def test_losses_and_gradient_norms_are_megatrons(
     for result in results[SPLITS[split].ranks]:
         found = result[split][name]
         assert "error" not in found, found["error"]
-        (losses, norms), (ours, our_norms) = found["stock"], found["ours"]
+        (losses, norms), (ours, our_norms) = found["stock"]["values"], found["values"]
         assert losses[-1] < 0.99 * losses[0], "it must learn, or equal losses say nothing"
         bf16 = case.model.get("bf16", False)
         assert ours == pytest.approx(losses, rel=1e-3 if bf16 else 2e-6, abs=0)
         assert our_norms == pytest.approx(norms, rel=2e-2 if bf16 else 1e-4, abs=0)
         assert found["exchanges"] == {case.exchange}
         counts = found["counts"]
-        assert not any(found["stock counts"].values())
+        assert not any(found["stock"]["counts"].values())
         assert {part for part, count in counts.items() if count} == WAYS[case.way]
         assert all(count >= found["least calls"] for count in counts.values() if count)
         if case.way == "fused" and not case.grouped:  # as Megatron's buffers lay parameters out
             sharded = case.options.get("distributed_optimizer", False)
             assert found["descending"] is sharded
-        assert found["linears"] == (case.linears,) * 2 and not any(found["stock linears"])
+        assert found["linears"] == (case.linears,) * 2 and not any(found["stock"]["linears"])
         if case.model.get("gradient_accumulation_fusion"):
             assert found["reported"] == 2 * counts["fused"], "autograd visited experts' parameters"
 

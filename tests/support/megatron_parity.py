@@ -6,6 +6,7 @@ A case that fails hands its traceback back, so that the cases after it still run
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from megatron_fluid import patches
 from tests.support import tiny_gpt
 from tests.support.flex_stand_in import flex_without_deepep
 from tests.support.grouped_tensor import GroupedTensor, megatron_with_grouped_tensors
@@ -282,62 +284,52 @@ def _uneven_collectives() -> Iterator[None]:
 # ---- both ways
 
 
-def layer_both(rank: int, case: Layer) -> dict[str, Any]:
-    """Two accumulated passes and one without gradients by each layer. "differences": the largest
-    value and the largest difference of the outputs, the input's gradient and every weight
-    gradient."""
+def _layer(rank: int, case: Layer, on: bool) -> dict[str, Any]:
+    """What one layer, the patched one or Megatron's own, finds in two accumulated passes and one
+    without gradients. "values": the outputs, the input's gradient and every weight gradient."""
     from megatron_fluid.patches.moe import layer as moe_layer
 
     wide = {"params_dtype": torch.float64, "moe_router_dtype": "fp64", **case.model}
-    values: list[dict[str, torch.Tensor]] = []
-    result: dict[str, Any] = {}
-    for on in (False, True):
-        settings = wide | case.ours if on else wide
-        fluid = case.fluid if on else {}
-        with _stand_ins(wide | case.ours), plug_in(on, case.way, **fluid) as counts:
-            layer: Any = tiny_gpt.moe_layer(
-                tiny_gpt.config_of(**settings), grouped="moe_grouped_gemm" in settings
-            )
-            _move_biases(layer)
-            if case.change is not None:
-                case.change(layer, rank)
-            length = case.lengths[rank % 2]
-            generator = torch.Generator().manual_seed(77 + rank)
-            shape = length, 2, layer.config.hidden_size
-            hidden = torch.randn(*shape, dtype=torch.float64, generator=generator)
-            if case.wanted:
-                hidden = hidden.abs()
-                with torch.no_grad():
-                    layer.router.weight[list(case.wanted)] = 1.0
-            hidden.requires_grad_()
-            mask = torch.zeros(2, length, dtype=torch.bool)  # [batch, sequence], True is padding
-            mask[0, length - case.padded :] = True
-            extra = {"padding_mask": mask} if case.padded else {}
-            copies = GroupedTensor.copies
-            for _ in range(2):  # the second adds to the first's gradients
-                output, bias = layer(hidden, **extra)
-                (output.square().sum() + output.sum()).backward()
-            assert bias is None
+    settings, fluid = (wide | case.ours, case.fluid) if on else (wide, {})
+    with _stand_ins(wide | case.ours), plug_in(on, case.way, kept=True, **fluid) as counts:
+        layer: Any = tiny_gpt.moe_layer(
+            tiny_gpt.config_of(**settings), grouped="moe_grouped_gemm" in settings
+        )
+        _move_biases(layer)
+        if case.change is not None:
+            case.change(layer, rank)
+        length = case.lengths[rank % 2]
+        generator = torch.Generator().manual_seed(77 + rank)
+        shape = length, 2, layer.config.hidden_size
+        hidden = torch.randn(*shape, dtype=torch.float64, generator=generator)
+        if case.wanted:
+            hidden = hidden.abs()
             with torch.no_grad():
-                last = layer.eval()(hidden)[0]
-            found = {"output": output.detach(), "input": hidden.grad, "last": last}
-            for name, parameter in layer.named_parameters():
-                if parameter.requires_grad:
-                    found |= _gradients(name, parameter, on and _single_grouped(settings))
-            assert all(value is not None for value in found.values())
-            values.append(found)
-            result["counts" if on else "stock counts"] = dict(counts)
-            result["copies"] = GroupedTensor.copies - copies
-            result["exchange"] = moe_layer.backend_of(layer)
-            result["experts"] = moe_layer.experts_reason_of(layer)
-            result["fusion"] = moe_layer.DECISIONS.parts_of(layer).fusion
-    stock, ours = values
-    assert stock.keys() == ours.keys()
-    result["differences"] = {
-        name: (float(value.abs().max()), float((value - ours[name]).abs().max()))
-        for name, value in stock.items()
-    }
-    return result
+                layer.router.weight[list(case.wanted)] = 1.0
+        hidden.requires_grad_()
+        mask = torch.zeros(2, length, dtype=torch.bool)  # [batch, sequence], True is padding
+        mask[0, length - case.padded :] = True
+        extra = {"padding_mask": mask} if case.padded else {}
+        copies = GroupedTensor.copies
+        for _ in range(2):  # the second adds to the first's gradients
+            output, bias = layer(hidden, **extra)
+            (output.square().sum() + output.sum()).backward()
+        assert bias is None
+        with torch.no_grad():
+            last = layer.eval()(hidden)[0]
+        values = {"output": output.detach(), "input": hidden.grad, "last": last}
+        for name, parameter in layer.named_parameters():
+            if parameter.requires_grad:
+                values |= _gradients(name, parameter, on and _single_grouped(settings))
+        assert all(value is not None for value in values.values())
+        return {
+            "values": values,
+            "counts": dict(counts),
+            "copies": GroupedTensor.copies - copies,
+            "exchange": moe_layer.backend_of(layer),
+            "experts": moe_layer.experts_reason_of(layer),
+            "fusion": moe_layer.DECISIONS.parts_of(layer).fusion,
+        }
 
 
 def _gradients(name: str, parameter: torch.nn.Parameter, packed: bool) -> dict[str, Any]:
@@ -349,13 +341,12 @@ def _gradients(name: str, parameter: torch.nn.Parameter, packed: bool) -> dict[s
     return {f"{name}{i}": member for i, member in enumerate(grad.unbind(0))}
 
 
-def train_both(case: Training) -> dict[str, Any]:
-    """Losses and gradient norms of each model. "reported": how many parameters had their gradient
-    written past autograd."""
+def _train(case: Training, on: bool) -> dict[str, Any]:
+    """Losses and gradient norms of a model with patched layers, or with Megatron's own. "reported":
+    how many parameters had their gradient written past autograd."""
     from megatron_fluid.patches import gradient_readiness, linears
     from megatron_fluid.patches.moe import layer as moe_layer
 
-    result: dict[str, Any] = {}
     reported: list[Any] = []
     gather, scatter = linears.all_gather_matmul, linears.matmul_reduce_scatter
     report = gradient_readiness._Gate.report
@@ -364,40 +355,49 @@ def train_both(case: Training) -> dict[str, Any]:
         reported.append([param.grad for param in self.params])
         report(self, pending)
 
-    for on in (False, True):
-        settings = case.model | case.ours if on else case.model
-        with (
-            _stand_ins(settings),
-            plug_in(on, case.way, **(case.fluid if on else {})) as counts,
-            mock.patch.object(gradient_readiness._Gate, "report", counted),
-            mock.patch.object(linears, "all_gather_matmul", wraps=gather) as gathers,
-            mock.patch.object(linears, "matmul_reduce_scatter", wraps=scatter) as scatters,
-        ):
-            config = tiny_gpt.config_of(**settings)
-            model = tiny_gpt.gpt(config, tiny_gpt.grouped_spec(config) if case.grouped else None)
-            layers = [m for m in model.modules() if isinstance(m, MoELayer)]
-            for layer in layers if case.way == "exchange" else ():
-                keep_megatrons_experts(layer)
-            run = tiny_gpt.train(model, **{"iterations": 4, **case.options})
-            result["ours" if on else "stock"] = run.losses, run.gradient_norms
-            result["counts" if on else "stock counts"] = dict(counts)
-            result["exchanges"] = {moe_layer.backend_of(layer)[0] for layer in layers}
-            result["descending"] = tiny_gpt.descending(model)
-            result["linears" if on else "stock linears"] = gathers.called, scatters.called
-    result["least calls"] = len(run.losses) * len(layers)
-    result["reported"] = len(reported)
-    assert all(grad is None for grads in reported for grad in grads)
-    return result
+    settings = case.model | case.ours if on else case.model
+    with (
+        _stand_ins(settings),
+        plug_in(on, case.way, kept=True, **(case.fluid if on else {})) as counts,
+        mock.patch.object(gradient_readiness._Gate, "report", counted),
+        mock.patch.object(linears, "all_gather_matmul", wraps=gather) as gathers,
+        mock.patch.object(linears, "matmul_reduce_scatter", wraps=scatter) as scatters,
+    ):
+        config = tiny_gpt.config_of(**settings)
+        model = tiny_gpt.gpt(config, tiny_gpt.grouped_spec(config) if case.grouped else None)
+        layers = [m for m in model.modules() if isinstance(m, MoELayer)]
+        for layer in layers if case.way == "exchange" else ():
+            keep_megatrons_experts(layer)
+        run = tiny_gpt.train(model, **{"iterations": 4, **case.options})
+        assert all(grad is None for grads in reported for grad in grads)
+        return {
+            "values": (run.losses, run.gradient_norms),
+            "counts": dict(counts),
+            "exchanges": {moe_layer.backend_of(layer)[0] for layer in layers},
+            "descending": tiny_gpt.descending(model),
+            "linears": (gathers.called, scatters.called),
+            "least calls": len(run.losses) * len(layers),
+            "reported": len(reported),
+        }
+
+
+def _both(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """What is told of a case; the traceback of what failed."""
+    for side in (stock, ours):
+        if "error" in side:
+            return side
+    return {**ours, "stock": stock}
 
 
 def compare(cases: dict[str, dict[str, Any]]) -> Settings:
-    """The results of `layer_both` or `train_both` on this rank, by split and name. A case that
-    fails gives its traceback."""
+    """What `_layer` or `_train` gives on this rank, by split and name: the patched layer's, and
+    under "stock" Megatron's. A case that fails gives its traceback. To apply the patches takes a
+    tenth of a second, so all cases of a split are run without them and then all with them."""
     logging.getLogger("megatron").setLevel(logging.WARNING)
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
-    def both(case: Layer | Training) -> dict[str, Any]:
-        return layer_both(rank, case) if isinstance(case, Layer) else train_both(case)
+    def one(case: Layer | Training, on: bool) -> dict[str, Any]:
+        return _layer(rank, case, on) if isinstance(case, Layer) else _train(case, on)
 
     found: dict[str, Any] = {}
     for name, group in cases.items():
@@ -414,7 +414,10 @@ def compare(cases: dict[str, dict[str, Any]]) -> Settings:
         )
         uneven = split.etp > 1 and ranks > 2
         with _uneven_collectives() if uneven else contextlib.nullcontext(), flex_without_deepep():
-            found[name] = {
-                case: tiny_gpt.guarded(lambda one=one: both(one)) for case, one in group.items()
-            }
+            patches.revert(*tiny_gpt.MOE_PATCHES)
+            run = functools.partial(functools.partial, one)
+            stock = {key: tiny_gpt.guarded(run(case, on=False)) for key, case in group.items()}
+            with patches.patched(*tiny_gpt.MOE_PATCHES):
+                ours = {key: tiny_gpt.guarded(run(case, on=True)) for key, case in group.items()}
+        found[name] = {key: _both(stock[key], ours[key]) for key in group}
     return found

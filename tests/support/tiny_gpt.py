@@ -67,9 +67,10 @@ MOE_PATCHES = (
 
 
 @contextlib.contextmanager
-def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
+def plug_in(on: bool, *, kept: bool = False, **fields: Any) -> Iterator[list[int]]:
     """Inside, Megatron's MoELayer is patched or its own, and takes GroupedLinear for one of
-    Transformer Engine's; yields a list that grows with each overlapped call."""
+    Transformer Engine's; yields a list that grows with each overlapped call. kept: the caller has
+    applied or reverted the patches, which stay so."""
     calls: list[int] = []
     real, linears = seam.start_experts, expert_modules._te_linear_types
 
@@ -80,13 +81,14 @@ def plug_in(on: bool, **fields: Any) -> Iterator[list[int]]:
     def known() -> tuple[type, ...]:
         return (*linears(), GroupedLinear)
 
-    patches.revert(*MOE_PATCHES)
+    if not kept:
+        patches.revert(*MOE_PATCHES)
     set_config(FluidConfig(**{"moe_backend": "rounds" if on else "auto", **fields}))
     try:
         with (
             mock.patch.object(seam, "start_experts", counted),
             mock.patch.object(expert_modules, "_te_linear_types", known),
-            patches.patched(*MOE_PATCHES) if on else contextlib.nullcontext(),
+            patches.patched(*MOE_PATCHES) if on and not kept else contextlib.nullcontext(),
         ):
             yield calls
     finally:
