@@ -353,7 +353,8 @@ def _template(fn: Callable[..., Any], job: _Job) -> Template:
     # themselves.
     forkable = env.get("CUDA_VISIBLE_DEVICES") == "" or not os.path.exists("/dev/nvidiactl")
     module = getattr(fn, "__module__", "") if forkable else ""
-    bare = bool(set(job.env) - {"CUDA_VISIBLE_DEVICES"}) or module in ("", "__main__", _UNPATCHED)
+    changed = dict(job.env.items() - os.environ.items())
+    bare = bool(changed.keys() - {"CUDA_VISIBLE_DEVICES"}) or module in ("", "__main__", _UNPATCHED)
     with _choosing:  # worlds may be started by several threads
         return template_for("" if module == "__main__" else module, frozenset(env.items()), bare)
 
