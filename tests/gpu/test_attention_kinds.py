@@ -3,8 +3,6 @@ on the whole sequence on one rank: softmax with an offset, windows, output gate,
 recomputation, fused and deferred gradients, copy engines, latent attention, in Transformer Engine's
 spec and, in fp32, in the local one; and tensor parallelism beside it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

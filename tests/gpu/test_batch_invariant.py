@@ -1,8 +1,6 @@
 """batch_invariant on GPUs: a token has the same bits beside other tokens, on one rank and on
 several, over every transport, in the training layer and in the inference layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """fp8 experts on a Hopper GPU: the grouped GEMM against its reference over uneven groups, and the
 layer on one rank against the same layer in bf16."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

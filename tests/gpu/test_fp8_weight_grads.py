@@ -1,8 +1,6 @@
 """Weight gradients of fp8 expert rows on a Hopper GPU, alone and added to fp32 ones, against their
 reference over uneven groups."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradient accumulation fusion of Megatron's linears without Apex on a GPU: bf16 into fp32."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

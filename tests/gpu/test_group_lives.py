@@ -1,8 +1,6 @@
 """Layers of one shape after another, on groups that are closed, or destroyed and made again: nobody
 hangs, and the gradients are those of fp32. Kernel caches are empty in each run."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Prepared launches go to the driver, on the stream, the thread and into the graph that they are
 meant for."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

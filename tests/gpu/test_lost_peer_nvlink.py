@@ -3,8 +3,6 @@
 Ranks may share a GPU.
 """
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """The decode-time all-to-all on GPUs: a peer that is late, dead or killed."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """The decode-time all-to-all on GPUs between NVLink domains, over NCCL and NVSHMEM."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -2,8 +2,6 @@
 other streams, the inference layer.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

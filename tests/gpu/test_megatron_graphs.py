@@ -5,8 +5,6 @@ graph, whatever the routing does, and also from a checkpoint on.
 MEGATRON_FLUID_TEST_ITERATIONS=500 makes the training on real text longer (its limit is an hour).
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

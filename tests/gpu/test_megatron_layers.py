@@ -6,8 +6,6 @@ Against an oracle in fp32 (Megatron's own layer with the same weights) the patch
 further off than Megatron's own. Trained models follow each other's losses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,8 +1,6 @@
 """The standalone MoE layer on GPUs computes what the plain all-to-all layer does, over symmetric
 memory, in rounds and on two levels between hosts; also in CUDA graphs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -6,8 +6,6 @@ failed alone would leave the others waiting in the tests that follow. The oracle
 and all weights and computes the layer in fp32 with autograd.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

@@ -2,8 +2,6 @@
 made again, layers and microbatches in turn. Started as test_nvlink_moe.py is.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -2,8 +2,6 @@
 Transformer Engine's modules has the bits that it has without, and takes less memory by what is
 offloaded."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """The optimizer's step in one launch against Transformer Engine's Adam and clipping on a GPU, bit
 for bit."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

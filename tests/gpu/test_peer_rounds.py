@@ -1,8 +1,6 @@
 """Peer rounds over NCCL: correct beside the oracle at any number of hardware queues, and a lost
 peer ends the process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Tests that run on all ranks of a torchrun job, started from a plain pytest, so that `make test`
 has them, too."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """New symmetric memory: nobody writes into a peer's before it is ready."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

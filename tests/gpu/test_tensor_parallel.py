@@ -1,8 +1,6 @@
 """The copy-engine form of AllGather-GEMM and GEMM-ReduceScatter on several GPUs: values, gradients,
 repeated calls, determinism."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 

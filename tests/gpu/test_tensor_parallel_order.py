@@ -1,7 +1,5 @@
 """Overlapped linears called without a barrier between them, or while other streams are busy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -6,8 +6,6 @@ Megatron's path from weights that are changed by 1e-5, as much as these experts 
 MEGATRON_FLUID_TEST_ITERATIONS=200 makes all three longer.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from typing import Any

@@ -1,8 +1,6 @@
 """Experts in fp8 on one rank without a GPU: outputs and every gradient against an fp32 reference
 and against the recipe in plain torch."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any
