@@ -81,6 +81,9 @@ def _eager_reason(args: Any) -> str | None:
     for what in ("wgrads", "dgrads", "activations", "tokens_per_expert"):
         if getattr(args, f"save_{what}_interval", None):
             return f"--save-{what.replace('_', '-')}-interval: a replay runs no hooks that save"
+    for name in ("qk_clip", "log_max_attention_logit", "moe_routing_trace_path"):
+        if getattr(args, name, None):
+            return f"--{name.replace('_', '-')}: a replay leaves nothing of it on the host"
     return None
 
 
@@ -161,15 +164,29 @@ class State:
 
 
 def _sums_for_the_log() -> Iterator[Tensor]:
-    """What auxiliary losses, those of multi-token prediction and tokens per expert are added to for
-    the log."""
+    """What auxiliary losses, those of multi-token prediction and of sparse attention and tokens per
+    expert are added to for the log."""
     from megatron.core.transformer.moe.moe_utils import get_moe_metrics_tracker
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     yield from (entry.values for entry in get_moe_metrics_tracker().metrics.values())
-    values = MTPLossLoggingHelper.tracker.values()
-    yield from (value for value in values if isinstance(value, Tensor))
+    for tracker in _loss_trackers().values():
+        yield from (value for value in tracker.values() if isinstance(value, Tensor))
     yield from TOKEN_COUNTS.tensors()
+
+
+def _loss_trackers() -> dict[str, dict[str, Any]]:
+    """Where Megatron keeps losses for the log, by the module that does so: those that are
+    imported."""
+    helpers = {
+        "megatron.core.transformer.multi_token_prediction": "MTPLossLoggingHelper",
+        "megatron.core.transformer.experimental_attention_variant.dsa": (
+            "DSAIndexerLossLoggingHelper"
+        ),
+    }
+    found = (
+        (name, getattr(sys.modules.get(name), helper, None)) for name, helper in helpers.items()
+    )
+    return {name: helper.tracker for name, helper in found if helper is not None}
 
 
 def _generators() -> list[torch.Generator]:
@@ -187,7 +204,7 @@ def _generators() -> list[torch.Generator]:
 _overflows: dict[str, Overflow] = {}
 _states: dict[str, State] = {}
 _microbatches: dict[str, int] = {}
-_groups_of_mtp: dict[str, Any] = {}
+_groups_of_losses: dict[tuple[str, str], Any] = {}
 
 
 def graphed_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,7 +228,7 @@ def graphed_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
         else:
             result = _bounded(self, original, stage, chunks, kwargs)
         if stage == "training":
-            _name_groups_of_mtp()
+            _name_groups_of_losses()
         return result
 
     return fluid_iteration
@@ -239,14 +256,13 @@ def _gather_parameters(chunks: list[Any]) -> None:
                 group.param_gather_dispatched = False
 
 
-def _name_groups_of_mtp() -> None:
-    """Name the groups over which Megatron reduces the losses of multi-token prediction for its log.
-    It forgets them at each log, and only a forward on the host names them again."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    tracker = MTPLossLoggingHelper.tracker
-    for name in ("reduce_group", "avg_group") if tracker else ():
-        _groups_of_mtp[name] = tracker[name] = tracker.get(name) or _groups_of_mtp.get(name)
+def _name_groups_of_losses() -> None:
+    """Name the groups over which Megatron reduces the losses of `_loss_trackers` for its log. It
+    forgets them at each log, and only a forward on the host names them again."""
+    for module, tracker in _loss_trackers().items():
+        for name in ("reduce_group", "avg_group") if tracker else ():
+            tracker[name] = tracker.get(name) or _groups_of_losses.get((module, name))
+            _groups_of_losses[module, name] = tracker[name]
 
 
 def _bounded(

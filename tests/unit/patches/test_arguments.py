@@ -55,6 +55,7 @@ def _parsed(**settings: Any) -> Any:
         ({"cpu": True}, "CPU mode has no CUDA graphs"),
         ({"fp16": True}, "--fp16 without --loss-scale: the host changes the scale of the loss"),
         ({"save_wgrads_interval": 5}, "--save-wgrads-interval: a replay runs no hooks that save"),
+        ({"qk_clip": True}, "--qk-clip: a replay leaves nothing of it on the host"),
     ],
     ids=str,
 )

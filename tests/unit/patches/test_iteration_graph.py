@@ -105,7 +105,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`run(model, rows, forward_only, microbatches)`: the result of an iteration by the patch."""
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    for kept in ("_overflows", "_states", "_groups_of_mtp", "_microbatches"):
+    for kept in ("_overflows", "_states", "_groups_of_losses", "_microbatches"):
         monkeypatch.setattr(iteration_graph, kept, {})
     monkeypatch.setattr(iteration_graph, "_sums_for_the_log", lambda: iter(()))
     monkeypatch.setattr(ROOMS, "layers", type(ROOMS.layers)())
@@ -171,12 +171,18 @@ def test_a_capture_after_an_evaluation_gathers_parameters(run: Any) -> None:
     assert run.wrapper.captures == 1 and not group.param_gather_dispatched
 
 
-def test_a_replay_reduces_losses_of_multi_token_prediction(run: Any) -> None:
+@pytest.mark.parametrize(
+    "helper",
+    [
+        "multi_token_prediction.MTPLossLoggingHelper",
+        "experimental_attention_variant.dsa.DSAIndexerLossLoggingHelper",
+    ],
+)
+def test_a_replay_reduces_losses_that_megatron_keeps_for_the_log(run: Any, helper: str) -> None:
     """Megatron forgets the groups when it logs, and only a forward on the host names them."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
     model, group = Model(), object()
-    with mock.patch.object(MTPLossLoggingHelper, "tracker", {"avg_group": group}) as tracker:
+    name = f"megatron.core.transformer.{helper}.tracker"
+    with mock.patch(name, {"avg_group": group}) as tracker:
         run(model, 200)
         tracker["avg_group"] = None  # it was logged
         run(model, 200)
