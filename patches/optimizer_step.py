@@ -181,7 +181,7 @@ class _OnePass:
         self._optimizer, self._inner = optimizer, optimizer.optimizer
         self.params = [p for group in self._inner.param_groups for p in group["params"]]
         self._scale: Tensor | None = None  # of the gradients, left by a clipping for the next step
-        self._scaled_version = 0
+        self._scaled: tuple[Tensor | None, int] = None, 0  # the gradients that it was left for
         slices = model_slices(optimizer)
         self.whole = bool(self.params) and self._fit()
         if slices is None or not self.whole:
@@ -261,7 +261,10 @@ class _OnePass:
         Args:
             factor: a number, or fp32 [1] on the device, which the host does not read.
         """
-        before = self._scale if self._scaled_version == self._version() else None
+        # The object, too: gradients that are cast from bf16 are new ones of the same version.
+        grad, version = self._first_gradient()
+        same = grad is self._scaled[0] and version == self._scaled[1]
+        before = self._scale if same else None
         if isinstance(factor, Tensor):
             scale = factor.clamp_max(1.0)
         elif factor < 1.0:
@@ -270,18 +273,23 @@ class _OnePass:
             scale = None
         if before is not None:
             scale = before if scale is None else torch.minimum(before, scale.view_as(before))
-        self._scale, self._scaled_version = scale, self._version()
+        self._scale, self._scaled = scale, (grad, version)
 
-    def _version(self) -> int:
+    def _first_gradient(self) -> tuple[Tensor | None, int]:
+        """The first parameter's gradient, which stands for all, and its version."""
         grad = self.params[0].grad
-        return -1 if grad is None else grad._version
+        return grad, 0 if grad is None else grad._version
+
+    def _taken(self) -> Tensor | None:
+        """The factor that was left; from then on there is none."""
+        scale, self._scale, self._scaled = self._scale, None, (None, 0)
+        return scale
 
     def clip_now(self) -> None:
         """Scale the gradients themselves, for a step that is Megatron's."""
-        if self._scale is not None:
+        if (scale := self._taken()) is not None:
             grads = [param.grad for param in self.params if param.grad is not None]
-            torch._foreach_mul_(grads, self._scale.view(()))
-            self._scale = None
+            torch._foreach_mul_(grads, scale.view(()))
 
     def run(self) -> None:
         """Clip, step, and copy into the model. All timers of Megatron's step start, although one
@@ -297,8 +305,8 @@ class _OnePass:
 
     def step(self) -> None:
         """FusedAdam.step, and the copies."""
-        scale = self._one if self._scale is None else self._scale
-        self._scale = None
+        taken = self._taken()
+        scale = self._one if taken is None else taken
         for group, launches in zip(self._inner.param_groups, self._launches, strict=True):
             group["step"] += 1
             numbers = _numbers(group)
