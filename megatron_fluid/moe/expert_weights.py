@@ -144,7 +144,7 @@ class ExpertWeights:
         kept: KeptLayout | None = None,
         leaves: bool = False,
     ) -> None:
-        self._leaves, self._in_training = leaves, torch.is_grad_enabled()
+        self._leaves = leaves
         self.layout, self.num_experts = layout, num_experts
         self.stacked = isinstance(weights, Tensor | Packed)
         self.params, self._stored = params_and_values(weights)
@@ -253,19 +253,14 @@ class ExpertWeights:
         loading of a checkpoint may write alone. The counter of Packed.values is not used: all views
         of one buffer share one counter."""
         found = list(map(_version, self.params))
-        if self._is_distributed():
+        if hasattr(self.params[0], "_local_tensor"):
             found.append(self._stored[0]._version)
         return found
 
     def counted(self) -> bool:
-        """Whether `versions` tells of every change but for the steps of optimizers. FSDP gathers
-        parameters past their counters: FSDP2 into parameters, FSDP1 into tensors. Operations on
-        lists of DTensors (averages of weights) raise none; training takes optimizers alone."""
-        known = isinstance(self.params[0], nn.Parameter) and not sharded_by_fsdp()
-        return known and (self._in_training or not self._is_distributed())
-
-    def _is_distributed(self) -> bool:
-        return hasattr(self.params[0], "_local_tensor")
+        """Whether `versions` tells of the changes in a training but for the steps of optimizers.
+        FSDP gathers parameters past their counters: FSDP2 into parameters, FSDP1 into tensors."""
+        return isinstance(self.params[0], nn.Parameter) and not sharded_by_fsdp()
 
     def main_grads(self) -> Tensor | list[Tensor]:
         """Megatron's gradient buffers, a matrix for each expert, in the weights' layout: stacked

@@ -67,7 +67,8 @@ __all__ = ["Fp8Experts", "WeightCast", "weight_cast"]
 class WeightCast:
     """One projection's weights in fp8, in both layouts, cast again when they may have changed: by
     the parameters' version counters, a step of any optimizer of torch (fused ones raise no
-    counter), or `expire`; in each forward where these do not tell.
+    counter), or `expire`; in each forward where these do not tell, or once such a step was
+    captured into a CUDA graph, which tells of no replay.
 
     Code that changes a parameter past its counter (through `.data`, as Megatron's distributed
     optimizer does) has to call `expire`. Each CUDA-graph capture casts them again, so that a replay
@@ -86,7 +87,8 @@ class WeightCast:
         """[El, out, in], as the weights are now."""
         # Of another capture, or another stream of this one, it may come too late in a replay.
         state = fc.versions(), self._steps[0], current_capture()
-        if self._cast is None or state != self._state or not fc.counted():
+        replayed = self._steps[1] > 0 and state[2] is None
+        if self._cast is None or state != self._state or replayed or not fc.counted():
             self._make(fc)
             self._state = state
         assert self._cast is not None
@@ -125,11 +127,13 @@ def _matrices(like: Tensor, experts: int, out: int, width: int) -> Fp8Matrices:
 
 @functools.cache
 def _optimizer_steps() -> list[int]:
-    """[how many steps torch's optimizers have taken in this process], counted from here on."""
-    steps = [0]
+    """[how many steps torch's optimizers have taken in this process, how many were captured into a
+    CUDA graph], counted from here on."""
+    steps = [0, 0]
 
     def count(*given: Any) -> None:
         steps[0] += 1
+        steps[1] += current_capture() is not None
 
     register_optimizer_step_post_hook(count)
     return steps

@@ -199,6 +199,9 @@ class MoELayer(nn.Module):
             kept = None
         given = self.num_local_experts, "out_in", f"{self.name}: {name}"
         made = ExpertWeights(weight, *given, kept=kept)
+        # Weights of a model that takes no steps arrive past their counters: broadcasts, averages.
+        if made.kept.cast is not None and not torch.is_grad_enabled():
+            made.kept.cast.expire()
         self._kept[number] = made.kept
         return made
 

@@ -50,11 +50,12 @@ def compile_fp8_kernels_ahead(layer: MoELayer, device: torch.device) -> None:
 
 def expire_casts(layer: MoELayer, projections: Iterable[ExpertWeights]) -> None:
     """Have the weights cast again in the first microbatch of a step; in every call of a layer that
-    Megatron does not mark."""
+    Megatron does not mark, and in evaluation, where they may arrive by broadcasts, which raise no
+    counter."""
     marked = "is_first_microbatch" in vars(layer)
-    if marked and not layer.is_first_microbatch:
+    if marked and not layer.is_first_microbatch and layer.training:
         return
-    if marked:
+    if marked and layer.training:
         layer.is_first_microbatch = False  # type: ignore[assignment]
     for fc in projections:
         if fc.kept.cast is not None:
