@@ -20,6 +20,8 @@ weight gradient.
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,8 +79,10 @@ class WeightCast:
 
     def __init__(self) -> None:
         self._cast: tuple[Fp8Matrices, Fp8Matrices] | None = None
-        self._steps = _optimizer_steps()
+        _optimizer_steps()
         self._state: object = None  # of the weights and of this process, when they were cast
+        # Another parameter at the same address may have the same counter.
+        self._first: Callable[[], Tensor | None] = lambda: None
 
     def expire(self) -> None:
         self._state = None
@@ -86,11 +90,13 @@ class WeightCast:
     def forward_matrices(self, fc: ExpertWeights) -> Fp8Matrices:
         """[El, out, in], as the weights are now."""
         # Of another capture, or another stream of this one, it may come too late in a replay.
-        state = fc.versions(), self._steps[0], current_capture()
-        replayed = self._steps[1] > 0 and state[2] is None
-        if self._cast is None or state != self._state or replayed or not fc.counted():
+        steps, first = _optimizer_steps(), fc.params[0]
+        state = fc.versions(), steps[0], current_capture()
+        replayed = steps[1] > 0 and state[2] is None
+        known = state == self._state and self._first() is first and not replayed
+        if self._cast is None or not known or not fc.counted():
             self._make(fc)
-            self._state = state
+            self._state, self._first = state, weakref.ref(first)
         assert self._cast is not None
         return self._cast[0]
 

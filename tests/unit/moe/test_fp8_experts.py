@@ -1,6 +1,8 @@
 """Experts in fp8 on one rank without a GPU: outputs and every gradient against an fp32 reference
 and against the recipe in plain torch."""
 
+import copy
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -290,6 +292,14 @@ def test_weights_that_change_past_their_version_counters_are_cast_again(
     assert losses(distributed, foreach=True) == plain
     assert losses(lambda layer: layer, fused=True) == pytest.approx(plain, rel=2e-3)
     layer = MoELayer(config, dist.group.WORLD, dtype=torch.bfloat16)
+    layer(x)
+    copied = copy.deepcopy(layer)
+    assert copied._kept == [None, None], "or the copy would count no steps"
+    for scale in (1.0, 4.0):  # the next parameter may lie where the last one lay
+        found = copied.weight2.detach().float()
+        copied.weight2 = nn.Parameter(torch.empty(0))
+        copied.weight2 = nn.Parameter((scale * found).bfloat16())
+        assert gap(copied(x).float(), scale * layer(x).float()) < 1e-2
     with torch.no_grad():
         first = layer(x)
         layer.weight2.data.mul_(2.0)  # as a broadcast writes the weights that a trainer sends
@@ -301,7 +311,8 @@ def test_weights_are_cast_once_in_each_capture_and_stream(monkeypatch: pytest.Mo
     capture: list[tuple[int, int] | None] = [None]
     monkeypatch.setattr(fp8_experts, "cast_weights", lambda *given: casts.append(given))
     monkeypatch.setattr(fp8_experts, "current_capture", lambda: capture[0])
-    monkeypatch.setattr(fp8_experts, "_optimizer_steps", fp8_experts._optimizer_steps.__wrapped__)
+    steps = functools.cache(fp8_experts._optimizer_steps.__wrapped__)
+    monkeypatch.setattr(fp8_experts, "_optimizer_steps", steps)
     weights = nn.Parameter(torch.randn(E, 2 * F, H).bfloat16())
     cast = fp8_experts.WeightCast()
 
