@@ -45,7 +45,7 @@ def _start(
     if not tokens:
         return
     # A kernel itself is hashed by its source, under a lock.
-    whole = (id(kernel), experts, top_k, *key)
+    whole = (id(kernel), tensors[0].get_device(), experts, top_k, *key)
     found = _launches.get(whole)
     if found is None:
         padded, block = [max(2, power_of_two(n)) for n in (experts, top_k)], _tokens(experts)

@@ -204,7 +204,7 @@ type RowBiases = tuple[Tensor, Tensor]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLAIN: Variant = (None, 0.0, 0)
 # Name, variant, F, dtypes of h and of a bias.
-type _Key = tuple[str, Variant, int, torch.dtype, torch.dtype | None]
+type _Key = tuple[int, str, Variant, int, torch.dtype, torch.dtype | None]
 _forward_launches: dict[_Key, Launch] = {}
 _backward_launches: dict[_Key, tuple[Launch, int]] = {}
 
@@ -234,7 +234,8 @@ def _constants(
 
 
 def _key(name: str, variant: Variant, width: int, h: Tensor, bias: RowBiases | None) -> _Key:
-    return name, variant, width, h.dtype, None if bias is None else bias[0].dtype
+    bias_type = None if bias is None else bias[0].dtype
+    return h.get_device(), name, variant, width, h.dtype, bias_type
 
 
 def _given(bias: RowBiases | None) -> tuple[Tensor, ...]:
