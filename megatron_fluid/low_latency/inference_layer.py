@@ -16,6 +16,7 @@ else F, El experts of this rank, K top-k.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,7 @@ class InferenceMoELayer(nn.Module):
             combine_dtype=dtype, timeout_s=timeout_s, batch_invariant=batch_invariant,
         )  # fmt: skip
         self.weight1, self.weight2 = weight1, weight2
+        self._of: Callable[[], Any] = lambda: None  # the training layer
         self.router, self.shared_expert = router, shared_expert
         self.activation = activation
         rows = self.all_to_all.packed_rows()
@@ -175,7 +177,21 @@ class InferenceMoELayer(nn.Module):
         )  # fmt: skip
         if layer.activation.built_in:
             made._kernel = name, layer.activation.variant
+        made._of = weakref.ref(layer)
         return made
+
+    def _follow(self, layer: nn.Module) -> None:
+        """Take the weights that the training layer has now: load_state_dict(assign=True) and others
+        give it new parameters."""
+        for name in ("weight1", "weight2"):
+            mine, now = self._parameters.get(name), layer._parameters.get(name)
+            if mine is None or now is None or mine is now:
+                continue
+            found = now.dtype, tuple(_local(now).shape), now.device
+            wanted = mine.dtype, tuple(_local(mine).shape), mine.device
+            if found != wanted:
+                raise ConfigError.of(f"{name} of the training layer", found, wanted)
+            setattr(self, name, now)
 
     @tells_peers
     @torch.no_grad()
@@ -193,6 +209,8 @@ class InferenceMoELayer(nn.Module):
             bound_m: int32 [1] on the device; only the first bound_m tokens count. The other rows
                 are undefined.
         """
+        if (layer := self._of()) is not None:
+            self._follow(layer)
         if tokens.dtype != self.weight1.dtype:
             raise ConfigError.of("type of tokens", tokens.dtype, self.weight1.dtype)
         ids, probs = self._route(tokens) if routing is None else routing

@@ -122,6 +122,18 @@ def test_it_takes_the_group_of_the_training_layer_and_refuses_other_shares_of_ex
 
 
 @on_ranks(1)
+def test_it_follows_the_training_layer_to_new_parameters(rank: int, world: int) -> None:
+    training = MoELayer(_CONFIG, dist.group.WORLD, dtype=torch.bfloat16).eval()
+    layer = InferenceMoELayer.of(training, max_num_tokens=4)
+    tokens, state = torch.randn(4, 32).to(torch.bfloat16), training.state_dict()
+    training.load_state_dict({name: 2 * value for name, value in state.items()}, assign=True)
+    assert _error(layer(tokens), training(tokens).detach()) < _TOLERANCE
+    training.weight1 = torch.nn.Parameter(training.weight1[:3].detach())
+    with pytest.raises(ConfigError, match="weight1 of the training layer: found .*3, 96, 32"):
+        layer(tokens)
+
+
+@on_ranks(1)
 def test_what_cannot_be_is_refused_by_name(rank: int, world: int) -> None:
     weight1, weight2 = torch.zeros(2, 32, 8).bfloat16(), torch.zeros(2, 8, 16).bfloat16()
     sizes = {"max_num_tokens": 4, "experts_per_token": 1}
