@@ -176,13 +176,14 @@ def resolve_activation(
 
     Args:
         activation: a name in ACTIVATIONS; an Activation; or a callable, as
-            torch.nn.functional.gelu. One that halves the last dimension counts as gated.
+            torch.nn.functional.gelu. One that halves the last dimension counts as gated. It is
+            called again in the backward and must return the same.
         gated: put a linear gate on a callable: function(gate) * up, as Megatron's gated_linear_unit
             does.
         variant: of a gated one that is given by its name.
 
     Raises:
-        ConfigError: an unknown name, or neither a name nor a callable.
+        ConfigError: an unknown name, neither a name nor a callable, or a module with parameters.
     """
     if variant != _PLAIN:
         if not isinstance(activation, str) or activation not in _GATES:
@@ -195,6 +196,9 @@ def resolve_activation(
     if not callable(found) and not isinstance(found, Activation):
         allowed = ", ".join(sorted(ACTIVATIONS)) + ", or a callable"
         raise ConfigError.of("activation", activation, allowed)
+    if isinstance(found, torch.nn.Module) and next(found.parameters(), None) is not None:
+        allowed = "a function without parameters, since they would get no gradient"
+        raise ConfigError.of("activation", found, allowed)
     if isinstance(found, Activation):
         return found
     known = _KNOWN_CALLABLES.get(found)

@@ -48,7 +48,8 @@ class MoEConfig(FieldsConfig):
         ffn_hidden_size: F, of each expert.
         num_experts: E, a multiple of the number of ranks.
         top_k: K.
-        activation: a name in moe.activations.ACTIVATIONS, or a callable.
+        activation: a name in moe.activations.ACTIVATIONS, or a callable without parameters, called
+            again in the backward.
         score_function, pre_softmax, scaling: the router's, see moe.router.route. With top_k 1,
             softmax needs pre_softmax.
         aux_loss_coefficient: weight of the load-balancing loss; 0 for none. Where the main loss is

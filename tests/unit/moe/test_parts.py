@@ -53,6 +53,8 @@ def test_activations_from_callables() -> None:
     assert resolve(f.silu, gated=True) is activations.ACTIVATIONS["swiglu"]
     assert resolve(f.glu).gated and not resolve(f.mish).gated and resolve(f.mish, gated=True).gated
     assert resolve(torch.relu, gated=True).gated
+    with pytest.raises(ConfigError, match="activation: found .*PReLU.*without parameters"):
+        resolve(torch.nn.PReLU())
     with pytest.raises(ConfigError, match="activation: found 'swish', allowed: geglu.*swiglu"):
         resolve("swish")
     with pytest.raises(ConfigError, match="activation: found 3"):
