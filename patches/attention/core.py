@@ -55,6 +55,9 @@ __all__ = [
 REPORT = FeatureReport("context-parallel attention")
 # Queries, keys and values [S, B', heads, D or Dv], a CoreCase or None, and the softmax's offset.
 type Kernel = Callable[..., Tensor]
+# What a core attention for this rank's heads shares with the module's in every call, as it may
+# change: the mode, submodules (with p of dropout, the window), and what Transformer Engine copies.
+_SHARED = ("training", "_modules", "softmax_scale", "attention_dropout", "window_size")
 _NONE = f"none with cp_comm_type={EXCHANGED_COMM_TYPE}"
 
 
@@ -301,8 +304,9 @@ def attend_alone(
         rest, settings: what else its forward takes.
     """
     inner, exchanges = core.alone(groups), core.exchanges
-    if inner.training != core.training:
-        inner.train(core.training)
+    for name in _SHARED:
+        if name in core.__dict__:
+            inner.__dict__[name] = core.__dict__[name]
     of_keys = exchanges.key_value_heads // groups
     counts = exchanges.heads.num_heads // exchanges.heads.world // groups, of_keys, of_keys
     # Each for itself: Transformer Engine chooses its kernel by layout, too. Over symmetric memory

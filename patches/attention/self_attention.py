@@ -85,6 +85,7 @@ class OverlappedAttention(OverlappedModule):
         self.output_gate = bool(model.attention_output_gate)
         self.recomputes_core = bool(attention.checkpoint_core_attention)
         self.dropout = float(model.attention_dropout)
+        self.dropouts = [m for m in self.core.modules() if isinstance(m, torch.nn.Dropout)]
         self.name = f"attention of layer {layer}"
         self.scheduler = get_backward_scheduler()
         if config.defer_weight_grads:
@@ -93,6 +94,11 @@ class OverlappedAttention(OverlappedModule):
         self.output_gradient = weight_gradient_of(self.projection, weight_gradient)
         self._exchange = functools.lru_cache(maxsize=16)(self._make_exchange)
         self._call = functools.lru_cache(maxsize=16)(self._make_call)
+
+    @property
+    def draws(self) -> bool:
+        """Whether attention draws random numbers in training: p may change between calls."""
+        return self.dropout > 0 or any(dropout.p for dropout in self.dropouts)
 
     def changed(self, attention: Any) -> str | None:
         found = super().changed(attention)
@@ -108,10 +114,9 @@ class OverlappedAttention(OverlappedModule):
         # None of the others is anything in training.
         reason = next((f"{name} is given" for name in given), None)
         if reason is None and packed is not None:
+            reason = foreign_pack_reason(packed)
             if self.masks_matter:
                 reason = "packed_seq_params is given, which Megatron's local attention refuses"
-            else:
-                reason = foreign_pack_reason(packed)
         if reason is None:
             reason = self.call_reason(x, mask, self.tensor.rows(x), self.qkv, self.projection)
         table = None
@@ -150,7 +155,7 @@ class OverlappedAttention(OverlappedModule):
         self.hooks.run_parameter_gather()
         qkv, projection = self.qkv, self.projection
         rows, in_kernel = self.tensor.rows(x), self.norms.in_graph
-        call = self._call(rows, x.shape[1], x.dtype, x.device, packed is not None)
+        call = self._call(rows, x.shape[1], x.dtype, x.device, packed is not None, self.draws)
         if packed is not None or (in_kernel and table is not None):
             kernel = self._kernel(call.exchange.heads.groups, table, packed)
             call = dataclasses.replace(call, kernel=kernel)
@@ -178,7 +183,9 @@ class OverlappedAttention(OverlappedModule):
                 linear.is_first_microbatch = False
         return y, bias if returned else None
 
-    def _make_exchange(self, rows: int, batch: int, dtype: Any, layout: str) -> HeadExchange:
+    def _make_exchange(
+        self, rows: int, batch: int, dtype: Any, layout: str, draws: bool
+    ) -> HeadExchange:
         world = self.heads.world
         sequence = SequenceLayout(rows * world, world, layout)
         settings: dict[str, Any] = {}
@@ -198,16 +205,17 @@ class OverlappedAttention(OverlappedModule):
             batch,
             dtype.itemsize,
             # With dropout all heads in one call: random numbers fall where Megatron's do.
-            groups=1 if self.dropout else None,
+            groups=1 if draws else None,
             **settings,
         )
 
     def _make_call(
-        self, rows: int, batch: int, dtype: Any, device: Any, packed: bool
+        self, rows: int, batch: int, dtype: Any, device: Any, packed: bool, draws: bool
     ) -> AttentionCall:
         """A call without rotations, and without the lengths of a pack: each has its own."""
         # A pack's rows are exchanged as they stand, and ordered before the attention kernel.
-        exchange = self._exchange(rows, batch, dtype, "contiguous" if packed else "zigzag")
+        layout = "contiguous" if packed else "zigzag"
+        exchange = self._exchange(rows, batch, dtype, layout, draws)
         heads = exchange.heads
         return AttentionCall(
             exchange,
@@ -254,7 +262,7 @@ class OverlappedAttention(OverlappedModule):
             core: tuple[Tensor, ...] = (),
         ) -> Tensor:
             if self.recomputes_core and self.core.training and _recomputes_here():
-                return _recomputed(attend, self.dropout > 0, q, k, v, case, part, core)
+                return _recomputed(attend, self.draws, q, k, v, case, part, core)
             return attend(q, k, v, case, part, core)
 
         return run

@@ -164,3 +164,29 @@ def test_dropout_draws_what_it_draws_around_the_exchanged_core_attention(
         for name, expected in before.items():
             assert error_of(ours[name], expected, case.dtype) < 2e-6, f"{case} {name}"
         assert error_of(others["y 0"], before["y 0"], case.dtype) > 1e-3, case
+
+
+@on_ranks(2, timeout_s=120)
+def test_a_changed_p_of_dropout_takes_effect_in_the_next_forward_and_its_backward(
+    rank: int, ranks: int
+) -> None:
+    start(ranks)
+    length = 6 * ranks
+    rows = SequenceLayout(length, ranks, "zigzag").positions(rank)
+    for settings in ((), (WINDOW,), (OFFSET,), CORE_RECOMPUTE):
+        for earlier, p in ((0.0, 0.4), (0.4, 0.0)):
+            results = []
+            for backend, built in (("collective", p), ("collective", earlier), ("rounds", earlier)):
+                case = Case(bias=False, settings=(("attention_dropout", built), *settings))
+                attention, angles = build(case, ranks, backend), angles_of(case, length)
+                if p:  # else it is changed before the first forward
+                    step(attention, case, rows, angles, length)
+                for module in attention.modules():
+                    if isinstance(module, torch.nn.Dropout):
+                        module.p = p
+                attention.zero_grad()
+                model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+                results.append(step(attention, case, rows, angles, length))
+            for found in results[1:]:
+                for name, expected in results[0].items():
+                    assert error_of(found[name], expected, case.dtype) < 2e-6, (case, p, name)
