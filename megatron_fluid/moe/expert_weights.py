@@ -68,10 +68,10 @@ class Packed(NamedTuple):
 
 
 class _KernelGrads(NamedTuple):
-    """Addresses of gradient buffers: one for each parameter on the host, and one for each expert on
-    the device (int64 [El]). fit: whether a kernel can use these buffers."""
+    """Addresses of gradient buffers: on the host those of the parameters, after the first's dtype,
+    and on the device one for each expert (int64 [El]). fit: whether a kernel can use these."""
 
-    on_host: list[int]
+    on_host: list[object]
     addresses: Tensor
     fit: bool
 
@@ -281,7 +281,7 @@ class ExpertWeights:
         """
         grads, known = self.main_grads(), self.kept.main_grads
         begins = [grads] if isinstance(grads, Tensor) else grads
-        on_host = list(map(Tensor.data_ptr, begins))
+        on_host = [begins[0].dtype, *map(Tensor.data_ptr, begins)]
         if known is None or on_host != known.on_host:
             matrices = list(grads)
             addresses = list(map(Tensor.data_ptr, matrices))

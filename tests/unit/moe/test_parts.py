@@ -125,6 +125,18 @@ def test_neighbours_in_memory_are_one_stack() -> None:
     assert ExpertWeights([apart[0], apart[1], normal(2, 3)], 3).stack is None
 
 
+def test_main_grads_of_another_dtype_at_the_same_addresses_are_checked_again() -> None:
+    weights, memory = [torch.nn.Parameter(normal(2, 4)) for _ in range(3)], torch.zeros(3, 2, 4)
+    kept, checked = None, []
+    for dtype in (torch.float32, torch.bfloat16):
+        for weight, place in zip(weights, memory.view(dtype), strict=True):
+            weight.main_grad = place[:, :4]  # type: ignore[attr-defined]
+        fc = ExpertWeights(weights, 3, kept=kept)
+        kept = fc.kept
+        checked.append(fc.kernel_grads(lambda grads: grads[0].dtype == torch.float32)[1].fit)
+    assert checked == [True, False]
+
+
 def test_weights_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="three dimensions, the first being 2"):
         ExpertWeights(normal(3, 4, 5), 2)
