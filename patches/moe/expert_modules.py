@@ -112,6 +112,10 @@ def expert_modules_reason(experts: torch.nn.Module) -> str | None:
         if type(linear) not in known:
             name = type(linear).__name__
             return f"an expert's linear is a {name}, which may compute more than a linear"
+        if "_forward_impl" in vars(linear) or is_foreign(
+            getattr(type(linear), "_forward_impl", None)
+        ):
+            return "_forward_impl of an expert's linear was replaced"
         if getattr(linear, "te_quant_params", None) is not None:
             return "an expert's linear has its own quantisation recipe"
     config: Any = experts.config

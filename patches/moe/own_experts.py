@@ -160,15 +160,16 @@ class ExpertParameters:
         return first, second
 
     def _addresses_of(self, w1: Parameters, w2: Parameters) -> list[object]:
-        """Data pointers of the weights, and storage and strides of each projection's first and
-        last: in other storages the same addresses have other offsets."""
+        """Data pointers of the weights, and storage, shape and strides of each projection's first
+        and last: in other storages the same addresses have other offsets."""
         weights: tuple[Tensor, ...] = (*w1, *w2)
         if self.packed[0]:
             weights = tuple(map(_values, weights))
         ends = weights[0], weights[len(w1) - 1], weights[len(w1)], weights[-1]
         # Runs in every call for about a hundred parameters: map loops in C.
         pointers = map(Tensor.data_ptr, weights)
-        return [*pointers, *((end.untyped_storage().data_ptr(), end.stride()) for end in ends)]
+        layouts = ((end.untyped_storage().data_ptr(), end.shape, end.stride()) for end in ends)
+        return [*pointers, *layouts]
 
     def _given(self, parameters: Parameters, packed: bool) -> GivenWeights:
         """Weights or biases of one linear: a parameter per expert, or one Packed for all."""
@@ -286,6 +287,15 @@ _SURROUNDINGS = (
     "a phase of the layer was replaced",
     "the GEMM of Megatron's linears was replaced",
     "activation_func of an expert was replaced",
+    "config.fp8 was changed",
+    "activation or moe_apply_probs_on_input was changed in the experts' config",
+    "_forward_impl of the class of an expert's linear was replaced",
+    "_forward_impl of an expert's linear was replaced",
+)
+# What Megatron's experts read of their config in each call.
+_settings_of = operator.attrgetter(
+    *("activation_func", "gated_linear_unit", "activation_func_clamp_value", "glu_linear_offset"),
+    *("moe_mlp_glu_interleave_size", "moe_apply_probs_on_input"),
 )
 
 
@@ -318,16 +328,19 @@ class OwnExperts:
     def __init__(self, layer: MoELayer, config: FluidConfig, ordered: bool = True) -> None:
         from megatron.core.tensor_parallel import layers
 
-        from megatron_fluid.patches.moe.expert_modules import resolve
+        from megatron_fluid.patches.moe.expert_modules import linears_of, resolve
 
         self.config = config
-        self.activation = resolve(layer.config, hasattr(layer.experts, "linear_fc1"))
+        # SequentialMLP may have its own copy of the layer's config.
+        settings = layer.experts.config
+        self.activation = resolve(settings, hasattr(layer.experts, "linear_fc1"))
         self.weights = ExpertParameters(layer.experts)
         self.weights.arrange(ordered)
         self.hooks = ModuleHooks(experts=layer.experts)
         self._linears, modules = layers, self.hooks.modules
         self._attributes = [module.__dict__ for module in modules]
         self._mlps = [held for held in self._attributes if "activation_func" in held]
+        self._linears_held = [*map(vars, itertools.chain(*linears_of(layer.experts)))]
         self._children = [module._modules for module in modules if module._modules]
         self._classes: list[Any] = [*dict.fromkeys(map(type, modules))]
         self._known = self._surroundings(layer)
@@ -337,7 +350,7 @@ class OwnExperts:
         self.fp8 = computes_in_fp8(layer)
         self.name = versions.layer_name(layer)
         self.batch_invariant = batch_invariant(layer.config, config)
-        self._probs_on_input = bool(layer.config.moe_apply_probs_on_input)
+        self._probs_on_input = bool(settings.moe_apply_probs_on_input)
 
     def _surroundings(self, layer: MoELayer) -> tuple[Any, ...]:
         """What affects the result besides the experts' parameters, the entries of _SURROUNDINGS
@@ -350,6 +363,10 @@ class OwnExperts:
             held.keys().isdisjoint(PHASES),
             self._linears.linear_with_grad_accumulation_and_async_allreduce,
             [*map(dict.get, self._mlps, itertools.repeat("activation_func"))],
+            layer.config.fp8,
+            _settings_of(self._attributes[0]["config"]),
+            [getattr(kind, "_forward_impl", None) for kind in self._classes],
+            any(map(operator.contains, self._linears_held, itertools.repeat("_forward_impl"))),
             # What self.hooks.replaced() names. Some hundred modules: map loops in C.
             [*map(type, self.hooks.modules)],
             [*itertools.chain.from_iterable(map(dict.values, self._children))],

@@ -14,11 +14,13 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 
 from megatron_fluid import patches
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.moe import layer as moe_layer
+from megatron_fluid.patches.moe.expert_modules import linears_of, share_storage
 from tests.distributed.test_rank_agreement import outcome_of
 from tests.support import tiny_gpt
 from tests.support.launch import on_ranks, run_ranks
@@ -126,6 +128,35 @@ def data_swapped(layer: Any) -> None:
         linear.weight.data = linear.weight.data * 0.5
 
 
+def narrowed(layer: Any) -> None:
+    """Half of each expert's width is pruned, without a move."""
+    for expert in layer.experts.local_experts:
+        fc1, fc2 = expert.linear_fc1.weight, expert.linear_fc2.weight
+        fc1.data, fc2.data = fc1.data[: len(fc1) // 2], fc2.data[:, : fc2.shape[1] // 2]
+
+
+def layers_config(layer: Any) -> None:
+    """Which SequentialMLP has copied when it was built."""
+    assert layer.config is not layer.experts.config
+    layer.config.activation_func = torch.nn.functional.gelu
+    layer.config.activation_func_clamp_value, layer.config.glu_linear_offset = 0.01, 1.0
+    layer.config.moe_apply_probs_on_input = True
+
+
+def experts_config(layer: Any) -> None:
+    layer.experts.config.glu_linear_offset = 1.0
+
+
+def fp8(layer: Any) -> None:
+    layer.config.fp8, layer.config.fp8_recipe = "e4m3", "blockwise"
+
+
+def linear_impl(layer: Any) -> None:
+    for linear in _linears(layer):
+        own = linear._forward_impl
+        linear._forward_impl = lambda *args, own=own, **kwargs: own(*args, **kwargs) * 1.5
+
+
 def weight_replaced(layer: Any) -> None:
     for linear in _linears(layer):
         linear.weight = torch.nn.Parameter(linear.weight.detach() * 0.5)
@@ -152,9 +183,14 @@ LEFT_TO_MEGATRON: dict[str, Callable[[Any], None]] = {
     "a bias": bias,
     "a hook": hook,
     "a parametrisation": parametrisation,
+    "fp8": fp8,
+    "a linear's _forward_impl": linear_impl,
 }
 HONOURED: dict[str, Callable[[Any], None]] = {
     "data swapped": data_swapped,
+    "weights narrowed": narrowed,
+    "the layer's own config": layers_config,
+    "the experts' config": experts_config,
     "weights replaced": weight_replaced,
     "linears built anew": linear_rebuilt,
 }
@@ -167,6 +203,11 @@ def _scale_experts(module: Any, _: Any, output: Any) -> Any:
 # What no layer holds; inside a context.
 GLOBAL: dict[str, Callable[[Any], Any]] = {
     "a class's forward": lambda _: mock.patch.object(MLP, "forward", _scaled(MLP.forward)),
+    "a class's _forward_impl": lambda _: mock.patch.object(
+        RowParallelLinear,
+        "_forward_impl",
+        lambda *args, own=RowParallelLinear._forward_impl, **kw: own(*args, **kw) * 1.5,
+    ),
     "a global hook": lambda _: torch.nn.modules.module.register_module_forward_hook(_scale_experts),
 }
 CASES = LEFT_TO_MEGATRON | HONOURED | GLOBAL
@@ -183,7 +224,10 @@ def _step(layer: Any, rank: int) -> dict[str, torch.Tensor | None]:
 
 def _built() -> Any:
     settings = {"params_dtype": torch.float64, "moe_router_dtype": "fp64"}
-    return tiny_gpt.moe_layer(tiny_gpt.config_of(**settings))
+    layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**settings))
+    for linears in linears_of(layer.experts):  # as on a GPU
+        share_storage(tuple(linear.weight for linear in linears))
+    return layer
 
 
 def _both(rank: int, change: Callable[[Any], Any], first: bool) -> dict[str, Any]:
@@ -257,7 +301,8 @@ def test_the_result_is_megatrons_whatever_became_of_the_experts_or_it_is_refused
         told = case["printed"].count("Megatron's experts: ")
         assert told == (0 if honoured or rank else 1), case["printed"]
         expected = f"MoE layer 1 (rank {rank}) was changed after its first forward: "
-        refuses = when == "after" and (not honoured or name == "linears built anew")
+        refused = not honoured or name in ("linears built anew", "the experts' config")
+        refuses = when == "after" and refused
         assert (expected in case["refused"]) == refuses, case["refused"]
         assert ("reset_layers() on all ranks" in case["refused"]) == bool(case["refused"])
 
