@@ -20,6 +20,7 @@ from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches import versions
 from megatron_fluid.patches.attention.core import REPORT as CORE_REPORT
 from megatron_fluid.patches.attention.core import exchanges_of
+from megatron_fluid.patches.attention.limits import method_reason
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.limits import Limit, first_reason
@@ -65,6 +66,7 @@ class OverlappedModule:
         self.masks_matter = not self.core.ignores_masks
         self.causal = attention.attn_mask_type.name == "causal"
         self.modules, self.hooks = modules, ModuleHooks(**modules)
+        self._linears = [n for n in modules.items() if hasattr(n[1], "_forward_impl")]
         self._inference_active = versions.inference_mode()
 
     def prepare(
@@ -91,7 +93,8 @@ class OverlappedModule:
         held = attention._modules
         replaced = (name for name, module in self.modules.items() if held.get(name) is not module)
         found = next((f"{name} was replaced" for name in replaced), None)
-        return found or self.hooks.replaced() or self.hooks.foreign()
+        found = found or self.hooks.replaced() or self.hooks.foreign()
+        return found or method_reason(attention, self._linears)
 
     def call_reason(self, x: Tensor, mask: Tensor | None, rows: int, *linears: Any) -> str | None:
         """Why a call of s = ``rows`` keeps Megatron's own projections, on all ranks alike; or None.

@@ -8,11 +8,13 @@ of TE_LIMITS, Transformer Engine keeps its own exchange.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches.attention.head_norms import norm_reason
-from megatron_fluid.patches.engine.module_hooks import ModuleHooks
+from megatron_fluid.patches.engine.module_hooks import ModuleHooks, is_foreign
 from megatron_fluid.patches.limits import Limit, offloads
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ __all__ = [
     "TE_LIMITS",
     "bypassed",
     "latent_module_reason",
+    "method_reason",
     "module_reason",
     "projected_up",
 ]
@@ -171,9 +174,26 @@ def _bypass_reason(
         return f"attn_mask_type {attention.attn_mask_type.name}: it is causal or none"
     hooks = ModuleHooks(**modules)
     reason = hooks.replaced() or hooks.overridden() or _parameter_reason(modules)
+    reason = reason or method_reason(attention, {name: modules[name] for name in linears}.items())
     for name, known in linears.items():
         reason = reason or _linear_reason(name, modules[name], known)
     return reason or hooks.foreign()
+
+
+_from_elsewhere = functools.lru_cache(maxsize=32)(is_foreign)  # asked in each call
+
+
+def method_reason(attention: Any, linears: Iterable[tuple[str, Any]]) -> str | None:
+    """Name the first method besides ``forward`` that Megatron's path would call, the overlapped one
+    does not, and that is not Megatron's own; or None. ``linears``: those bypassed, by name."""
+    qkv = type(attention).get_query_key_value_tensors
+    if "get_query_key_value_tensors" in attention.__dict__ or _from_elsewhere(qkv):
+        return f"{type(attention).__name__}.get_query_key_value_tensors was replaced"
+    for name, linear in linears:
+        impl = getattr(type(linear), "_forward_impl", None)  # Transformer Engine's have none
+        if "_forward_impl" in linear.__dict__ or _from_elsewhere(impl):
+            return f"{name}._forward_impl was replaced"
+    return None
 
 
 def _parameter_reason(modules: dict[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.training import activation_logging, dgrad_logging
 
 from megatron_fluid import patches
@@ -33,9 +34,9 @@ def _hook(*_: Any) -> None:
     """Stands for any hook."""
 
 
-def _replace_forward(attention: Any) -> None:
-    plain = attention.linear_proj.forward
-    attention.linear_proj.forward = lambda *args: plain(*args)
+def _replace_method(module: Any, name: str) -> None:
+    plain = getattr(module, name)
+    setattr(module, name, lambda *args, **rest: plain(*args, **rest))
 
 
 def _replace_module(attention: Any) -> None:
@@ -71,8 +72,16 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a hook is registered on linear_proj": lambda a: a.linear_proj.register_full_backward_hook(
         _hook
     ),
-    "linear_proj.forward was replaced on the instance": _replace_forward,
+    "linear_proj.forward was replaced on the instance": lambda a: _replace_method(
+        a.linear_proj, "forward"
+    ),
     "linear_proj was replaced": _replace_module,
+    "linear_qkv._forward_impl was replaced": lambda a: _replace_method(
+        a.linear_qkv, "_forward_impl"
+    ),
+    "SelfAttention.get_query_key_value_tensors was replaced": lambda a: _replace_method(
+        a, "get_query_key_value_tensors"
+    ),
 }
 # Only before the first forward, and only after it.
 EARLIER = CHANGES | {"its _Around keeps its own exchange": _wrap_core}
@@ -174,6 +183,27 @@ def test_a_change_after_the_first_forward_is_an_error_by_name_until_layers_are_r
     for text in (waited, changed):
         assert "(rank 1) was changed after its first forward: a hook is registered on" in text
     assert seconds < 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (SelfAttention, "get_query_key_value_tensors"),
+        (ColumnParallelLinear, "_forward_impl"),
+        (RowParallelLinear, "_forward_impl"),
+    ],
+)
+@on_ranks(2)
+def test_a_method_that_is_replaced_on_a_class_is_not_bypassed(
+    rank: int, ranks: int, kind: type, name: str
+) -> None:
+    start(ranks)
+    earlier, later = Pair(rank, ranks), Pair(rank, ranks)
+    later.compare(True)
+    _replace_method(kind, name)
+    earlier.compare(False)
+    with pytest.raises(ConfigError, match=f"after its first forward: .*{name} was replaced"):
+        later.compare(False)
 
 
 @on_ranks(2)
