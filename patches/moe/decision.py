@@ -106,12 +106,18 @@ def part_reasons(
         exchange: why the exchange is Megatron's, if that is known already.
     """
 
+    # SequentialMLP may have its own copy of the config, made before a change.
+    copied = config if layer is None else getattr(layer.experts, "config", config)
+
     def limit(*tables: tuple[Limit[Any], ...]) -> str | None:
-        return first_reason(itertools.chain(*tables), config, fluid, backend)
+        limits = [*itertools.chain(*tables)]
+        reason = first_reason(limits, config, fluid, backend)
+        return reason or first_reason(limits, copied, fluid, backend)
 
     unknown = unknown_setting(config)
     exchange = exchange or limit(LAYER_LIMITS, EXCHANGE_LIMITS) or unknown
-    experts = limit(LAYER_LIMITS, EXPERT_LIMITS) or fp8_reason(config, fluid) or unknown
+    experts = limit(LAYER_LIMITS, EXPERT_LIMITS) or fp8_reason(config, fluid)
+    experts = experts or fp8_reason(copied, fluid) or unknown
     fusion = limit(FUSION_LIMITS)
     if layer is not None:
         from megatron_fluid.patches.moe.expert_modules import expert_modules_reason

@@ -99,6 +99,13 @@ def activation(layer: Any) -> None:
         expert.activation_func = torch.nn.functional.gelu
 
 
+def activation_by_config(layer: Any) -> None:
+    """As built by a config that got another activation before the first forward."""
+    layer.experts.config.activation_func = torch.tanh
+    for expert in layer.experts.local_experts:
+        expert.activation_func = torch.tanh
+
+
 def frozen_in_part(layer: Any) -> None:
     layer.experts.local_experts[0].linear_fc2.weight.requires_grad_(False)
 
@@ -179,6 +186,7 @@ LEFT_TO_MEGATRON: dict[str, Callable[[Any], None]] = {
     "other experts": whole_experts,
     "a phase of the layer": dispatcher_phase,
     "an activation": activation,
+    "an activation in the experts' config": activation_by_config,
     "weights frozen in part": frozen_in_part,
     "a bias": bias,
     "a hook": hook,
