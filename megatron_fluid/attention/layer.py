@@ -129,7 +129,7 @@ class SelfAttention(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SelfAttention:
         """Copy the parameters; the copy shares process group, transport and scheduler."""
-        shared = self.group, self.connection, self.scheduler, self._last_call
+        shared = self.group, self.connection, self.scheduler, self._last_call, self.config
         return copy_sharing(self, memo, *shared)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SelfAttention:
@@ -161,14 +161,19 @@ class SelfAttention(nn.Module):
         """The parameters as the plain functions take them.
 
         Raises:
-            ConfigError: linear_qkv or linear_proj is wrapped or has hooks.
+            ConfigError: a linear or a norm is wrapped or has hooks.
         """
         modules: dict[str, Any] = self._modules  # nn.Module's own look-up is slow on the host
         qkv, proj = modules["linear_qkv"], modules["linear_proj"]
-        q_norm, k_norm = self.q_layernorm, self.k_layernorm
         for linear in (qkv, proj):
             if type(linear) is not nn.Linear or _has_hooks(linear):
-                self._check_linears()
+                self._check_modules()
+        q_norm, k_norm = modules.get("q_layernorm"), modules.get("k_layernorm")
+        norms: tuple[Any, ...] = () if q_norm is k_norm is None else (q_norm, k_norm)
+        for norm in norms:
+            plain = type(norm) is nn.RMSNorm and norm._parameters.get("weight") is not None
+            if not plain or _has_hooks(norm):
+                self._check_modules()
         return AttentionWeights(
             qkv.weight,
             proj.weight,
@@ -178,31 +183,47 @@ class SelfAttention(nn.Module):
             None if k_norm is None else k_norm.weight,
         )
 
-    def _check_linears(self) -> None:
-        """Refuse what would be ignored: the layer uses weights and biases, and calls no linear."""
-        for name in ("linear_qkv", "linear_proj"):
-            linear: nn.Module = getattr(self, name)
-            kind: type = type(linear)
-            if is_parametrized(linear):  # its class is one that torch makes of its own
+    def _check_modules(self) -> None:
+        """Refuse what would be ignored: the layer uses parameters, and calls no linear or norm."""
+        kinds: dict[str, type] = {"linear_qkv": nn.Linear, "linear_proj": nn.Linear}
+        if self.q_layernorm is not None or self.k_layernorm is not None:
+            kinds |= {"q_layernorm": nn.RMSNorm, "k_layernorm": nn.RMSNorm}
+        for name, allowed in kinds.items():
+            module: Any = getattr(self, name)
+            kind: type = type(module)
+            if module is not None and is_parametrized(module):  # its class is one that torch makes
                 kind = kind.__bases__[0]
-            if kind is not nn.Linear or _has_hooks(linear):
-                found = "hooks" if kind is nn.Linear else kind.__qualname__
-                raise ConfigError(
-                    f"{self.name}.{name}: found {found}, allowed: torch.nn.Linear without hooks. "
-                    f"{type(self).__name__} uses its weight and bias, and does not call it. Merge "
-                    "the change into the weight (torch.nn.utils.parametrize computes a weight from "
-                    f"others), or wrap or hook the whole {type(self).__name__}"
-                )
+            if kind is not allowed:
+                found = kind.__qualname__
+            elif module.weight is None:
+                found = "no weight"
+            elif _has_hooks(module):
+                found = "hooks"
+            else:
+                continue
+            used = "weight and bias" if allowed is nn.Linear else "weight and eps"
+            raise ConfigError(
+                f"{self.name}.{name}: found {found}, allowed: torch.nn.{allowed.__name__} without "
+                f"hooks. {type(self).__name__} uses its {used}, and does not call it. Merge the "
+                "change into the weight (torch.nn.utils.parametrize computes a weight from "
+                f"others), or wrap or hook the whole {type(self).__name__}"
+            )
 
     def call(self, x: Tensor, sequence_length: int | None = None) -> AttentionCall:
         """The layout, transport and kernel of a forward of ``x``; see ``forward``."""
         # All that it follows from; the last one serves until something changes.
-        of_layer = self.connection, self.head_groups, self.dx_chunks, self.training
-        key = self.exchange, x.shape, x.dtype, x.device, sequence_length, of_layer
+        of_layer = self.connection, self.head_groups, self.dx_chunks, self.training, self.config
+        key = self.exchange, x.shape, x.dtype, x.device, sequence_length, of_layer, self._norm_eps()
         last = self._last_call
         if last is None or last[0] != key or capturing():  # a capture keeps the tables it reads
             last = self._last_call = key, self._make_call(x, sequence_length)
         return last[1]
+
+    def _norm_eps(self) -> tuple[float | None, ...]:
+        """Epsilon of the norms of queries and keys, as far as there are norms."""
+        modules: dict[str, Any] = self._modules
+        norms = modules.get("q_layernorm"), modules.get("k_layernorm")
+        return tuple([norm.eps for norm in norms if norm is not None])
 
     def _make_call(self, x: Tensor, sequence_length: int | None) -> AttentionCall:
         config, hidden = self.config, self.config.hidden_size
@@ -218,6 +239,9 @@ class SelfAttention(nn.Module):
             allowed = f"{rows} on rank {rank} for sequence_length {length} over {world} ranks"
             raise ConfigError.of(f"{self.name} local rows", x.shape[0], allowed)
         case, rotary = self._case(x), config.rotary
+        q_eps, k_eps = self._norm_eps() or (config.norm_eps, config.norm_eps)
+        if q_eps != k_eps:
+            raise ConfigError.of(f"{self.name}.k_layernorm.eps", k_eps, f"{q_eps}, q_layernorm's")
         sizes = x.shape[1], x.element_size(), self.head_groups
         return AttentionCall(
             open_exchange(self.exchange, self.connection, heads, sequence, *sizes),
@@ -225,7 +249,7 @@ class SelfAttention(nn.Module):
             case,
             None if rotary is None else _table(rotary, length, x.device, x.dtype),
             self.dx_chunks,
-            config.norm_eps,
+            torch.finfo(x.dtype).eps if q_eps is None else q_eps,  # None: as in torch
             self.name,
         )
 
@@ -246,8 +270,8 @@ class SelfAttention(nn.Module):
         in this layer's backward.
 
         Raises:
-            ConfigError: sizes, a dtype or a device that does not fit; a linear that is wrapped or
-                has hooks.
+            ConfigError: sizes, a dtype or a device that does not fit; a linear or a norm that is
+                wrapped or has hooks.
             PeerTimeoutError: a peer did not answer in time.
         """
         weights, scheduler = self.weights(), self.scheduler if self.config.overlap else None

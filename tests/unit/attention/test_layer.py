@@ -1,6 +1,7 @@
 """The attention layer on one process: its behaviour under autograd, and what it refuses."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -296,20 +297,19 @@ def test_an_input_of_the_dtype_before_parameters_were_assigned_is_named(
     assert layer(x).dtype == torch.float64
 
 
-@pytest.mark.parametrize("name", ["linear_qkv", "linear_proj"])
-def test_a_linear_that_is_wrapped_or_hooked_is_named_and_not_ignored(name: str) -> None:
+@pytest.mark.parametrize("name", ["linear_qkv", "linear_proj", "q_layernorm", "k_layernorm"])
+def test_a_module_that_is_wrapped_or_hooked_is_named_and_not_ignored(name: str) -> None:
     x = _input()
     for change in (
-        lambda linear: nn.Sequential(linear),
-        lambda linear: linear.register_forward_hook(lambda *_: None),
-        lambda linear: linear.register_forward_pre_hook(lambda *_: None),
-        lambda linear: linear.register_full_backward_hook(lambda *_: None),
-        lambda linear: linear.register_full_backward_pre_hook(lambda *_: None),
+        lambda module: nn.Sequential(module),
+        lambda module: module.register_forward_hook(lambda *_: None),
+        lambda module: module.register_forward_pre_hook(lambda *_: None),
+        lambda module: module.register_full_backward_hook(lambda *_: None),
+        lambda module: module.register_full_backward_pre_hook(lambda *_: None),
     ):
-        layer = _layer()
+        layer = _layer(qk_norm=True)
         layer(x)
-        linear = getattr(layer, name)
-        changed = change(linear)
+        changed = change(getattr(layer, name))
         if isinstance(changed, nn.Module):
             setattr(layer, name, changed)
         with pytest.raises(ConfigError, match=rf"attention\.{name}: found .*Merge"):
@@ -317,10 +317,22 @@ def test_a_linear_that_is_wrapped_or_hooked_is_named_and_not_ignored(name: str) 
         if not isinstance(changed, nn.Module):
             changed.remove()
             layer(x)
-    computed = _layer()
+    computed = _layer(qk_norm=True)
     expected = computed(x)
     parametrizations.weight_norm(getattr(computed, name))
     torch.testing.assert_close(computed(x), expected)
+
+
+def test_a_changed_epsilon_of_norms_or_configuration_takes_effect_in_the_next_call() -> None:
+    layer, x = _layer(qk_norm=True), _input()
+    layer(x)
+    layer.q_layernorm.eps = 1.0  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"k_layernorm.eps: found 1e-06, allowed: 1.0"):
+        layer(x)
+    layer.k_layernorm.eps = 1.0  # type: ignore[union-attr]
+    torch.testing.assert_close(layer(x), _layer(qk_norm=True, norm_eps=1.0)(x))
+    layer.config = dataclasses.replace(layer.config, causal=False)
+    torch.testing.assert_close(layer(x), _layer(qk_norm=True, norm_eps=1.0, causal=False)(x))
 
 
 @pytest.mark.parametrize("overlap", [True, False])
