@@ -23,16 +23,13 @@ Legend: S whole sequence, s = S / C a rank's part, b batch, H hidden, D head dim
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megatron_fluid.attention.attention_kernels import CoreCase, CoreKernel
 from megatron_fluid.attention.exchange.protocol import HeadExchange
@@ -50,6 +47,7 @@ from megatron_fluid.backward.weight_grads import get_backward_scheduler
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches.attention.core import exchanges_of, softmax_offset
+from megatron_fluid.patches.attention.core_recompute import recomputed, recomputes_here
 from megatron_fluid.patches.attention.decision import (
     AttentionDecisions,
     ForwardResult,
@@ -78,10 +76,7 @@ class OverlappedAttention(OverlappedModule):
         self.norms = HeadNorms(attention.q_layernorm, attention.k_layernorm)
         model, layer = attention.config, attention.layer_number
         self.rotates = not (model.no_rope_freq and model.no_rope_freq[layer - 1])
-        self.interleaved = bool(model.rotary_interleaved)
-        self.rope_scale = float(attention._yarn_concentration_factor)
-        # Megatron rotates unfused where rotations are scaled.
-        self.fused_rope = bool(model.apply_rope_fusion) and self.rope_scale == 1.0
+        self.rotation = _rotation(attention)
         self.output_gate = bool(model.attention_output_gate)
         self.recomputes_core = bool(attention.checkpoint_core_attention)
         self.dropout = float(model.attention_dropout)
@@ -105,6 +100,8 @@ class OverlappedAttention(OverlappedModule):
         for name, linear in (("linear_qkv", self.qkv), ("linear_proj", self.projection)):
             if found is None and type(linear._parameters.get("weight")) is not torch.nn.Parameter:
                 found = f"{name} has no plain weight"
+        if found is None and _rotation(attention) != self.rotation:
+            found = "rotary_interleaved, apply_rope_fusion or _yarn_concentration_factor changed"
         return found
 
     def prepare(
@@ -140,9 +137,8 @@ class OverlappedAttention(OverlappedModule):
             by_row = by_row and part.shape[0] == rows
         if not by_row or part.shape[3] > self.heads.head_dim:
             return None, "rotations are not one for each row"
-        how = self.interleaved, self.fused_rope, self.rope_scale
         group = self.group if packed is None else None
-        table = rotary_table(part, x.dtype, group, *how, reader=self)
+        table = rotary_table(part, x.dtype, group, *self.rotation, reader=self)
         if table is not None and packed is not None:
             table = pack_table(packed, rows, self.heads.world, table)
         return table, "rotations are not by pairs" if table is None else None
@@ -155,7 +151,9 @@ class OverlappedAttention(OverlappedModule):
         self.hooks.run_parameter_gather()
         qkv, projection = self.qkv, self.projection
         rows, in_kernel = self.tensor.rows(x), self.norms.in_graph
-        call = self._call(rows, x.shape[1], x.dtype, x.device, packed is not None, self.draws)
+        eps = getattr(self.norms.query, "eps", None)  # may change between calls, as p of dropout
+        sizes = rows, x.shape[1], x.dtype, x.device
+        call = self._call(*sizes, packed is not None, self.draws, eps)
         if packed is not None or (in_kernel and table is not None):
             kernel = self._kernel(call.exchange.heads.groups, table, packed)
             call = dataclasses.replace(call, kernel=kernel)
@@ -210,7 +208,14 @@ class OverlappedAttention(OverlappedModule):
         )
 
     def _make_call(
-        self, rows: int, batch: int, dtype: Any, device: Any, packed: bool, draws: bool
+        self,
+        rows: int,
+        batch: int,
+        dtype: Any,
+        device: Any,
+        packed: bool,
+        draws: bool,
+        eps: float | None,
     ) -> AttentionCall:
         """A call without rotations, and without the lengths of a pack: each has its own."""
         # A pack's rows are exchanged as they stand, and ordered before the attention kernel.
@@ -222,7 +227,7 @@ class OverlappedAttention(OverlappedModule):
             self._kernel(heads.groups, None, None),
             CoreCase(heads.head_dim, dtype, device.type, self.causal),
             dx_chunks=self.config.dx_chunks,
-            norm_eps=self.norms.query.eps if self.norms.on_arrival else 1e-6,
+            norm_eps=eps if eps is not None and self.norms.on_arrival else 1e-6,
             output_gate=self.output_gate,
             shards=self.tensor.shards,
             name=self.name,
@@ -261,11 +266,19 @@ class OverlappedAttention(OverlappedModule):
             part: Any = None,
             core: tuple[Tensor, ...] = (),
         ) -> Tensor:
-            if self.recomputes_core and self.core.training and _recomputes_here():
-                return _recomputed(attend, self.draws, q, k, v, case, part, core)
+            if self.recomputes_core and self.core.training and recomputes_here():
+                return recomputed(attend, self.draws, q, k, v, case, part, core)
             return attend(q, k, v, case, part, core)
 
         return run
+
+
+def _rotation(attention: Any) -> tuple[bool, bool, float]:
+    """Whether a module rotates by neighbouring pairs (else by halves) and fused, and by what its
+    cosines and sines are multiplied (YaRN)."""
+    model, scale = attention.config, float(attention._yarn_concentration_factor)
+    # Megatron rotates unfused where rotations are scaled.
+    return bool(model.rotary_interleaved), bool(model.apply_rope_fusion) and scale == 1.0, scale
 
 
 def _bias(linear: Any) -> Tensor | None:
@@ -340,46 +353,6 @@ class TensorParallelism:
         else:
             left = reduce_from_tensor_model_parallel_region(y, group=self.group)
         return left
-
-
-def _recomputes_here() -> bool:
-    """Whether a kernel's graph may be recomputed by itself: not without gradients, and not under
-    saved-tensor hooks (of a checkpoint around the layer), which keep its inputs elsewhere."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return torch.is_grad_enabled() and hooks is None
-
-
-def _recomputed(attend: Callable[..., Tensor], draws: bool, *args: Any) -> Tensor:
-    """attend(*args), of which backward keeps the arguments alone.
-
-    ``draws``: whether it draws random numbers.
-    """
-    # Megatron's own checkpoint runs a backward of autograd, where this one is asked for gradients.
-    result: Tensor = checkpoint(
-        attend,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=False,  # of Megatron's generators, too: by the contexts
-        determinism_check="none",
-        context_fn=_contexts if draws else noop_context_fn,
-    )
-    return result
-
-
-def _contexts() -> tuple[Any, Any]:
-    """Contexts of the forward, which begins now, and of the recomputation."""
-    from megatron.core.tensor_parallel.random import _get_all_rng_states
-
-    return contextlib.nullcontext(), _restored(_get_all_rng_states())
-
-
-@contextlib.contextmanager
-def _restored(states: Any) -> Iterator[None]:
-    from megatron.core.tensor_parallel.random import _fork_rng, _set_all_rng_states
-
-    with _fork_rng():
-        _set_all_rng_states(*states)
-        yield
 
 
 class _SelfAttentionDecisions(AttentionDecisions[OverlappedAttention]):

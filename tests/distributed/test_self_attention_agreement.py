@@ -207,6 +207,24 @@ def test_a_method_that_is_replaced_on_a_class_is_not_bypassed(
 
 
 @on_ranks(2)
+def test_an_epsilon_of_norms_that_changes_takes_effect_and_another_rotation_is_an_error(
+    rank: int, ranks: int
+) -> None:
+    start(ranks)
+    for name in ("rotary_interleaved", "_yarn_concentration_factor"):
+        both, case = Pair(rank, ranks), Case(bias=False, norms=True)
+        both.ours, both.today = (build(case, ranks, how) for how in ("rounds", "collective"))
+        for eps in ((1e-5, 1e-5), (1.0, 1.0), (1.0, 0.1), (0.1, 0.1)):
+            for attention in (both.ours, both.today):
+                attention.q_layernorm.eps, attention.k_layernorm.eps = eps
+            both.compare(True)
+        owner = both.ours if name in vars(both.ours) else both.ours.config
+        setattr(owner, name, 2.0)
+        with pytest.raises(ConfigError, match=f"after its first forward: .*{name}"):
+            both.compare(False)
+
+
+@on_ranks(2)
 def test_iterations_in_which_megatron_saves_activations_are_its_own_and_the_others_are_not(
     rank: int, ranks: int
 ) -> None:
