@@ -1,4 +1,4 @@
-"""One call of a layer's experts: what its caller wants.
+"""One call of a layer's experts: what its caller wants, and the weights, checked.
 
     call = ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=El)
     y = run_experts(call, transport)                       # moe/autograd.py
@@ -16,10 +16,11 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation
 from megatron_fluid.moe.expert_weights import ExpertWeights, GivenBiases, GivenWeights
 
-__all__ = ["ExpertCall", "Offload", "Offloaded"]
+__all__ = ["ExpertCall", "Offload", "Offloaded", "expert_projections"]
 
 
 class Offloaded(Protocol):
@@ -102,3 +103,37 @@ class ExpertCall:
     batch_invariant: bool = False
     scheduler: WeightGradScheduler | None = None
     name: str = "moe"
+
+
+def expert_projections(
+    w1: GivenWeights | ExpertWeights,
+    w2: GivenWeights | ExpertWeights,
+    experts: int,
+    tokens: Tensor,
+    activation: Activation,
+    name: str,
+    layout: str = "out_in",
+) -> tuple[ExpertWeights, ExpertWeights]:
+    """fc1 and fc2 of a layer, checked against tokens [T, H] and the activation.
+
+    Raises:
+        ConfigError: a number of experts, a width or a dtype does not fit.
+    """
+    hidden, given = tokens.shape[1], (experts, layout)
+    fc1 = w1
+    if not isinstance(fc1, ExpertWeights):
+        fc1 = ExpertWeights(fc1, *given, f"{name}: weight1", hidden)
+    width, fc2 = fc1.out_width // activation.gates, w2
+    if not isinstance(fc2, ExpertWeights):
+        fc2 = ExpertWeights(fc2, *given, f"{name}: weight2", width)
+    if fc1.in_width != hidden or fc2.out_width != hidden:
+        found = [fc1.in_width, fc2.out_width]
+        raise ConfigError.of(f"{name}: hidden size of the weights", found, f"{hidden}, as tokens")
+    if fc2.in_width != width:
+        allowed = f"{width} ({activation.name} of {fc1.out_width})"
+        raise ConfigError.of(f"{name}: width of weight2", fc2.in_width, allowed)
+    dtypes = fc1.params[0].dtype, fc2.params[0].dtype
+    if not dtypes[0] == dtypes[1] == tokens.dtype:
+        allowed = f"{tokens.dtype}, as tokens"
+        raise ConfigError.of(f"{name}: dtype of the weights", dtypes[0], allowed)
+    return fc1, fc2

@@ -20,7 +20,6 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
 from megatron_fluid.kernels.grouped_gemm.launch import fixed_tiles, grouped_matmul, host_ends
 from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack
-from megatron_fluid.moe.activations import Activation
 
 __all__ = [
     "ExpertWeights",
@@ -31,7 +30,6 @@ __all__ = [
     "Packed",
     "RowGroups",
     "computed_dtype",
-    "expert_projections",
     "grouped_product",
     "in_dtype",
     "params_and_values",
@@ -361,40 +359,6 @@ def _strided_view(matrices: Sequence[Tensor]) -> Tensor | None:
             return None
     shape = (len(matrices), *first.shape)
     return first.as_strided(shape, (step, *first.stride()), first.storage_offset())
-
-
-def expert_projections(
-    w1: GivenWeights | ExpertWeights,
-    w2: GivenWeights | ExpertWeights,
-    experts: int,
-    tokens: Tensor,
-    activation: Activation,
-    name: str,
-    layout: str = "out_in",
-) -> tuple[ExpertWeights, ExpertWeights]:
-    """fc1 and fc2 of a layer, checked against tokens [T, H] and the activation.
-
-    Raises:
-        ConfigError: a number of experts, a width or a dtype does not fit.
-    """
-    hidden, given = tokens.shape[1], (experts, layout)
-    fc1 = w1
-    if not isinstance(fc1, ExpertWeights):
-        fc1 = ExpertWeights(fc1, *given, f"{name}: weight1", hidden)
-    width, fc2 = fc1.out_width // activation.gates, w2
-    if not isinstance(fc2, ExpertWeights):
-        fc2 = ExpertWeights(fc2, *given, f"{name}: weight2", width)
-    if fc1.in_width != hidden or fc2.out_width != hidden:
-        found = [fc1.in_width, fc2.out_width]
-        raise ConfigError.of(f"{name}: hidden size of the weights", found, f"{hidden}, as tokens")
-    if fc2.in_width != width:
-        allowed = f"{width} ({activation.name} of {fc1.out_width})"
-        raise ConfigError.of(f"{name}: width of weight2", fc2.in_width, allowed)
-    dtypes = fc1.params[0].dtype, fc2.params[0].dtype
-    if not dtypes[0] == dtypes[1] == tokens.dtype:
-        allowed = f"{tokens.dtype}, as tokens"
-        raise ConfigError.of(f"{name}: dtype of the weights", dtypes[0], allowed)
-    return fc1, fc2
 
 
 @dataclass(slots=True)

@@ -33,17 +33,12 @@ from megatron_fluid.kernels.grouped_gemm.launch import compile_ahead
 from megatron_fluid.moe.autograd import start_experts
 from megatron_fluid.moe.backends import MakeTransport
 from megatron_fluid.patches.moe.decision import MoEDecisions, PartReasons
-from megatron_fluid.patches.moe.exchange import chosen_of, make_backend
+from megatron_fluid.patches.moe.exchange import chosen_of, make_backend, routes_as_megatron
 from megatron_fluid.patches.moe.fp8 import compile_fp8_kernels_ahead, follow_microbatches
 from megatron_fluid.patches.moe.graphed_router import Held, capture, held_by_graphs, routing_map_of
 from megatron_fluid.patches.moe.offload import offload_of
-from megatron_fluid.patches.moe.own_experts import (
-    Looked,
-    OwnExperts,
-    Projections,
-    recompute_of,
-    routes_as_megatron,
-)
+from megatron_fluid.patches.moe.own_experts import Looked, OwnExperts, Projections
+from megatron_fluid.patches.moe.recompute import recompute_of
 from megatron_fluid.patches.moe.separate_experts import (
     PhaseByPhase,
     SeparateExperts,

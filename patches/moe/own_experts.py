@@ -16,9 +16,7 @@ Shapes: N expert rows of this rank, El local experts, H hidden, F1 / F widths of
 
 from __future__ import annotations
 
-import functools
 import itertools
-import logging
 import operator
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,11 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
-from megatron_fluid.config import FluidConfig, moe_recompute
+from megatron_fluid.config import FluidConfig
 from megatron_fluid.moe.call import ExpertCall, Offload
 from megatron_fluid.moe.expert_weights import ExpertWeights, GivenWeights, KeptLayout, Packed
 from megatron_fluid.patches import versions
-from megatron_fluid.patches.engine.module_hooks import ModuleHooks, is_foreign
+from megatron_fluid.patches.engine.module_hooks import ModuleHooks
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts
 from megatron_fluid.patches.moe.limits import PHASES, batch_invariant
 from megatron_fluid.patches.overlap_decision import RELEASED, refuse_change
@@ -39,16 +37,7 @@ from megatron_fluid.topology import real_group
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-__all__ = [
-    "FEATURE",
-    "ExpertParameters",
-    "Looked",
-    "OwnExperts",
-    "recompute_of",
-    "routes_as_megatron",
-]
-
-_LOGGER = logging.getLogger("megatron_fluid")
+__all__ = ["FEATURE", "ExpertParameters", "Looked", "OwnExperts"]
 
 type Parameters = tuple[nn.Parameter, ...]
 type Projections = tuple[ExpertWeights, ExpertWeights]
@@ -260,24 +249,6 @@ def _released(parameter: Any) -> bool:
 _TRAINED = operator.attrgetter("requires_grad")
 
 
-def recompute_of(config: FluidConfig, rows_kept: str | None) -> tuple[str, ...]:
-    """Which of "rows" and "hidden" a layer's backward computes again. rows_kept: where rows are
-    kept whatever config asks for, as "over rounds"; None where they are not."""
-    parts = moe_recompute(config)
-    if rows_kept is None or "rows" not in parts:
-        return parts
-    _say_rows_kept(config.moe_recompute, rows_kept)
-    return tuple(part for part in parts if part != "rows")
-
-
-@functools.cache
-def _say_rows_kept(recompute: str, where: str) -> None:
-    _LOGGER.warning(
-        f"megatron_fluid: --fluid-moe-recompute {recompute} has no effect on dispatched tokens "
-        f"{where}: they are kept. `hidden` computes the output of fc1 again there, too"
-    )
-
-
 FEATURE = "overlapped MoE layer"
 
 _SURROUNDINGS = (
@@ -460,30 +431,3 @@ class OwnExperts:
             scheduler=scheduler,
             name=self.name,
         )
-
-
-def routes_as_megatron(router: Any) -> bool:
-    """Whether a router is Megatron's TopKRouter with its own methods. Others patch them, to replay
-    the experts of a rollout or to count tokens; their methods read and return dense maps."""
-    kind, names, current = _router_methods()
-    if type(router) is not kind or not router.__dict__.keys().isdisjoint(names):
-        return False
-    return _all_megatrons(current())
-
-
-@functools.cache
-def _router_methods() -> tuple[type, frozenset[str], Callable[[], tuple[Any, ...]]]:
-    """TopKRouter, the names of its methods, and a function that gives what routes now: these
-    methods and the function that they call."""
-    from megatron.core.transformer.moe import router
-
-    kind = router.TopKRouter
-    found = {**vars(router.Router), **vars(kind)}
-    names = {n for n, x in found.items() if callable(x) and not n.startswith("__")}
-    methods = operator.attrgetter(*sorted(names))
-    return kind, frozenset(names), lambda: (*methods(kind), router.topk_routing_with_score_function)
-
-
-@functools.lru_cache(maxsize=64)
-def _all_megatrons(methods: tuple[Any, ...]) -> bool:
-    return not any(map(is_foreign, methods))

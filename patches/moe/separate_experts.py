@@ -33,7 +33,8 @@ from megatron_fluid.moe.autograd import run_experts
 from megatron_fluid.moe.backends import Backend
 from megatron_fluid.moe.expert_rows import InPlace
 from megatron_fluid.patches.moe.offload import offload_of
-from megatron_fluid.patches.moe.own_experts import Looked, OwnExperts, recompute_of
+from megatron_fluid.patches.moe.own_experts import Looked, OwnExperts
+from megatron_fluid.patches.moe.recompute import recompute_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer

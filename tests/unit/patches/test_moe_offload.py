@@ -27,8 +27,8 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import Pipe
 
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.patches.moe import layer as moe_layer
-from megatron_fluid.patches.moe import offload, own_experts
-from megatron_fluid.patches.moe.own_experts import recompute_of
+from megatron_fluid.patches.moe import offload, recompute
+from megatron_fluid.patches.moe.recompute import recompute_of
 from tests.support import tiny_gpt
 
 SWIGLU: dict[str, Any] = {}
@@ -304,8 +304,8 @@ def test_recomputation_of_what_is_offloaded_is_said_to_have_no_effect(
         offload_modules=["core_attn", "moe_act"],
         delay_offload_until_cuda_graph=False,
     )
-    for recompute in ("rows", "hidden", "hidden"):
-        made = offload.offload_of(config, FluidConfig(moe_recompute=recompute))
+    for asked in ("rows", "hidden", "hidden"):
+        made = offload.offload_of(config, FluidConfig(moe_recompute=asked))
         assert made is not None and made.parts == ("hidden",)
     (record,) = caplog.records
     assert "--fluid-moe-recompute hidden has no effect on moe_act" in record.message
@@ -316,7 +316,7 @@ def test_recomputation_of_what_is_offloaded_is_said_to_have_no_effect(
 def test_recomputation_of_rows_that_are_kept_is_said_to_have_no_effect(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    own_experts._say_rows_kept.cache_clear()
+    recompute._say_rows_kept.cache_clear()
     expected = {"both": ("hidden",), "rows": (), "hidden": ("hidden",), "none": ()}
     for asked, parts in expected.items():
         assert recompute_of(FluidConfig(moe_recompute=asked), "over rounds") == parts
