@@ -6,10 +6,7 @@ Shapes: T tokens, K top-k, E experts.
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,14 +17,14 @@ from megatron_fluid.moe.backends import BACKENDS, Backend, LayerShape
 from megatron_fluid.moe.room import LayerRoom
 from megatron_fluid.patches import versions
 from megatron_fluid.patches.arguments import microbatch_room
-from megatron_fluid.patches.engine.module_hooks import is_foreign
 from megatron_fluid.patches.moe.limits import batch_invariant, bounds_rows
+from megatron_fluid.patches.moe.own_experts import routes_as_megatron
 from megatron_fluid.topology import real_group
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-__all__ = ["chosen_of", "make_backend", "routes_as_megatron"]
+__all__ = ["chosen_of", "make_backend"]
 
 
 def make_backend(layer: MoELayer, config: FluidConfig, name: str, *, fused: bool) -> Backend:
@@ -91,30 +88,3 @@ def chosen_of(
     chosen = probs.gather(1, ids)
     wide = torch.promote_types(chosen.dtype, torch.float32)
     return torch.where(kept != 0, ids, -1), chosen.to(wide)
-
-
-def routes_as_megatron(router: Any) -> bool:
-    """Whether a router is Megatron's TopKRouter with its own methods. Others patch them, to replay
-    the experts of a rollout or to count tokens; their methods read and return dense maps."""
-    kind, names, current = _router_methods()
-    if type(router) is not kind or not router.__dict__.keys().isdisjoint(names):
-        return False
-    return _all_megatrons(current())
-
-
-@functools.cache
-def _router_methods() -> tuple[type, frozenset[str], Callable[[], tuple[Any, ...]]]:
-    """TopKRouter, the names of its methods, and a function that gives what routes now: these
-    methods and the function that they call."""
-    from megatron.core.transformer.moe import router
-
-    kind = router.TopKRouter
-    found = {**vars(router.Router), **vars(kind)}
-    names = {n for n, x in found.items() if callable(x) and not n.startswith("__")}
-    methods = operator.attrgetter(*sorted(names))
-    return kind, frozenset(names), lambda: (*methods(kind), router.topk_routing_with_score_function)
-
-
-@functools.lru_cache(maxsize=64)
-def _all_megatrons(methods: tuple[Any, ...]) -> bool:
-    return not any(map(is_foreign, methods))

@@ -33,11 +33,16 @@ from megatron_fluid.kernels.grouped_gemm.launch import compile_ahead
 from megatron_fluid.moe.autograd import start_experts
 from megatron_fluid.moe.backends import MakeTransport
 from megatron_fluid.patches.moe.decision import MoEDecisions, PartReasons
-from megatron_fluid.patches.moe.exchange import chosen_of, make_backend, routes_as_megatron
+from megatron_fluid.patches.moe.exchange import chosen_of, make_backend
 from megatron_fluid.patches.moe.fp8 import compile_fp8_kernels_ahead, follow_microbatches
 from megatron_fluid.patches.moe.graphed_router import Held, capture, held_by_graphs, routing_map_of
 from megatron_fluid.patches.moe.offload import offload_of
-from megatron_fluid.patches.moe.own_experts import Looked, OwnExperts, Projections
+from megatron_fluid.patches.moe.own_experts import (
+    Looked,
+    OwnExperts,
+    Projections,
+    routes_as_megatron,
+)
 from megatron_fluid.patches.moe.recompute import recompute_of
 from megatron_fluid.patches.moe.separate_experts import (
     PhaseByPhase,
@@ -419,8 +424,7 @@ def compact_route(
         (probs [T, K], expert numbers [T, K], True), each token's best expert first; or Megatron's
         (probs [T, E], routing_map bool [T, E], False).
     """
-    _request.ids = None
-    _request.wanted = _can_be_compact(layer)
+    _request.ids, _request.wanted = None, _can_be_compact(layer)
     _request.needs_map = _request.wanted and layer.router.enable_expert_bias
     try:
         probs, routing_map = layer.route(hidden_states, padding_mask)
@@ -435,12 +439,11 @@ def _can_be_compact(layer: MoELayer) -> bool:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     router: Any = layer.router
-    config = layer.config
     return (
         routes_as_megatron(router)
         and type(layer).route is MoELayer.route
-        and config.moe_expert_capacity_factor is None  # drops choices in the maps
-        and not config.moe_router_fusion  # Transformer Engine's kernel returns only maps
+        and layer.config.moe_expert_capacity_factor is None  # drops choices in the maps
+        and not layer.config.moe_router_fusion  # Transformer Engine's kernel returns only maps
         and router.router_replay is None
         and not router._forward_hooks
         and "route" not in layer.__dict__

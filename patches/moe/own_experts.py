@@ -16,6 +16,7 @@ Shapes: N expert rows of this rank, El local experts, H hidden, F1 / F widths of
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection
@@ -28,7 +29,7 @@ from megatron_fluid.config import FluidConfig
 from megatron_fluid.moe.call import ExpertCall, Offload
 from megatron_fluid.moe.expert_weights import ExpertWeights, GivenWeights, KeptLayout, Packed
 from megatron_fluid.patches import versions
-from megatron_fluid.patches.engine.module_hooks import ModuleHooks
+from megatron_fluid.patches.engine.module_hooks import ModuleHooks, is_foreign
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts
 from megatron_fluid.patches.moe.limits import PHASES, batch_invariant
 from megatron_fluid.patches.overlap_decision import RELEASED, refuse_change
@@ -37,7 +38,7 @@ from megatron_fluid.topology import real_group
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-__all__ = ["FEATURE", "ExpertParameters", "Looked", "OwnExperts"]
+__all__ = ["FEATURE", "ExpertParameters", "Looked", "OwnExperts", "routes_as_megatron"]
 
 type Parameters = tuple[nn.Parameter, ...]
 type Projections = tuple[ExpertWeights, ExpertWeights]
@@ -397,8 +398,7 @@ class OwnExperts:
             self.hooks.run_parameter_gather()
 
     def projections(self, layer: MoELayer, looked: Looked | None = None) -> Projections:
-        """Return the weights of fc1 and fc2 for one call. looked: this call's parameters; None
-        reads them."""
+        """Return fc1's and fc2's weights for one call. looked: its parameters; None reads them."""
         fcs = self.weights.matrices(looked)
         if self.fp8:
             expire_casts(layer, fcs)
@@ -415,19 +415,36 @@ class OwnExperts:
             x, scale = (probs.view(-1, 1) * x).to(x.dtype), None
         w1, w2 = fcs
         return ExpertCall(
-            x=x,
-            probs=scale,
-            w1=w1,
-            w2=w2,
-            num_experts=w1.num_experts,
-            activation=self.activation,
-            biases=self.weights.biases(),
-            fp8=self.fp8,
+            x=x, probs=scale, w1=w1, w2=w2, num_experts=w1.num_experts, activation=self.activation,
+            biases=self.weights.biases(), fp8=self.fp8,
             fp8_weight_grads=self.config.moe_fp8_weight_grads == "fp8",
-            fused_main_grad=self.fused_main_grad,
-            recompute=self.recompute,
-            offload=self.offload,
-            batch_invariant=self.batch_invariant,
-            scheduler=scheduler,
-            name=self.name,
-        )
+            fused_main_grad=self.fused_main_grad, recompute=self.recompute, offload=self.offload,
+            batch_invariant=self.batch_invariant, scheduler=scheduler, name=self.name,
+        )  # fmt: skip
+
+
+def routes_as_megatron(router: Any) -> bool:
+    """Whether a router is Megatron's TopKRouter with its own methods. Others patch them, to replay
+    the experts of a rollout or to count tokens; their methods read and return dense maps."""
+    kind, names, current = _router_methods()
+    if type(router) is not kind or not router.__dict__.keys().isdisjoint(names):
+        return False
+    return _all_megatrons(current())
+
+
+@functools.cache
+def _router_methods() -> tuple[type, frozenset[str], Callable[[], tuple[Any, ...]]]:
+    """TopKRouter, the names of its methods, and a function that gives what routes now: these
+    methods and the function that they call."""
+    from megatron.core.transformer.moe import router
+
+    kind = router.TopKRouter
+    found = {**vars(router.Router), **vars(kind)}
+    names = {n for n, x in found.items() if callable(x) and not n.startswith("__")}
+    methods = operator.attrgetter(*sorted(names))
+    return kind, frozenset(names), lambda: (*methods(kind), router.topk_routing_with_score_function)
+
+
+@functools.lru_cache(maxsize=64)
+def _all_megatrons(methods: tuple[Any, ...]) -> bool:
+    return not any(map(is_foreign, methods))
