@@ -39,8 +39,8 @@ from megatron_fluid.backward.main_grad import mark_added_to_main_grad
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation, resolve_activation
-from megatron_fluid.moe.call import ExpertCall, Offload, Offloaded, expert_projections
-from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups, in_dtype
+from megatron_fluid.moe.call import ExpertCall, Offload, Offloaded, in_dtype
+from megatron_fluid.moe.expert_weights import ExpertWeights, RowGroups, expert_projections
 from megatron_fluid.moe.experts import Hidden, PlainExperts, Route, Rows, merge_rows
 from megatron_fluid.moe.transport import Exchange, Segment, TokenTransport
 

@@ -1,4 +1,4 @@
-"""One call of a layer's experts: what its caller wants, and the weights, checked.
+"""One call of a layer's experts: what its caller wants.
 
     call = ExpertCall(x=x, probs=probs, w1=w1, w2=w2, num_experts=El)
     y = run_experts(call, transport)                       # moe/autograd.py
@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
-from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.activations import Activation
-from megatron_fluid.moe.expert_weights import ExpertWeights, GivenBiases, GivenWeights
+from megatron_fluid.moe.expert_weights import ExpertWeights, GivenBiases, GivenWeights, Packed
 
-__all__ = ["ExpertCall", "Offload", "Offloaded", "expert_projections"]
+__all__ = ["ExpertCall", "Offload", "Offloaded", "in_dtype"]
 
 
 class Offloaded(Protocol):
@@ -105,35 +105,14 @@ class ExpertCall:
     name: str = "moe"
 
 
-def expert_projections(
-    w1: GivenWeights | ExpertWeights,
-    w2: GivenWeights | ExpertWeights,
-    experts: int,
-    tokens: Tensor,
-    activation: Activation,
-    name: str,
-    layout: str = "out_in",
-) -> tuple[ExpertWeights, ExpertWeights]:
-    """fc1 and fc2 of a layer, checked against tokens [T, H] and the activation.
-
-    Raises:
-        ConfigError: a number of experts, a width or a dtype does not fit.
-    """
-    hidden, given = tokens.shape[1], (experts, layout)
-    fc1 = w1
-    if not isinstance(fc1, ExpertWeights):
-        fc1 = ExpertWeights(fc1, *given, f"{name}: weight1", hidden)
-    width, fc2 = fc1.out_width // activation.gates, w2
-    if not isinstance(fc2, ExpertWeights):
-        fc2 = ExpertWeights(fc2, *given, f"{name}: weight2", width)
-    if fc1.in_width != hidden or fc2.out_width != hidden:
-        found = [fc1.in_width, fc2.out_width]
-        raise ConfigError.of(f"{name}: hidden size of the weights", found, f"{hidden}, as tokens")
-    if fc2.in_width != width:
-        allowed = f"{width} ({activation.name} of {fc1.out_width})"
-        raise ConfigError.of(f"{name}: width of weight2", fc2.in_width, allowed)
-    dtypes = fc1.params[0].dtype, fc2.params[0].dtype
-    if not dtypes[0] == dtypes[1] == tokens.dtype:
-        allowed = f"{tokens.dtype}, as tokens"
-        raise ConfigError.of(f"{name}: dtype of the weights", dtypes[0], allowed)
-    return fc1, fc2
+def in_dtype(given: Any, dtype: torch.dtype) -> Any:
+    """Cast weights or biases for one call, as autocast does. given: GivenWeights or an
+    ExpertWeights. Returned unchanged if it has the dtype already."""
+    if isinstance(given, ExpertWeights):
+        if all(param.dtype == dtype for param in given.params):
+            return given
+        # The result is not an ExpertWeights, and of a Packed one `param` is cast.
+        given = given.given
+    if isinstance(given, Packed):
+        return given if given.param.dtype == dtype else given.param.to(dtype)
+    return given.to(dtype) if isinstance(given, Tensor) else [each.to(dtype) for each in given]

@@ -20,6 +20,7 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
 from megatron_fluid.kernels.grouped_gemm.launch import fixed_tiles, grouped_matmul, host_ends
 from megatron_fluid.kernels.grouped_gemm.stacks import ReversedStack
+from megatron_fluid.moe.activations import Activation
 
 __all__ = [
     "ExpertWeights",
@@ -30,8 +31,8 @@ __all__ = [
     "Packed",
     "RowGroups",
     "computed_dtype",
+    "expert_projections",
     "grouped_product",
-    "in_dtype",
     "params_and_values",
 ]
 
@@ -326,19 +327,6 @@ def computed_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def in_dtype(given: Any, dtype: torch.dtype) -> Any:
-    """Cast weights or biases for one call, as autocast does. given: GivenWeights or an
-    ExpertWeights. Returned unchanged if it has the dtype already."""
-    if isinstance(given, ExpertWeights):
-        if all(param.dtype == dtype for param in given.params):
-            return given
-        # The result is not an ExpertWeights, and of a Packed one `param` is cast.
-        given = given.given
-    if isinstance(given, Packed):
-        return given if given.param.dtype == dtype else given.param.to(dtype)
-    return given.to(dtype) if isinstance(given, Tensor) else [each.to(dtype) for each in given]
-
-
 def _memory_of(tensor: Tensor) -> tuple[object, ...]:
     # A tensor may come back to its address in another storage, where its offset is another one.
     return tensor.data_ptr(), tensor.untyped_storage().data_ptr(), tensor.shape, tensor.stride()
@@ -359,6 +347,40 @@ def _strided_view(matrices: Sequence[Tensor]) -> Tensor | None:
             return None
     shape = (len(matrices), *first.shape)
     return first.as_strided(shape, (step, *first.stride()), first.storage_offset())
+
+
+def expert_projections(
+    w1: GivenWeights | ExpertWeights,
+    w2: GivenWeights | ExpertWeights,
+    experts: int,
+    tokens: Tensor,
+    activation: Activation,
+    name: str,
+    layout: str = "out_in",
+) -> tuple[ExpertWeights, ExpertWeights]:
+    """fc1 and fc2 of a layer, checked against tokens [T, H] and the activation.
+
+    Raises:
+        ConfigError: a number of experts, a width or a dtype does not fit.
+    """
+    hidden, given = tokens.shape[1], (experts, layout)
+    fc1 = w1
+    if not isinstance(fc1, ExpertWeights):
+        fc1 = ExpertWeights(fc1, *given, f"{name}: weight1", hidden)
+    width, fc2 = fc1.out_width // activation.gates, w2
+    if not isinstance(fc2, ExpertWeights):
+        fc2 = ExpertWeights(fc2, *given, f"{name}: weight2", width)
+    if fc1.in_width != hidden or fc2.out_width != hidden:
+        found = [fc1.in_width, fc2.out_width]
+        raise ConfigError.of(f"{name}: hidden size of the weights", found, f"{hidden}, as tokens")
+    if fc2.in_width != width:
+        allowed = f"{width} ({activation.name} of {fc1.out_width})"
+        raise ConfigError.of(f"{name}: width of weight2", fc2.in_width, allowed)
+    dtypes = fc1.params[0].dtype, fc2.params[0].dtype
+    if not dtypes[0] == dtypes[1] == tokens.dtype:
+        allowed = f"{tokens.dtype}, as tokens"
+        raise ConfigError.of(f"{name}: dtype of the weights", dtypes[0], allowed)
+    return fc1, fc2
 
 
 @dataclass(slots=True)
