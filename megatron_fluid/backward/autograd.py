@@ -36,7 +36,6 @@ __all__ = [
     "Readiness",
     "apply",
     "gate_with",
-    "goes_on_to",
     "weights_wanted",
     "gradient_owner",
     "graph_is_kept",

@@ -248,13 +248,9 @@ class ExpertWeights:
         return all(map(_is_leaf, self.params)) and trained in (0, len(self.params))
 
     def versions(self) -> list[int]:
-        """Autograd's version counters of `params`, and that of a DTensor's local part, which the
-        loading of a checkpoint may write alone. The counter of Packed.values is not used: all views
-        of one buffer share one counter."""
-        found = list(map(_version, self.params))
-        if hasattr(self.params[0], "_local_tensor"):
-            found.append(self._stored[0]._version)
-        return found
+        """Autograd's version counters of `params`. The counter of Packed.values is not used: all
+        views of one buffer share one counter."""
+        return list(map(_version, self.params))
 
     def counted(self) -> bool:
         """Whether `versions` tells of the changes in a training but for the steps of optimizers.

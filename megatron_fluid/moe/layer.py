@@ -154,7 +154,6 @@ class MoELayer(nn.Module):
         mesh = getattr(self.weight1, "device_mesh", None)
         copied = copy_sharing(self, memo, self.rounds, self.rounds.group, mesh)
         copied.weight1.grad = copied.weight2.grad = None  # as torch copies a plain parameter
-        copied._kept = [None, None]
         return copied
 
     def _load_from_state_dict(

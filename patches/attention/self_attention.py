@@ -111,9 +111,10 @@ class OverlappedAttention(OverlappedModule):
         # None of the others is anything in training.
         reason = next((f"{name} is given" for name in given), None)
         if reason is None and packed is not None:
-            reason = foreign_pack_reason(packed)
             if self.masks_matter:
                 reason = "packed_seq_params is given, which Megatron's local attention refuses"
+            else:
+                reason = foreign_pack_reason(packed)
         if reason is None:
             reason = self.call_reason(x, mask, self.tensor.rows(x), self.qkv, self.projection)
         table = None

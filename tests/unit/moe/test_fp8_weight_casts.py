@@ -96,7 +96,6 @@ def test_weights_that_change_past_their_version_counters_are_cast_again(
     layer = MoELayer(config, dist.group.WORLD, dtype=torch.bfloat16)
     layer(x)
     copied = copy.deepcopy(layer)
-    assert copied._kept == [None, None], "or the copy would count no steps"
     for scale in (1.0, 4.0):  # the next parameter may lie where the last one lay
         found = copied.weight2.detach().float()
         copied.weight2 = nn.Parameter(torch.empty(0))
