@@ -13,9 +13,8 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_fluid.backward.weight_grads import sharded_by_fsdp
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices, Fp8Rows, fp8_grouped_matmul
 from megatron_fluid.kernels.grouped_gemm.launch import fixed_tiles, grouped_matmul, host_ends
@@ -251,11 +250,6 @@ class ExpertWeights:
         """Autograd's version counters of `params`. The counter of Packed.values is not used: all
         views of one buffer share one counter."""
         return list(map(_version, self.params))
-
-    def counted(self) -> bool:
-        """Whether `versions` tells of the changes in a training but for the steps of optimizers.
-        FSDP gathers parameters past their counters: FSDP2 into parameters, FSDP1 into tensors."""
-        return isinstance(self.params[0], nn.Parameter) and not sharded_by_fsdp()
 
     def main_grads(self) -> Tensor | list[Tensor]:
         """Megatron's gradient buffers, a matrix for each expert, in the weights' layout: stacked

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from megatron_fluid.backward.weight_grads import sharded_by_fsdp
 from megatron_fluid.cuda.devices import current_capture
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fp8_casts.launch import (
@@ -69,8 +70,8 @@ __all__ = ["Fp8Experts", "WeightCast", "weight_cast"]
 class WeightCast:
     """One projection's weights in fp8, in both layouts, cast again when they may have changed: by
     the parameters' version counters, a step of any optimizer of torch (fused ones raise no
-    counter), or `expire`; in each forward where these do not tell, or once such a step was
-    captured into a CUDA graph, which tells of no replay.
+    counter), or `expire`; in each forward under FSDP2, which gathers past the counters, or once
+    such a step was captured into a CUDA graph, which tells of no replay.
 
     Code that changes a parameter past its counter (through `.data`, as Megatron's distributed
     optimizer does) has to call `expire`. Each CUDA-graph capture casts them again, so that a replay
@@ -81,7 +82,8 @@ class WeightCast:
         self._cast: tuple[Fp8Matrices, Fp8Matrices] | None = None
         _optimizer_steps()
         self._state: object = None  # of the weights and of this process, when they were cast
-        # Another parameter at the same address may have the same counter.
+        # Another parameter at the same address may have the same counter, and so may the views that
+        # FSDP1 makes in each forward.
         self._first: Callable[[], Tensor | None] = lambda: None
 
     def expire(self) -> None:
@@ -94,7 +96,7 @@ class WeightCast:
         state = fc.versions(), steps[0], current_capture()
         replayed = steps[1] > 0 and state[2] is None
         known = state == self._state and self._first() is first and not replayed
-        if self._cast is None or not known or not fc.counted():
+        if self._cast is None or not known or sharded_by_fsdp():
             self._make(fc)
             self._state, self._first = state, weakref.ref(first)
         assert self._cast is not None
