@@ -31,6 +31,8 @@ fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # A rank that fails leaves its peers waiting: not for the five minutes that training allows.
 export MEGATRON_FLUID_TIMEOUT_S=${MEGATRON_FLUID_TIMEOUT_S:-60}
+# Takes effect where no GPU is found: without it Megatron's modules need one.
+export MEGATRON_FLUID_CPU=${MEGATRON_FLUID_CPU:-1}
 # NVLink multicast is not needed by anything here; Transformer Engine's userbuffers would ask for it.
 export UB_SKIPMC=${UB_SKIPMC:-1}
 exec "$python" -m torch.distributed.run "${rendezvous[@]}" --nproc_per_node "$nproc" -m "$module" "$@"

@@ -222,7 +222,7 @@ def _settings(module: nn.Module, x: Tensor) -> dict[str, Any]:
         "exchange": type(call.exchange).__name__,
         "transport": module.transport,
         "head_groups": call.exchange.heads.groups,
-        "kernel": call.kernel.name,
+        "kernel": call.kernel.__name__,
     }
 
 

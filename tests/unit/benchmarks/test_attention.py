@@ -4,6 +4,11 @@ named."""
 import contextlib
 import dataclasses
 import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +17,8 @@ from torch import Tensor, nn
 from benchmarks.cases.attention import CASES, megatron_attention, start_megatron
 from benchmarks.harness.variants import runnable
 from tests.support.launch import run_ranks
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class _Fails(nn.Module):
@@ -49,6 +56,20 @@ def test_a_variant_that_fails_on_one_rank_is_left_out_on_all() -> None:
     assert [line.split()[0] for line in lines] == ["construction", "forward", "backward", "forward"]
     assert all(line.endswith("left out: rank 1: RuntimeError: no such kernel") for line in lines)
     assert results[1][2] == "", "one rank speaks for all"
+
+
+@pytest.mark.parametrize(("suite", "ours"), [("attention", "fluid_megatron"), ("block", "fluid")])
+def test_the_command_for_machines_without_a_gpu_writes_a_row_of_ours(
+    suite: str, ours: str, tmp_path: Path
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if "FLUID" not in name}
+    command = ["benchmarks/launch.sh", suite, "--tiny", "--iters", "2", "--output"]
+    subprocess.run(
+        [*command, str(tmp_path / "rows.json")], cwd=ROOT, check=True, capture_output=True,
+        env={**environment, "NPROC": "2", "PYTHON": sys.executable}, timeout=600,
+    )  # fmt: skip
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert ours in {row["variant"] for row in rows}
 
 
 def _of_real_models(rank: int, world: int) -> dict[str, bool]:
