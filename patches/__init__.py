@@ -148,6 +148,14 @@ PATCHES: tuple[Patch, ...] = (
         "again, eagerly, before the optimizer steps",
     ),
     Patch(
+        name="read-ahead",
+        target="megatron.training.datasets.data_samplers:build_pretraining_data_loader",
+        signature="(dataset, consumed_samples)",
+        replacement="megatron_fluid.patches.iteration_graph:read_ahead",
+        reason="the graph of an iteration starts when all its microbatches have been read, of "
+        "which data loaders have few ready",
+    ),
+    Patch(
         name="dataset-helpers",
         target="megatron.core.datasets.utils:compile_helpers",
         signature="()",

@@ -41,7 +41,7 @@ from megatron_fluid.moe.room import ROOMS, graph_room
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.step_log import OVERFLOWS, TOKEN_COUNTS
 
-__all__ = ["Overflow", "State", "graphed_iteration", "turn_on_graph"]
+__all__ = ["Overflow", "State", "graphed_iteration", "read_ahead", "turn_on_graph"]
 
 _LOGGER = logging.getLogger("megatron_fluid")
 _POLL_S = 5e-5
@@ -85,6 +85,30 @@ def _eager_reason(args: Any) -> str | None:
         if getattr(args, name, None):
             return f"--{name.replace('_', '-')}: a replay leaves nothing of it on the host"
     return None
+
+
+def read_ahead(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `build_pretraining_data_loader`: workers have all microbatches of an iteration ready.
+
+    A graph of an iteration starts when all of them have been read. Of those that workers have not
+    made by then each costs milliseconds, in which the GPU has nothing to do.
+    """
+
+    @functools.wraps(original)
+    def fluid_loader(dataset: Any, consumed_samples: Any) -> Any:
+        from megatron.training import get_args
+
+        loader, args = original(dataset, consumed_samples), get_args()
+        workers = getattr(loader, "num_workers", 0)
+        graphed = getattr(args, "cuda_graph_impl", None) == "full_iteration"
+        if workers and graphed and loader is not dataset:
+            microbatches = (
+                args.global_batch_size // args.micro_batch_size // args.data_parallel_size
+            )
+            loader.prefetch_factor = max(loader.prefetch_factor, -(-microbatches // workers))
+        return loader
+
+    return fluid_loader
 
 
 class Overflow:

@@ -220,3 +220,33 @@ def test_the_wait_for_a_replay_ends_soon_after_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(iteration_graph.time, "sleep", sleep)
     assert not overflow.found()
     assert 10 * pauses[0] < pauses[-1] < 0.002
+
+
+@pytest.mark.parametrize(
+    ("implementation", "workers", "given", "expected"),
+    [
+        ("full_iteration", 2, None, 8),
+        ("full_iteration", 3, None, 6),
+        ("full_iteration", 2, 20, 20),
+        ("full_iteration", 0, None, None),
+        ("none", 2, None, 2),
+    ],
+)
+def test_workers_have_all_sixteen_microbatches_of_a_graphed_iteration_ready(
+    monkeypatch: pytest.MonkeyPatch,
+    implementation: str,
+    workers: int,
+    given: int | None,
+    expected: int | None,
+) -> None:
+    args = SimpleNamespace(
+        global_batch_size=96, micro_batch_size=2, data_parallel_size=3,
+        cuda_graph_impl=implementation,
+    )  # fmt: skip
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
+    data: Any = range(4)
+    loader = torch.utils.data.DataLoader(data, num_workers=workers, prefetch_factor=given)
+    built = iteration_graph.read_ahead(lambda dataset, consumed: loader)(data, 0)
+    assert (built, built.prefetch_factor) == (loader, expected)
+    theirs = iteration_graph.read_ahead(lambda dataset, consumed: dataset)(loader, 0)
+    assert theirs.prefetch_factor == expected, "a loader of the user's is left alone"
