@@ -12,7 +12,8 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,8 @@ _REACHED = {
     "kernel_cases": "compile",
 }
 
+_MEGATRON = ("megatron", "megatron.core", "megatron.training")
+
 # Else every rank and program would compile the package anew: half a second each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -58,6 +61,26 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """`-n auto`: three workers for two cores, because tests of lost ranks wait most of their time;
     but one process where tests would share GPUs."""
     return 0 if GPUS else min(len(os.sched_getaffinity(0)) * 3 // 2 or 1, _MOST_WORKERS)
+
+
+class _Module(pytest.Module):
+    """A test module. One that imports Megatron is skipped where that is not installed."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        try:
+            return super().collect()
+        except (self.CollectError, pytest.skip.Exception) as error:
+            for name, module in list(sys.modules.items()):
+                if getattr(module, "__file__", None) == str(self.path):
+                    del sys.modules[name]  # else others would import from what is there of it
+            why = error.__cause__
+            if isinstance(why, ModuleNotFoundError) and why.name in _MEGATRON:
+                pytest.skip(f"{self.name}: {why}", allow_module_level=True)
+            raise
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return _Module.from_parent(parent, path=module_path)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -11,9 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-
 from tests.support.before_patches import patched_and_reverted
 from tests.support.launch import run_ranks
 from tests.support.megatron_world import SEQUENCES, STEPS, Case, Run, run_cases

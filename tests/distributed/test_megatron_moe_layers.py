@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-
-pytest.importorskip("megatron.core")
-
 from megatron.core import activations, dist_checkpointing
 from megatron.core.fusions import fused_bias_geglu
 

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_fluid import get_fluid_custom_layers

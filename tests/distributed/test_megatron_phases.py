@@ -7,9 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 

@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
 
 from megatron_fluid.attention.packed import RotaryTable
 from megatron_fluid.patches.attention.core import REPORT

@@ -22,7 +22,6 @@ from tests.distributed.test_megatron_training import scalars
 from tests.support.forked_program import run_program
 from tests.unit.examples.test_text_dataset import tokenizer_folder
 
-pytest.importorskip("megatron.core")
 pytest.importorskip("tqdm")
 
 ROOT = Path(__file__).resolve().parents[2]

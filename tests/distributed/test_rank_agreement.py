@@ -8,10 +8,7 @@ import time
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
-
-pytest.importorskip("megatron.core")
 
 from megatron_fluid.patches import features as recorded
 from megatron_fluid.patches import startup_report

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_fluid.attention.layouts import SequenceLayout

@@ -9,13 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.tensor_parallel import layers
+from torch import Tensor
 
 from megatron_fluid import patches
 from megatron_fluid.config import FluidConfig, set_config

@@ -14,8 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("megatron.core")
-
 from megatron_fluid.moe.nvlink import shared
 from megatron_fluid.patches.moe import decision
 from megatron_fluid.patches.moe import layer as seam

@@ -10,7 +10,6 @@ from unittest import mock
 import numpy
 import pytest
 
-pytest.importorskip("megatron.core")
 pytest.importorskip("tqdm")
 
 import text_dataset as td  # noqa: E402

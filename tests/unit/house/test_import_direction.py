@@ -168,3 +168,16 @@ def test_the_core_imports_where_megatron_is_absent() -> None:
     )
     done = run_code(code, environment=os.environ)
     assert done.returncode == 0, done.stderr
+
+
+def test_test_modules_that_need_megatron_are_skipped_where_it_is_absent() -> None:
+    # One says so, one imports from that, and one imports Megatron by way of an example.
+    names = ("distributed/test_megatron_training", "distributed/test_pretrain_example")
+    files = [f"tests/{name}.py" for name in (*names, "unit/examples/test_around_a_run")]
+    code = (
+        "import sys, pytest; sys.modules['megatron'] = None\n"
+        f"raise SystemExit(pytest.main(['--collect-only', '-p', 'no:cacheprovider', *{files}]))"
+    )
+    done = run_code(code, environment=os.environ)
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout
+    assert "3 skipped" in done.stdout

@@ -6,9 +6,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 

@@ -11,19 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-
-from tests.support.fresh_program import run_code
-from tests.support.fused_linear import fused_linear, main_grad_errors
-from tests.support.launch import on_ranks
-
-pytest.importorskip("megatron.core")
-
 from megatron.core import utils
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_fluid import patches
 from megatron_fluid.config import FluidConfig, set_config
 from tests.support import tiny_gpt
+from tests.support.fresh_program import run_code
+from tests.support.fused_linear import fused_linear, main_grad_errors
+from tests.support.launch import on_ranks
 
 APEX = "fused_weight_gradient_mlp_cuda"
 NAMES = ("weight-gradient-kernel", "gradient-accumulation-fusion", "deferred-embedding-gradients")

@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from megatron_fluid.backward.autograd import gradient_owner, set_gradient_owner
 from megatron_fluid.errors import FluidError
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks
-
-pytest.importorskip("megatron.core")
-
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-
 from megatron_fluid.patches.gradient_readiness import _Owner, register_grad_ready
 
 

@@ -4,16 +4,12 @@ import math
 
 import pytest
 import torch
-
-from tests.support.launch import on_ranks
-
-pytest.importorskip("megatron.core")
-
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer import MLATransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_fluid.patches.cpu.latent_attention import LatentDotProductAttention
+from tests.support.launch import on_ranks
 
 S, B, HEADS, K, V = 6, 2, 3, 10, 4
 

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from torch import Tensor
 
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.patches import features as recorded

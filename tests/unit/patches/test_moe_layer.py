@@ -5,11 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from tests.support.launch import on_ranks
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.enums import CudaGraphModule
@@ -24,6 +19,7 @@ from megatron_fluid.patches.layer_specs import FluidMoELayer
 from megatron_fluid.patches.moe import layer as moe_layer
 from megatron_fluid.patches.moe.decision import part_reasons
 from tests.support import tiny_gpt
+from tests.support.launch import on_ranks
 
 
 def _hook(*args: Any) -> None:

@@ -9,9 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-
-pytest.importorskip("megatron.core")
-
 from megatron.core import activations
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -14,11 +14,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-
-from tests.support.launch import run_ranks
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as offloading
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
     FineGrainedActivationOffloadingInterface as Offloading,
@@ -30,6 +25,7 @@ from megatron_fluid.patches.moe import layer as moe_layer
 from megatron_fluid.patches.moe import offload, recompute
 from megatron_fluid.patches.moe.recompute import recompute_of
 from tests.support import tiny_gpt
+from tests.support.launch import run_ranks
 
 SWIGLU: dict[str, Any] = {}
 BIASED: dict[str, Any] = {

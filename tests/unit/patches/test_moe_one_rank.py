@@ -7,15 +7,12 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.launch import on_ranks
-
-pytest.importorskip("megatron.core")
-
 from megatron_fluid import get_fluid_custom_layers, patches
 from megatron_fluid.moe import fp8_experts
 from megatron_fluid.patches.moe import decision
 from megatron_fluid.patches.moe import layer as moe_layer
 from tests.support import fp8_emulation, tiny_gpt
+from tests.support.launch import on_ranks
 
 MICROBATCHES, STEPS = 2, 2
 SHAPE: dict[str, Any] = {

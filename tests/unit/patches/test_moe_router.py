@@ -10,10 +10,6 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.launch import on_ranks, run_ranks
-
-pytest.importorskip("megatron.core")
-
 from megatron_fluid import patches
 from megatron_fluid.config import FluidConfig
 from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
@@ -23,6 +19,7 @@ from megatron_fluid.patches.moe.expert_modules import share_storage
 from megatron_fluid.patches.moe.layer import compact_route as route
 from megatron_fluid.patches.moe.own_experts import ExpertParameters
 from tests.support import tiny_gpt
+from tests.support.launch import on_ranks, run_ranks
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 EXPERTS, TOP_K, TOKENS = 8, 3, 10

@@ -8,21 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import megatron.core.optimizer as optimizers
 import pytest
 import torch
-
-from tests.support.fused_adam import FusedAdam, ShardedOptimizer, copies
-from tests.support.kernel_references import stored
-from tests.support.launch import on_ranks
-
-pytest.importorskip("megatron.core")
-
-import megatron.core.optimizer as optimizers
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from megatron_fluid import patches
 from megatron_fluid.patches import optimizer_step
 from tests.support import tiny_gpt
+from tests.support.fused_adam import FusedAdam, ShardedOptimizer, copies
+from tests.support.kernel_references import stored
+from tests.support.launch import on_ranks
 
 PATCHES = ("optimizer-step", "optimizer-clipping")
 

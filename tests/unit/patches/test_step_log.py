@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.training import global_vars
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-pytest.importorskip("megatron.training")
-
-from megatron.training import global_vars
 
 from megatron_fluid.patches import step_log
 from megatron_fluid.patches.step_log import TOKEN_COUNTS, StepLog, TokenCounts

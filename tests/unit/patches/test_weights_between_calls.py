@@ -13,10 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.support.launch import on_ranks
-
-pytest.importorskip("megatron.core")
-
 from megatron_fluid import MoELayer, patches
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.gradient_readiness import _Gate
@@ -24,6 +20,7 @@ from megatron_fluid.patches.moe import layer as moe_layer
 from megatron_fluid.patches.moe.expert_modules import share_storage
 from tests.support import tiny_gpt
 from tests.support.grouped_tensor import megatron_with_grouped_tensors, members
+from tests.support.launch import on_ranks
 from tests.unit.patches.test_moe_router import over_nvlink
 
 WEIGHT = {
