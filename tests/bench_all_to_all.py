@@ -29,8 +29,6 @@ from benchmarks.harness.launchers import NodeLaunch, RankLaunch, detect_launch
 from benchmarks.harness.results import read_results
 from benchmarks.suites import all_to_all as suite
 
-__all__ = ["main", "table"]
-
 ROOT = Path(__file__).resolve().parents[1]
 _RIVALS = {
     "torch_ata": "Torch AtA",

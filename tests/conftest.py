@@ -23,8 +23,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.support.machine import GPUS, INTERPRETED, NEEDS_INTERPRETER  # noqa: E402
 
-__all__ = ["GPUS"]
-
 _MOST_WORKERS = 8  # each holds torch, and its server of ranks Megatron: about 1.5 GB together
 _SECONDS = ("world", "process", "interpreter")  # tiers whose tests take a few seconds each
 _WAITS = "tests/unit/comm/test_agreement.py"  # of the fast tier, but each waits for an absent rank

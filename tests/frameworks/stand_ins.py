@@ -17,19 +17,6 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
-__all__ = [
-    "MODEL",
-    "OwnForward",
-    "WrappedGroup",
-    "load",
-    "mend_count",
-    "offload",
-    "replay",
-    "sleep",
-    "wake",
-    "wrap_groups",
-]
-
 # A model of Hugging Face's Qwen3MoeConfig, for the builders of real packages.
 MODEL = {
     "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,

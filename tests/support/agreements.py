@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from megatron_fluid.comm.agreement import Agreement
 
-__all__ = ["FrozenStore", "agreements", "joined", "on_all"]
-
 
 def agreements(
     ranks: int, store: dist.Store | None = None, group: str = "group", timeout_s: float = 60.0

@@ -11,20 +11,6 @@ from megatron_fluid.low_latency.reference import dispatch_reference
 from tests.support.fake_nvshmem import FakeNvshmem
 from tests.support.simulated_workspace import SimulatedWorkspace
 
-__all__ = [
-    "build",
-    "bf16",
-    "check_close",
-    "check_received",
-    "pack",
-    "receive",
-    "receive_back",
-    "send",
-    "send_back",
-    "tensor_of",
-    "unpack",
-]
-
 BF16_ROUNDINGS = 8e-3  # of two roundings to bf16
 
 

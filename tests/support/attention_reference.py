@@ -8,8 +8,6 @@ from torch import Tensor
 from megatron_fluid.attention.overlap import AttentionWeights
 from megatron_fluid.attention.packed import Rotary
 
-__all__ = ["reference_attention"]
-
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight

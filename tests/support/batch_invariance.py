@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["bits_in_batches", "tokens_seen"]
-
 TOKENS = 3
 # Other tokens before and behind; ranks have different numbers of them.
 _BATCHES = ((0, 0), (5, 0), (1, 26), (18, 9))

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-__all__ = ["patched_and_reverted"]
-
 
 def patched_and_reverted(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """What the patches of CPU mode change in torch and Megatron (`during`), what of it stays after

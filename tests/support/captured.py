@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["capture", "replayed"]
-
 
 def capture(step: Callable[[], Sequence[Tensor]]) -> tuple[torch.cuda.CUDAGraph, Sequence[Tensor]]:
     """A graph of `step`, which has run once before, and what its replays write."""

@@ -14,15 +14,6 @@ from megatron_fluid.moe.expert_weights import ExpertWeights
 from megatron_fluid.moe.local.transport import LocalTransport, plan_local
 from megatron_fluid.moe.rounds.transport import RoundsTransport
 
-__all__ = [
-    "expert_rows",
-    "hierarchical_moe",
-    "local_moe",
-    "nvlink_moe",
-    "overlapped_moe",
-    "start_rounds",
-]
-
 type Function = str | Activation | Callable[[Tensor], Tensor]
 
 

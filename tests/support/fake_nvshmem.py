@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["SIGNAL_SET", "FakeNvshmem", "fake_nvshmem"]
-
 SIGNAL_SET = 9
 _BINDINGS = "torch.distributed._symmetric_memory._nvshmem_triton"
 _KERNELS = "megatron_fluid.kernels.low_latency.nvshmem"

@@ -9,8 +9,6 @@ from unittest import mock
 
 from torch import Tensor
 
-__all__ = ["flex_without_deepep"]
-
 
 class _Manager:
     """What the flex dispatcher asks of DeepEP's manager."""

@@ -17,8 +17,6 @@ import megatron_fluid  # noqa: F401 (its patches are in place before ranks are f
 from tests.support.fresh_program import exit_status
 from tests.support.launch import run_ranks_outcomes
 
-__all__ = ["run_here", "run_program"]
-
 _TOO_LATE = {"--fluid-cpu", "--fluid-disable-patch", "--fluid-allow-unsupported-megatron"}
 
 

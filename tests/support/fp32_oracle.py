@@ -10,17 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "BIASED",
-    "CLAMPED_ERROR",
-    "Errors",
-    "draw_biases",
-    "errors_of",
-    "fp32_passes",
-    "two_passes",
-    "worse_of",
-]
-
 # A router with a bias is multiplied in TF32 where its dtype is fp32; fp64 leaves every choice of an
 # expert to the case, not to rounding.
 BIASED = {"add_bias_linear": True, "moe_router_dtype": "fp64"}

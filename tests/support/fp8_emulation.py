@@ -11,8 +11,6 @@ from megatron_fluid.kernels.fp8_weight_grads.launch import TurnedRows
 from megatron_fluid.moe import expert_weights, fp8_experts
 from tests.support import fp8_reference as reference
 
-__all__ = ["emulate"]
-
 
 def _cast_rows(x: Tensor, count: Tensor | None = None) -> Fp8Rows:
     return Fp8Rows(*reference.cast_rows(x))

@@ -13,23 +13,6 @@ from torch.nn.functional import pad
 from megatron_fluid.kernels.fp8_casts.packed_rows import packed_width
 from megatron_fluid.kernels.fp8_weight_grads.launch import TurnedRows
 
-__all__ = [
-    "block_scale",
-    "cast_rows",
-    "cast_weights",
-    "compand_rows",
-    "pack_rows",
-    "restore_companded",
-    "restore_rows",
-    "restore_weights",
-    "rows_of",
-    "scaled_grouped_product",
-    "swiglu_backward",
-    "turn_rows",
-    "turned",
-    "turned_weight_grads",
-]
-
 _E4M3 = torch.float8_e4m3fn
 
 

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from tests.support.templates import Template, with_torch
 
-__all__ = ["exit_status", "run_code"]
-
 # What takes long in an import of Megatron-Core and is not its own.
 _THIRD_PARTIES = [
     *("torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.tensor"),

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["FusedAdam", "ShardedOptimizer", "copies"]
-
 
 class FusedAdam(torch.optim.Optimizer):
     """AdamW, or with `adam_w_mode` False Adam."""

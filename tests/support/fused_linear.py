@@ -8,8 +8,6 @@ import torch
 from tests.support.launch import world_group
 from tests.support.whole_linear import whole_linear
 
-__all__ = ["fused_linear", "main_grad_errors"]
-
 
 def fused_linear(mode: str, dtype: torch.dtype, inputs: int, outputs: int) -> Any:
     """A linear without a bias, of one dense layer. mode: "row", or else column."""

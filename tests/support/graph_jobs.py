@@ -17,8 +17,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["MODEL", "STEPS", "Job", "logged", "start_alone", "train"]
-
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12  # three of them before the capture
 MODEL = [

@@ -18,8 +18,6 @@ from unittest import mock
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["GroupedTensor", "megatron_with_grouped_tensors", "members", "pack"]
-
 _ATEN = torch.ops.aten
 _REFUSED = {
     _ATEN.reshape.default,

@@ -6,8 +6,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-__all__ = ["COMPILER", "between", "compile_for_host"]
-
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 

@@ -11,15 +11,6 @@ from torch import Tensor
 
 from tests.support.machine import INTERPRETED
 
-__all__ = [
-    "PlanReference",
-    "dispatch_reference",
-    "plan_reference",
-    "publish_reference",
-    "reduce_reference",
-    "stored",
-]
-
 
 def publish_reference(ids: Tensor, ranks: int, local_experts: int) -> Tensor:
     """Which ranks each token goes to: int32 [T], bit d for rank d, from ids [T, K] (-1 dropped)."""

@@ -50,16 +50,6 @@ import torch.distributed as dist
 
 from tests.support.templates import Template, template_for
 
-__all__ = [
-    "RankError",
-    "RankOutcome",
-    "on_ranks",
-    "run_ranks",
-    "run_ranks_outcomes",
-    "take_gpu",
-    "world_group",
-]
-
 _UNPATCHED = "tests.support.before_patches"  # looks at Megatron before it imports the package
 _choosing = threading.Lock()
 _GRACE_S = 5.0  # after one rank failed, the others get this long to fail by themselves and say why

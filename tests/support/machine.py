@@ -13,8 +13,6 @@ from unittest import mock
 import pytest
 import torch
 
-__all__ = ["GPUS", "INTERPRETED", "NEEDS_INTERPRETER", "RANKS", "SHARED", "sms_in_use"]
-
 GPUS = torch.cuda.device_count()
 
 RANKS = int(os.environ.get("MEGATRON_FLUID_TEST_RANKS", GPUS)) if GPUS else 0

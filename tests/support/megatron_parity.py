@@ -23,20 +23,6 @@ from tests.support import tiny_gpt
 from tests.support.flex_stand_in import flex_without_deepep
 from tests.support.grouped_tensor import GroupedTensor, megatron_with_grouped_tensors
 
-__all__ = [
-    "SPLITS",
-    "WAYS",
-    "Layer",
-    "Training",
-    "adapt",
-    "compare",
-    "hook_one_rank",
-    "keep_megatrons_experts",
-    "override_combine",
-    "pad_for_quantization",
-    "plug_in",
-]
-
 type Settings = dict[str, Any]
 
 

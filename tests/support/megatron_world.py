@@ -28,8 +28,6 @@ from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.patches.attention import latent, self_attention
 from tests.support import tiny_gpt
 
-__all__ = ["SEQUENCES", "STEPS", "Case", "Run", "run_cases"]
-
 VOCABULARY, SEQUENCE, SEQUENCES, STEPS = 64, 16, 4, 3
 
 

@@ -23,8 +23,6 @@ from tests.support.expert_calls import hierarchical_moe, overlapped_moe
 from tests.support.launch import world_group
 from tests.support.moe_reference import moe_reference, routing
 
-__all__ = ["ROUTINGS", "TOLERANCE", "Case", "check_case", "relative_error", "run_cases"]
-
 # Relative error of a whole tensor, in the 2-norm. In fp64 anything but rounding is caught.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 

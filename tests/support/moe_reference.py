@@ -17,8 +17,6 @@ from torch import Tensor
 
 from megatron_fluid.moe.activations import Activation, resolve_activation
 
-__all__ = ["ROUTINGS", "ExpertProblem", "gradients", "moe_reference", "routing"]
-
 ROUTINGS = ["random", "empty", "dropped", "one expert", "same expert twice", "nothing"]
 
 

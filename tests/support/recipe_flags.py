@@ -14,8 +14,6 @@ import types
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RECIPES", "printed"]
-
 ROOT = Path(__file__).resolve().parents[2]
 # How many nodes each recipe is checked on.
 RECIPES = {

@@ -33,24 +33,6 @@ from tests.support.te_attention import (
     patched_core,
 )
 
-__all__ = [
-    "BATCH",
-    "HEADS",
-    "HIDDEN",
-    "WIDTH",
-    "Case",
-    "Pair",
-    "angles_of",
-    "build",
-    "check_shares",
-    "count_calls",
-    "error_of",
-    "fuse",
-    "patched_core",
-    "start",
-    "step",
-]
-
 WIDTH, BATCH, HIDDEN = 8, 2, 48
 
 

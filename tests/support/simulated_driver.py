@@ -7,8 +7,6 @@ from megatron_fluid.attention.exchange.buffers import HeadBuffers
 from megatron_fluid.comm.workspace import Workspace
 from megatron_fluid.errors import FluidError
 
-__all__ = ["SimulatedDriver", "SimulatedStream", "head_buffers"]
-
 
 def head_buffers(workspace: Workspace, transport: str = "auto") -> HeadBuffers:
     return HeadBuffers(workspace, transport, SimulatedDriver())  # type: ignore[arg-type]

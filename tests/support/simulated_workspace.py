@@ -6,8 +6,6 @@ from torch import Tensor
 from megatron_fluid.comm.workspace import Buffer, Workspace
 from megatron_fluid.cuda.devices import synchronize
 
-__all__ = ["SimulatedWorkspace"]
-
 
 class SimulatedWorkspace:
     """All ranks of a group in one process: `rank(r)` is rank r's Workspace.

@@ -12,18 +12,6 @@ from pathlib import Path
 from tests.support.forked_program import run_here
 from tests.support.launch import RankOutcome, run_ranks_outcomes
 
-__all__ = [
-    "ARGUMENTS",
-    "FIRST_SAVE",
-    "ITERATIONS",
-    "PROGRAM",
-    "RANKS",
-    "SHARDED",
-    "Training",
-    "losses",
-    "train",
-]
-
 PROGRAM = Path(__file__).resolve().parent / "pretrain_program.py"
 # Flags of a small training with Megatron's own loop.
 ARGUMENTS = (

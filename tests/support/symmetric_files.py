@@ -19,8 +19,6 @@ from torch import Tensor
 
 from megatron_fluid.comm import symmetric
 
-__all__ = ["SymmetricFiles", "nvlink_over_files"]
-
 
 class _Torch:
     """torch, as the module of symmetric memory sees it: with a GPU whose memory is the host's."""

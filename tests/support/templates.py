@@ -29,8 +29,6 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import reduction
 from typing import Any
 
-__all__ = ["ForkedProcess", "Template", "template_for", "with_torch"]
-
 _POLL_S = 0.005
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 _THIRD_PARTIES = [

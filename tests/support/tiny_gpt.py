@@ -37,28 +37,6 @@ from megatron_fluid.patches.moe import expert_modules
 from megatron_fluid.patches.moe import layer as seam
 from tests.support import grouped_tensor
 
-__all__ = [
-    "MOE_PATCHES",
-    "SEQUENCE",
-    "VOCABULARY",
-    "GroupedLinear",
-    "Training",
-    "batch",
-    "config_of",
-    "descending",
-    "device",
-    "expert_order",
-    "gpt",
-    "grouped_spec",
-    "guarded",
-    "layer_step",
-    "moe_layer",
-    "parallel",
-    "plug_in",
-    "train",
-    "wrapped",
-]
-
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
 MOE_PATCHES = (
     *("moe-layer-init", "moe-layer", "moe-experts", "moe-delayed-gradients"),

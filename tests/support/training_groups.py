@@ -8,8 +8,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Groups", "shares_of"]
-
 
 class Groups:
     """The process groups of one half.

@@ -25,8 +25,6 @@ from megatron_fluid.patches.cpu.replacements import CPU_PATCHES
 from tests.support.training_groups import Groups, shares_of
 from tests.support.training_world import PARTS, Done, Setup, Shape
 
-__all__ = ["serve"]
-
 LOSS_SCALE = 128.0
 _ACTION_S = 60.0  # bound of a collective and of the package's own waits
 _PHASES = ("forward", "routed_experts_compute")  # of an MoE layer, which is called by them

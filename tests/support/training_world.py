@@ -20,8 +20,6 @@ from torch import Tensor
 
 from tests.support.launch import RankOutcome, run_ranks_outcomes
 
-__all__ = ["PARTS", "Done", "Setup", "TrainingWorld"]
-
 _ANSWER_S = 180.0
 _CLOSE = 1e-5  # of losses, norms and parameters; what is found without a defect is below 1e-6
 

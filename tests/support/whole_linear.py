@@ -7,8 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["whole_linear"]
-
 
 def whole_linear(
     mode: str,

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from megatron_fluid.cuda.triton_launch import Argument, Launch
 
-__all__ = ["NARROW", "WIDE", "KernelCase", "cases_of", "recorded"]
-
 # Rows move by 16 bytes a lane, and not by two bytes, or by four in halves.
 WIDE = ("ld.global.v4.b32", "st.global.v4.b32")
 NARROW = ("ld.global.b16", "st.global.b16", "ld.global.v2.b16", "st.global.v2.b16")

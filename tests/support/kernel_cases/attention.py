@@ -13,8 +13,6 @@ from megatron_fluid.attention.packed import Norm, Rotary, pack_in_one_pass
 from tests.support.kernel_cases import WIDE, KernelCase, cases_of
 from tests.support.thread_ranks import ThreadBuffers, run_threads
 
-__all__ = ["CASES"]
-
 RANKS, HEADS, DIM, LENGTH = 4, 32, 128, 32
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 _NARROW = ("st.global.b16", "st.global.b32", "st.global.v2.b32")

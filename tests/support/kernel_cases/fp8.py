@@ -10,8 +10,6 @@ from megatron_fluid.kernels.fp8_casts.turns import turn_rows
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import Fp8Matrices
 from tests.support.kernel_cases import KernelCase, cases_of
 
-__all__ = ["CASES"]
-
 HIDDEN, FFN, ROWS = 7168, 2048, 64
 _CAST, _LOADS, _STORES = "cvt.rn.satfinite.e4m3x2.f32", "ld.global.v4", "st.global.v4"
 _WANTED = {

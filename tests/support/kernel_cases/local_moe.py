@@ -11,8 +11,6 @@ from megatron_fluid.kernels.fp8_casts.packed_rows import packed_width
 from megatron_fluid.moe.local.kernel_plan import KernelPlan, make_plan
 from tests.support.kernel_cases import NARROW, WIDE, KernelCase, cases_of
 
-__all__ = ["CASES"]
-
 TOKENS = 64
 _SHAPE = SHAPES["deepseek-v3"]
 _HALVES = {torch.bfloat16: "*bf16:16", torch.float16: "*fp16:16"}

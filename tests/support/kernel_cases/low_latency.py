@@ -14,8 +14,6 @@ from tests.support.all_to_all_calls import receive, receive_back, send, send_bac
 from tests.support.kernel_cases import WIDE, KernelCase, recorded
 from tests.support.simulated_workspace import SimulatedWorkspace
 
-__all__ = ["CASES", "uses"]
-
 _PROCESSORS = 132
 _SHAPES = {"r1": (256, 8, 7168), "v2-lite": (64, 6, 2048)}  # experts, top-k, hidden
 

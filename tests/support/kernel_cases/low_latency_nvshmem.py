@@ -17,8 +17,6 @@ from megatron_fluid.low_latency.nvshmem import Nvshmem
 from tests.support.kernel_cases import KernelCase
 from tests.support.kernel_cases.low_latency import uses
 
-__all__ = ["CASES"]
-
 
 def _cases() -> Iterator[KernelCase]:
     try:

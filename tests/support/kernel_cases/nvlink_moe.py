@@ -20,8 +20,6 @@ from megatron_fluid.moe.nvlink.schedule import Schedule
 from tests.support.kernel_cases import NARROW, WIDE, KernelCase, cases_of
 from tests.support.simulated_workspace import SimulatedWorkspace
 
-__all__ = ["CASES"]
-
 RANKS, TOKENS = 4, 64
 DEEPSEEK = SHAPES["deepseek-v3"]
 _MOVES = (
