@@ -59,7 +59,8 @@ _A2A = "Megatron with Transformer Engine, a2a"
 SUITES = {
     "pretrain": Suite(
         what="whole training iterations through Megatron's own loop on mock data: forward, "
-        "backward and optimizer of all microbatches; a model's own widths, fewer layers",
+        "backward and optimizer of all microbatches; a model's own widths, fewer layers, and on "
+        "one GPU 64 of DeepSeek-V3's 256 experts",
         told={"microbatches": "4", "routing": "forced"},
         others={
             "megatron": "Transformer Engine",
@@ -122,7 +123,7 @@ SUITES = {
             "torch_grouped": "torch's grouped GEMM between torch's operations",
             "liger_triton": "Liger's fused MoE in Triton",
             "sonic": "SonicMoE",
-            "liger_cute": "LigerCute",
+            "liger_cute": "LigerCute, whose backward computes gate and up again",
         },
         ours={
             "fluid_no_overlap": _NO_OVERLAP,
@@ -233,11 +234,12 @@ SUITES = {
         shown=_compared_linears,
     ),
     "dispatch_combine": Suite(
-        told={"tokens": "4096"},
-        what="tokens to their experts and back without any GEMM; NCCL's is "
-        "one all-to-all of a row for each "
-        "choice of an expert, without a permutation; `_once` leaves the experts of a rank to the "
-        "caller, a row to and from each rank",
+        told={"tokens": "4096", "settings": ""},
+        what="tokens to their experts and back without any GEMM, the routing's tables made before; "
+        "NCCL's is one all-to-all of a row for each choice of an expert, without a permutation; "
+        "`_once` leaves the experts of a rank to the caller, a row to and from each rank; "
+        "megatron_fluid's kernels take all of a GPU's SMs, and settings are DeepEP's, the fastest "
+        "of eight a direction with 24 or 48 SMs",
         others={"nccl": "NCCL's all-to-all", "deepep": "DeepEP", "nccl_ep": "NCCL EP"},
         ours={
             "copy_engine": "megatron_fluid by copy engine",
@@ -266,7 +268,10 @@ SUITES = {
     ),
     "all_to_all": Suite(
         what="decoding's all-to-all: a case is a model and the tokens a GPU brings, rows go in "
-        "fp8 and return in bf16",
+        "fp8 and return in bf16; DeepEP's dispatch also casts them from bf16; captured, one CUDA "
+        "graph holds 20 calls of megatron_fluid or 4 of another, whose share of the graph's start "
+        "is larger; `_eager` calls are launched one by one, megatron_fluid's as two kernels from "
+        "Python",
         others={
             "torch_ata": "NCCL's all-to-all of padded buffers",
             "nvshmem_ata": "NVSHMEM's all-to-all of padded buffers",

@@ -76,12 +76,15 @@ def _of_all_versions(folder: Path) -> Iterator[Compared]:
 
 
 def _layers(document: Mapping[str, Any], case: str) -> str:
-    """How many of a model's layers were trained; nothing for a suite of single layers."""
-    found = [row["config"].get("layers") for row in document["rows"] if row["case"] == case]
+    """How many of a model's layers, and of its experts if not all, were trained; nothing for a
+    suite of single layers."""
+    config = next(row["config"] for row in document["rows"] if row["case"] == case)
     model = MODELS.get(case.removesuffix("-forced"))
-    if document["suite"] != "pretrain" or not found[0] or model is None:
+    if document["suite"] != "pretrain" or "layers" not in config or model is None:
         return ""
-    return f", {found[0]} of {model.layers} layers"
+    held = config.get("experts", model.experts)
+    fewer = f", {held} of {model.experts} experts" if held < model.experts else ""
+    return f", {config['layers']} of {model.layers} layers{fewer}"
 
 
 def headline(folder: Path = RESULTS) -> str:
@@ -121,12 +124,9 @@ def between_hosts(folder: Path = RESULTS) -> str:
         return "Between hosts nothing was measured at this version: `make bench-hosts` does it."
     cases, hidden = by_case(document["rows"]), hidden_shares(document)
 
-    def best(times: Mapping[str, float]) -> float:
-        return min(ms for variant, ms in times.items() if variant.startswith("megatron"))
-
     def gained(case: str) -> str:
         times = cases[case, "train"]
-        ours, theirs = times["fluid"], best(times)
+        ours, theirs = times["fluid"], min(others_of(SUITES["slow_wire"], times).values())
         share = f"{hidden[case, 'train']:.0%} of what the wire costs are gone"
         return f"{time_of(ours)} in place of {time_of(theirs)} ({theirs / ours:.2f} times; {share})"
 

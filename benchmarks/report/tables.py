@@ -9,7 +9,7 @@ GPUs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ __all__ = [
     "time_of",
 ]
 
-FRONT = ("pretrain", "moe_layer", "all_to_all", "tp_overlap", "slow_wire")
+FRONT = ("pretrain", "moe_layer", "dispatch_combine", "all_to_all", "tp_overlap", "slow_wire")
 """Suites of which docs/results.md has a table."""
 _PICTURES = {
     "pretrain": ("pretrain.png", "Training iterations with Megatron and with megatron_fluid"),
@@ -61,6 +61,13 @@ def time_of(milliseconds: float | None) -> str:
     if milliseconds is None:
         return ""
     return f"{milliseconds:.2f} ms" if milliseconds >= 1 else f"{1e3 * milliseconds:.1f} us"
+
+
+# Of rows that tell: heading, name in their config, text.
+_MORE: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("host", "host_ms", time_of),
+    ("kept for the backward", "kept_bytes", lambda count: f"{count / 2**20:.0f} MiB"),
+)
 
 
 def by_case(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, float]]:
@@ -222,7 +229,8 @@ def _explanation(document: Document) -> str:
         what += f"The floor is {suite.floor}. "
     for name, usual in suite.told.items():
         values = dict.fromkeys(str(row["config"].get(name, usual)) for row in document["rows"])
-        what += f"{name.capitalize()}: {', '.join(values)}. "
+        if shown := ", ".join(filter(None, values)):
+            what += f"{name.capitalize()}: {shown}. "
     packages = {
         "torch": "torch",
         "Megatron-Core": "megatron_core",
@@ -235,7 +243,22 @@ def _explanation(document: Document) -> str:
         f"commit {document['commit']}",
     ]
     measured = f"{what}Measured by {', '.join([*origin, *versions])}."
-    return f"{measured} {_absent(document)}{age(document)}".strip()
+    return f"{measured} {_absent(document)}{_paced(document)}{age(document)}".strip()
+
+
+def _paced(document: Document) -> str:
+    """Where the fastest of the others waits for its host: another host gives another ratio."""
+    host = {
+        (row["case"], row["mode"], row["variant"]): row["config"].get("host_ms") or 0.0
+        for row in document["rows"]
+    }
+    suite, found = SUITES[document["suite"]], []
+    for key, times in by_case(document["rows"]).items():
+        best = min(others_of(suite, times).items(), key=lambda item: item[1], default=("", 0.0))
+        if host.get((*key, best[0]), 0.0) >= best[1] > 0:
+            found.append(" ".join(key))
+    words = "The host, not the GPU, sets the pace of the fastest of the others in"
+    return f"{words} {', '.join(found)}. " if found else ""
 
 
 def _left_out(document: Document) -> list[str]:
@@ -283,7 +306,8 @@ def _legend(document: Document) -> str:
 
 def documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     """All result files with their titles, in the order of SUITES, a suite's by the number of GPUs.
-    Of two that would have one title, that without Transformer Engine says so.
+    Of two that would have one title, that without Transformer Engine, or of other tokens than
+    usual, says so.
     """
     order = list(SUITES)
 
@@ -293,8 +317,13 @@ def documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     files = (path for path in sorted(folder.glob("*.json")) if path.name not in NO_SUITES)
     documents = sorted(map(read_results, files), key=place)
     titles = [_title(document) for document in documents]
-    for i, title in enumerate(titles):
-        if titles.count(title) > 1 and not documents[i]["transformer_engine"]:
+    for i, document in enumerate(documents):
+        usual = SUITES[document["suite"]].told.get("tokens")
+        tokens = str(document["rows"][0]["config"].get("tokens", usual))
+        if titles.count(titles[i]) > 1 and tokens != usual:
+            titles[i] += f", {tokens} tokens"
+    for i, document in enumerate(documents):
+        if titles.count(titles[i]) > 1 and not document["transformer_engine"]:
             titles[i] += ", without Transformer Engine"
     return list(zip(titles, documents, strict=True))
 
@@ -348,14 +377,15 @@ def suite_page(name: str, folder: Path = RESULTS) -> str:
     for title, document in documents(folder):
         if document["suite"] != name:
             continue
-        host = any(row["config"].get("host_ms") is not None for row in document["rows"])
+        told = [row["config"] for row in document["rows"]]
+        more = [words for words in _MORE if any(config.get(words[1]) for config in told)]
         lines = []
         for row in document["rows"]:
             spread = f"{time_of(row['p10_ms'])} to {time_of(row['p90_ms'])}"
             line = [row["case"], row["mode"], row["variant"], time_of(row["median_ms"]), spread]
             line.append(str(row["iters"]))
-            if host:
-                line.append(time_of(row["config"].get("host_ms")))
+            config = row["config"]
+            line += [shown(config[key]) if config.get(key) else "" for _, key, shown in more]
             lines.append(line)
         head = ["case", "mode", "variant", "median", "p10 to p90", "samples"]
         words = [f"## {title}", _explanation(document), summary_table(document)]
@@ -363,7 +393,7 @@ def suite_page(name: str, folder: Path = RESULTS) -> str:
             words += ["Where the GPU's time of one more, traced iteration goes:", times]
         if legend := _legend(document):
             words.append(f"Variants: {legend}.")
-        words.append(markdown([*head, "host"] if host else head, lines))
+        words.append(markdown([*head, *(heading for heading, *_ in more)], lines))
         parts.append("\n\n".join(word for word in words if word))
     if len(parts) == 1:
         parts.append(NOTHING)

@@ -27,7 +27,7 @@ from benchmarks.harness.results import (
 from benchmarks.harness.timing import measure, quantile, slowest_rank
 from benchmarks.report.descriptions import FLOORS, SUITES
 from benchmarks.report.headline import between_hosts, headline
-from benchmarks.report.tables import launched, summary
+from benchmarks.report.tables import launched, suite_page, summary
 from benchmarks.suites.tp_backends import BACKENDS
 from benchmarks.tune import tp_table
 from megatron_fluid.tensor_parallel.choice import read_table
@@ -215,6 +215,34 @@ def test_the_headline_compares_bf16_with_bf16_and_the_best_with_the_best(tmp_pat
     row = "| olmoe, training iteration, end to end, 2 H200 | 8.00 ms | 5.00 ms | **1.60** |"
     assert headline(tmp_path).count("**1.60**") == 1 and row in headline(tmp_path)
     assert "nothing was measured" in between_hosts(tmp_path)
+    config = {"layers": 1, "experts": 64}
+    rows = [
+        dataclasses.replace(row, config=config)
+        for row in of("deepseek-v3", "train", megatron | ours)
+    ]
+    on_gpus(tmp_path / "pretrain.json", "pretrain", rows, 1)
+    assert "1 of 61 layers, 64 of 256 experts, 1 H200" in headline(tmp_path)
+
+
+def test_a_page_says_what_else_a_reader_of_a_time_must_know(tmp_path: Path) -> None:
+    """Where the host is why another is slow, what a layer keeps, the settings of a rival, and of
+    two files of a suite which is which."""
+
+    def write(name: str, suite: str, variant: str, **config: object) -> None:
+        rows = of("olmoe", "train", {"fluid": 2.0, variant: 4.0})
+        told = [dataclasses.replace(row, config=config) for row in rows]
+        on_gpus(tmp_path / name, suite, told, 2)
+
+    write("moe_layer-2gpu.json", "moe_layer", "megatron_te_alltoall", host_ms=4.5)
+    config = {"tokens": 8192, "host_ms": 3.0, "kept_bytes": 2**25}
+    write("moe_layer-8192-2gpu.json", "moe_layer", "liger_cute", **config)
+    write("dispatch_combine-2gpu.json", "dispatch_combine", "deepep", settings="48 SMs")
+    page = suite_page("moe_layer", tmp_path)
+    assert page.count("sets the pace of the fastest of the others in olmoe train.") == 1
+    assert "## moe_layer, 2 H200\n" in page and "2 H200, 8192 tokens\n" in page
+    assert "| samples | host |\n" in page
+    assert "| 7 | 3.00 ms | 32 MiB |" in page
+    assert "Settings: 48 SMs. " in suite_page("dispatch_combine", tmp_path)
 
 
 def test_the_first_screen_shows_figures_of_older_code_alone_and_none_of_a_dirty_tree(
@@ -231,7 +259,7 @@ def test_the_first_screen_shows_figures_of_older_code_alone_and_none_of_a_dirty_
     layer = of("mixtral-8x7b", "train", {"megatron_te_alltoall": 3.0, "fluid": 2.0})
     write("moe_layer.json", "moe_layer", layer, commit="b" * 40)
     assert "olmoe" not in headline(tmp_path) and "**1.50**" in headline(tmp_path)
-    times = {"megatron_a": 9.0, "fluid_no_overlap": 5.0, "fluid": 4.0}
+    times = {"megatron_alltoall": 9.5, "plain": 9.0, "fluid_no_overlap": 5.0, "fluid": 4.0}
     hosts = [
         dataclasses.replace(row, config={"hidden_share": 0.5})
         for kind in ("moe", "main")
