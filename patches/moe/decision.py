@@ -27,9 +27,11 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.backends import BACKENDS
 from megatron_fluid.moe.choose import ExchangeCase, choose_transport, local_unsupported_reason
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
+from megatron_fluid.patches.engine.module_hooks import is_foreign
 from megatron_fluid.patches.limits import Limit, first_reason
 from megatron_fluid.patches.moe.graphed_router import Held, held_by_graphs
 from megatron_fluid.patches.moe.limits import (
+    DISPATCHER_STEPS,
     EXCHANGE_LIMITS,
     EXPERT_LIMITS,
     FUSION_LIMITS,
@@ -214,8 +216,12 @@ def _dispatcher_reason(layer: MoELayer, fluid: FluidConfig) -> str | None:
     if names_exchange(fluid):
         known = (*known, MoEFlexTokenDispatcher)
     dispatcher: Any = getattr(layer.token_dispatcher, "stock", layer.token_dispatcher)
-    if type(dispatcher) not in known:
-        return f"the token dispatcher is a {type(dispatcher).__name__}, not alltoall or allgather"
+    kind = type(dispatcher)
+    if kind not in known:
+        return f"the token dispatcher is a {kind.__name__}, not alltoall or allgather"
+    for step in DISPATCHER_STEPS:
+        if step in vars(dispatcher) or is_foreign(getattr(kind, step)):
+            return f"{kind.__name__}.{step} was replaced"
     if dispatcher.tp_size > 1:
         return f"experts are split over {dispatcher.tp_size} tensor-parallel ranks"
     return None
@@ -229,7 +235,7 @@ def _overridden(layer: MoELayer, *phases: str) -> str | None:
     for phase in phases:
         method = getattr(kind, phase)
         known = method is getattr(MoELayer, phase) or _is_own(method)
-        if phase in layer.__dict__ or not known:
+        if phase in layer.__dict__ or not known or is_foreign(method):
             text = f"{kind.__name__}.{phase} is overridden"
             return f"{text}, and the overlapped path does not call it"
     return None

@@ -6,7 +6,7 @@ Shapes: T tokens, K top-k, E experts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ def make_backend(layer: MoELayer, config: FluidConfig, name: str, *, fused: bool
     shape = LayerShape(
         group=real_group(layer.ep_group),
         num_experts=int(c.num_moe_experts),
-        top_k=int(c.moe_router_topk),
+        top_k=_top_k(layer),
         ffn=int(c.moe_ffn_hidden_size),
         name=versions.layer_name(layer),
         dx_chunks=config.dx_chunks if fused else 1,
@@ -69,7 +69,7 @@ def chosen_of(
         RuntimeError: a router that is not Megatron's chose more experts of a token than K; on a GPU
             an assertion fails there.
     """
-    top_k = int(layer.config.moe_router_topk)
+    top_k = _top_k(layer)
     if layer.config.moe_pad_expert_input_to_capacity:
         # Choices of probability 0 only pad: they contribute nothing to a result or a gradient.
         routing_map = routing_map & (probs.detach() != 0)
@@ -88,3 +88,8 @@ def chosen_of(
     chosen = probs.gather(1, ids)
     wide = torch.promote_types(chosen.dtype, torch.float32)
     return torch.where(kept != 0, ids, -1), chosen.to(wide)
+
+
+def _top_k(layer: MoELayer) -> int:
+    router: Any = layer.router  # Megatron's has read moe_router_topk when it was built
+    return int(router.topk if routes_as_megatron(router) else layer.config.moe_router_topk)

@@ -101,12 +101,15 @@ def expert_modules_reason(experts: torch.nn.Module) -> str | None:
     if type(experts) not in (SequentialMLP, TEGroupedMLP):
         name = type(experts).__name__
         return f"experts are a {name}; SequentialMLP and TEGroupedMLP can be taken over"
-    if isinstance(experts, SequentialMLP):
-        for index, expert in enumerate(experts.local_experts):
-            if type(expert) is not MLP:
-                return f"local_experts.{index} is a {type(expert).__name__}, not Megatron's MLP"
-            if expert.activation_func is not expert.config.activation_func:
-                return f"local_experts.{index}.activation_func was replaced"
+    config: Any = experts.config
+    mlps: list[Any] = [*experts.local_experts] if isinstance(experts, SequentialMLP) else [experts]
+    for index, mlp in enumerate(mlps):
+        if mlp is not experts and type(mlp) is not MLP:
+            return f"local_experts.{index} is a {type(mlp).__name__}, not Megatron's MLP"
+        if mlp.config is not config:
+            return f"local_experts.{index} has another config than the experts"
+        if mlp.activation_func is not config.activation_func:
+            return "activation_func of the experts was replaced"
     known = (ColumnParallelLinear, RowParallelLinear, *_te_linear_types())
     for linear in (linear for linears in linears_of(experts) for linear in linears):
         if type(linear) not in known:
@@ -118,7 +121,6 @@ def expert_modules_reason(experts: torch.nn.Module) -> str | None:
             return "_forward_impl of an expert's linear was replaced"
         if getattr(linear, "te_quant_params", None) is not None:
             return "an expert's linear has its own quantisation recipe"
-    config: Any = experts.config
     fused = config.bias_activation_fusion and isinstance(experts, SequentialMLP)
     if fused and config.add_bias_linear and config.activation_func_clamp_value is not None:
         return "SequentialMLP's fused activation clamps before it adds the bias"

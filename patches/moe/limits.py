@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 __all__ = [
+    "DISPATCHER_STEPS",
     "EXCHANGE_LIMITS",
     "EXPERT_LIMITS",
     "FUSION_LIMITS",
@@ -330,3 +331,8 @@ PARTS: tuple[tuple[str, str, tuple[Limit[TransformerConfig], ...]], ...] = (
 
 # A subclass that overrides one of these expects it to be called.
 PHASES = ("preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess")
+# The same of a token dispatcher.
+DISPATCHER_STEPS = (
+    *("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"),
+    *("combine_preprocess", "token_combine", "combine_postprocess"),
+)

@@ -31,7 +31,7 @@ from megatron_fluid.moe.expert_weights import ExpertWeights, GivenWeights, KeptL
 from megatron_fluid.patches import versions
 from megatron_fluid.patches.engine.module_hooks import ModuleHooks, is_foreign
 from megatron_fluid.patches.moe.fp8 import computes_in_fp8, expire_casts
-from megatron_fluid.patches.moe.limits import PHASES, batch_invariant
+from megatron_fluid.patches.moe.limits import DISPATCHER_STEPS, PHASES, batch_invariant
 from megatron_fluid.patches.overlap_decision import RELEASED, refuse_change
 from megatron_fluid.topology import real_group
 
@@ -43,7 +43,8 @@ __all__ = ["FEATURE", "ExpertParameters", "Looked", "OwnExperts", "routes_as_meg
 type Parameters = tuple[nn.Parameter, ...]
 type Projections = tuple[ExpertWeights, ExpertWeights]
 
-_phases_of = operator.attrgetter(*PHASES)
+_phases_of, _mlp_of = operator.attrgetter(*PHASES), operator.itemgetter("activation_func", "config")
+_TRAINED = operator.attrgetter("requires_grad")
 
 
 class Looked(NamedTuple):
@@ -243,11 +244,8 @@ def _values(parameter: Any) -> Tensor:
 
 
 def _released(parameter: Any) -> bool:
-    """Whether a parameter's storage was resized to 0 bytes, which does not change its shape."""
+    # Storages are resized to 0 bytes, which changes no shape.
     return parameter.numel() > 0 and _values(parameter).untyped_storage().nbytes() == 0
-
-
-_TRAINED = operator.attrgetter("requires_grad")
 
 
 FEATURE = "overlapped MoE layer"
@@ -255,10 +253,11 @@ FEATURE = "overlapped MoE layer"
 _SURROUNDINGS = (
     "experts was replaced",
     "the token dispatcher was replaced",
+    "a method of the token dispatcher was replaced",
     "a phase of the layer's class was replaced",
     "a phase of the layer was replaced",
     "the GEMM of Megatron's linears was replaced",
-    "activation_func of an expert was replaced",
+    "activation_func or the config of an expert was replaced",
     "config.fp8 was changed",
     "activation or moe_apply_probs_on_input was changed in the experts' config",
     "_forward_impl of the class of an expert's linear was replaced",
@@ -327,14 +326,15 @@ class OwnExperts:
     def _surroundings(self, layer: MoELayer) -> tuple[Any, ...]:
         """What affects the result besides the experts' parameters, the entries of _SURROUNDINGS
         first. Comparing the items reads no tensor values."""
-        kind, held = type(layer), vars(layer)
+        kind, held, dispatcher = type(layer), vars(layer), layer.token_dispatcher
         return (
             layer._modules["experts"],
-            type(held.get("token_dispatcher")),
+            type(dispatcher),
+            [getattr(getattr(dispatcher, n, None), "__func__", None) for n in DISPATCHER_STEPS],
             _phases_of(kind),
             held.keys().isdisjoint(PHASES),
             self._linears.linear_with_grad_accumulation_and_async_allreduce,
-            [*map(dict.get, self._mlps, itertools.repeat("activation_func"))],
+            [*map(_mlp_of, self._mlps)],
             layer.config.fp8,
             _settings_of(self._attributes[0]["config"]),
             [getattr(kind, "_forward_impl", None) for kind in self._classes],
@@ -435,14 +435,14 @@ def routes_as_megatron(router: Any) -> bool:
 @functools.cache
 def _router_methods() -> tuple[type, frozenset[str], Callable[[], tuple[Any, ...]]]:
     """TopKRouter, the names of its methods, and a function that gives what routes now: these
-    methods and the function that they call."""
-    from megatron.core.transformer.moe import router
+    methods, their caller and the function that they call."""
+    from megatron.core.transformer.moe import moe_layer, router
 
-    kind = router.TopKRouter
+    kind, route = router.TopKRouter, lambda: moe_layer.MoELayer.route
     found = {**vars(router.Router), **vars(kind)}
-    names = {n for n, x in found.items() if callable(x) and not n.startswith("__")}
+    names = frozenset(n for n, x in found.items() if callable(x) and not n.startswith("__"))
     methods = operator.attrgetter(*sorted(names))
-    return kind, frozenset(names), lambda: (*methods(kind), router.topk_routing_with_score_function)
+    return kind, names, lambda: (*methods(kind), route(), router.topk_routing_with_score_function)
 
 
 @functools.lru_cache(maxsize=64)

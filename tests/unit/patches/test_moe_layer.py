@@ -1,7 +1,9 @@
 """Which path a patched MoE layer takes, when, and what it refuses. One gloo rank at most."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -49,6 +51,81 @@ def test_changes_that_compute_nothing_else_leave_a_layer_ours(rank: int, world: 
         layer = tiny_gpt.moe_layer(tiny_gpt.config_of())
         change(layer)
         assert part_reasons(layer.config, FluidConfig(), layer).fused is None, name
+
+
+def _doubled(target: Any, name: str) -> Callable[..., Any]:
+    """What a user puts in a method's place: Megatron's own with its first argument doubled."""
+    own = getattr(target, name)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        first = 0 if getattr(own, "__self__", None) is target else 1
+        return own(*args[:first], 2 * args[first], *args[first + 1 :], **kwargs)
+
+    return method
+
+
+def _activations(layer: Any) -> None:
+    layer.experts.activation_func = torch.tanh
+
+
+def _capacity_of_three(layer: Any) -> None:
+    layer.config.moe_expert_capacity_factor, layer.router.topk = 2.0, 3
+
+
+REPLACED: dict[str, tuple[Callable[[Any], tuple[Any, str] | None], str]] = {
+    "MoELayer.combine": (lambda layer: (MoELayer, "combine"), "phase by phase: MoELayer.combine"),
+    "the experts' phase": (
+        lambda layer: (MoELayer, "routed_experts_compute"),
+        "Megatron's experts: MoELayer.routed_experts_compute",
+    ),
+    "a dispatcher's class": (
+        lambda layer: (type(layer.token_dispatcher), "token_combine"),
+        "MoEAlltoAllTokenDispatcher.token_combine was replaced",
+    ),
+    "a dispatcher": (
+        lambda layer: (layer.token_dispatcher, "dispatch_preprocess"),
+        "MoEAlltoAllTokenDispatcher.dispatch_preprocess was replaced",
+    ),
+    "grouped experts' activation": (_activations, "activation_func of the experts was replaced"),
+    "a router's topk": (_capacity_of_three, ""),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+@on_ranks(1)
+def test_what_somebody_replaced_before_the_first_forward_has_its_effect(
+    rank: int, world: int, name: str
+) -> None:
+    tiny_gpt.parallel(expert_model_parallel_size=1)
+    settings = {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}
+    found = []
+    for on in (False, True):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(tiny_gpt.plug_in(on, moe_backend="auto"))
+            layer = tiny_gpt.moe_layer(tiny_gpt.config_of(**settings), grouped=True)
+            if (target := REPLACED[name][0](layer)) is not None:
+                stack.enter_context(mock.patch.object(*target, _doubled(*target)))
+            x = torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(5))
+            found.append(tiny_gpt.layer_step(layer, x))
+            if on:
+                assert REPLACED[name][1] in moe_layer.DECISIONS.describe(layer)
+    for what, expected in found[0].items():
+        torch.testing.assert_close(found[1][what], expected, rtol=1e-4, atol=1e-4, msg=what)
+
+
+@on_ranks(1)
+def test_a_route_of_somebody_elses_is_given_dense_maps(rank: int, world: int) -> None:
+    tiny_gpt.parallel(expert_model_parallel_size=1)
+    own, seen = MoELayer.route, []
+
+    def route(self: Any, *args: Any) -> Any:
+        probs, routing_map = own(self, *args)
+        seen.append((routing_map.dtype, tuple(routing_map.shape)))
+        return probs, routing_map
+
+    with tiny_gpt.plug_in(True, moe_backend="local"), mock.patch.object(MoELayer, "route", route):
+        tiny_gpt.layer_step(tiny_gpt.moe_layer(tiny_gpt.config_of()), torch.randn(6, 2, 32))
+    assert seen == [(torch.bool, (12, 4))]
 
 
 @on_ranks(1)

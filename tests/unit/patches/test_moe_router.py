@@ -129,7 +129,9 @@ def test_batch_invariant_choices_have_the_order_of_their_numbers_in_any_storage(
     chosen = torch.tensor([[True, False, True, False], [False, True, False, False]])
     probs = torch.arange(8.0).view(2, 4)
     config = SimpleNamespace(moe_router_topk=2, moe_pad_expert_input_to_capacity=False)
-    layer = SimpleNamespace(route=lambda x, mask: (probs, chosen), router=None, config=config)
+    layer = SimpleNamespace(
+        route=lambda x, mask: (probs, chosen), router=SimpleNamespace(topk=2), config=config
+    )
     path = seam.OverlappedLayer.__new__(seam.OverlappedLayer)
     path.batch_invariant = True
     path.transports = SimpleNamespace(ascending=False)
