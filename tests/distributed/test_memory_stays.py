@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import tiny_gpt
 from tests.support.launch import on_ranks
 
-pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks of CPU mode")
 
 ITERATIONS, LEAST_LEAK = 40, 1024  # a leak of this many bytes an iteration is found
@@ -41,8 +41,6 @@ def _held() -> tuple[int, int, int]:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 @on_ranks(2, timeout_s=300, env={"TORCH_FR_BUFFER_SIZE": "8", "TORCH_NCCL_TRACE_BUFFER_SIZE": "8"})
 def test_iterations_leave_nothing_behind(rank: int, world: int) -> None:
-    from tests.support import tiny_gpt
-
     tiny_gpt.parallel(expert_model_parallel_size=world)
     with tiny_gpt.plug_in(True):
         layers = [tiny_gpt.moe_layer(tiny_gpt.config_of()) for _ in range(2)]

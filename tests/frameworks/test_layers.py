@@ -8,20 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+from megatron.core.transformer.attention import SelfAttention
 
+from megatron_fluid.comm import groups
+from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.patches import features as recorded
+from megatron_fluid.patches.attention.self_attention import DECISIONS
+from megatron_fluid.patches.moe import layer as seam
+from tests.frameworks import stand_ins
+from tests.support import tiny_gpt
 from tests.support.launch import run_ranks
-
-pytest.importorskip("megatron.core")
 
 
 def _own_forward(rank: int, world_size: int) -> dict[str, Any]:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
-
-    from megatron_fluid.patches import features as recorded
-    from megatron_fluid.patches.moe import layer as seam
-    from tests.frameworks.stand_ins import OwnForward
-    from tests.support import tiny_gpt
-
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
     config = tiny_gpt.config_of()
     mlp = get_gpt_decoder_layer_specs(config, use_transformer_engine=False)[0].submodules.mlp
@@ -30,7 +32,7 @@ def _own_forward(rank: int, world_size: int) -> dict[str, Any]:
     for on in (False, True):
         with tiny_gpt.plug_in(on, moe_backend="auto") as calls:
             torch.manual_seed(1)
-            layer = functools.partial(OwnForward, **mlp.keywords)(config=config)
+            layer = functools.partial(stand_ins.OwnForward, **mlp.keywords)(config=config)
             layer.set_layer_number(1)
             found[f"{on}"], found["calls"] = tiny_gpt.layer_step(layer, x), len(calls)
     found["reasons"] = seam.backend_of(layer), seam.experts_reason_of(layer)
@@ -48,12 +50,6 @@ def test_a_layer_with_a_forward_of_its_own_is_named_and_left_alone() -> None:
 
 
 def _offloaded(rank: int, world_size: int) -> dict[str, Any]:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    from megatron_fluid.errors import ConfigError
-    from tests.frameworks import stand_ins
-    from tests.support import tiny_gpt
-
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
     found: dict[str, Any] = {}
     for on in (False, True):
@@ -88,7 +84,6 @@ def _offloaded(rank: int, world_size: int) -> dict[str, Any]:
 
 def _look(layer: Any) -> None:
     """What a forward does first with the experts, without its collectives."""
-    from megatron_fluid.patches.moe import layer as seam
 
     seam.path_of(layer).look(layer)  # type: ignore[union-attr]
 
@@ -100,8 +95,6 @@ def test_memory_of_weights_may_go_and_come_between_calls() -> None:
 
 
 def _first_forward(rank: int, world_size: int) -> list[str]:
-    from tests.support import tiny_gpt
-
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
     said = io.StringIO()
     with tiny_gpt.plug_in(True, end_on_timeout=True), contextlib.redirect_stdout(said):
@@ -127,14 +120,6 @@ def test_the_start_up_lines_come_in_the_first_forward_where_another_loop_builds_
 
 
 def _asleep_between_steps(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
-    from megatron.core import parallel_state
-
-    from megatron_fluid.comm import groups
-    from megatron_fluid.errors import FluidError
-    from megatron_fluid.patches.moe import layer as seam
-    from tests.frameworks import stand_ins
-    from tests.support import tiny_gpt
-
     stand_ins.wrap_groups()
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
     group = parallel_state.get_expert_model_parallel_group()
@@ -175,12 +160,6 @@ def test_layers_follow_groups_that_are_destroyed_and_made_again(
 
 
 def _attention(rank: int, world_size: int) -> dict[str, Any]:
-    from megatron.core.transformer.attention import SelfAttention
-
-    from megatron_fluid.patches.attention.self_attention import DECISIONS
-    from tests.frameworks import stand_ins
-    from tests.support import tiny_gpt
-
     stand_ins.wrap_groups()
     tiny_gpt.parallel(context_parallel_size=world_size)
     settings = {"context_parallel_size": world_size, "cp_comm_type": "a2a"}

@@ -6,20 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe import router as router_module
 
+from tests.frameworks import stand_ins
+from tests.support import tiny_gpt
 from tests.support.launch import run_ranks
-
-pytest.importorskip("megatron.core")
 
 TOKENS, EXPERTS, TOP_K = 10, 8, 3
 
 
 def _patched(rank: int, world_size: int, who: str) -> dict[str, Any]:
-    from megatron.core.transformer.moe import router as router_module
-
-    from tests.frameworks import stand_ins
-    from tests.support import tiny_gpt
-
     tiny_gpt.parallel(expert_model_parallel_size=1)
     settings: dict[str, Any] = {"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K}
     if who == "expert bias":
@@ -64,9 +60,6 @@ def test_what_patched_methods_of_the_router_return_decides(who: str) -> None:
 
 
 def _more(rank: int, world_size: int) -> list[str]:
-    from tests.frameworks import stand_ins
-    from tests.support import tiny_gpt
-
     tiny_gpt.parallel(expert_model_parallel_size=1)
     settings: dict[str, Any] = {"num_moe_experts": EXPERTS, "moe_router_topk": TOP_K}
     replayed, said = torch.arange(TOP_K + 1).repeat(TOKENS, 1), []
