@@ -101,9 +101,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _a_failed_wait_ends_with_its_test() -> Generator[None]:
-    """A process keeps the record of a wait that failed, and each later backward would raise it."""
+def _forgotten_with_its_test() -> Generator[None]:
+    """A process keeps its configuration, and the record of a wait that failed, which each later
+    backward would raise."""
     yield
+    if (config := sys.modules.get("megatron_fluid.config")) is not None:
+        config.set_config(None)
     if (failed_waits := sys.modules.get("megatron_fluid.comm.failed_waits")) is not None:
         for errors in failed_waits._watched:
             if errors.failed():

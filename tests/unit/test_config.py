@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,6 @@ import pytest
 from megatron_fluid import FluidConfig, config, current_config, set_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.engine import switches
-
-
-@pytest.fixture(autouse=True)
-def _forget_config() -> Iterator[None]:
-    set_config(None)
-    yield
-    set_config(None)
 
 
 @pytest.mark.parametrize(

@@ -343,14 +343,11 @@ def test_the_setting_of_a_layer_and_of_the_process(monkeypatch: pytest.MonkeyPat
         tensors: Any = dict.fromkeys(("x", "probs", "w1", "w2"))
         return layer._call(**tensors).fp8_weight_grads
 
-    try:
-        for own, process in itertools.product((None, "fp8", "bf16"), ("fp8", "bf16")):
-            set_config(FluidConfig(moe_fp8_weight_grads=process))
-            assert chosen(fp8_weight_grads=own) == ((own or process) == "fp8")
-        set_config(FluidConfig())
-        assert chosen()
-    finally:
-        set_config(None)
+    for own, process in itertools.product((None, "fp8", "bf16"), ("fp8", "bf16")):
+        set_config(FluidConfig(moe_fp8_weight_grads=process))
+        assert chosen(fp8_weight_grads=own) == ((own or process) == "fp8")
+    set_config(FluidConfig())
+    assert chosen()
     with pytest.raises(ConfigError, match="found 'fp32', allowed: fp8, bf16, or None"):
         MoEConfig.of(shape | {"fp8_weight_grads": "fp32"})
     with pytest.raises(ConfigError, match="moe_fp8_weight_grads"):

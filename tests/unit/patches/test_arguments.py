@@ -3,24 +3,17 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_fluid import FluidConfig, current_config, patches, set_config
+from megatron_fluid import FluidConfig, current_config, patches
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches import arguments, iteration_graph
 from megatron_fluid.patches.engine import switches
-
-
-@pytest.fixture(autouse=True)
-def _forget_config() -> Iterator[None]:
-    set_config(None)
-    yield
-    set_config(None)
 
 
 def parse(*argv: str) -> argparse.Namespace:

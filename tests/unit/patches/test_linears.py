@@ -1,7 +1,6 @@
 """Which of Megatron's tensor-parallel linears are overlapped, and what is said of the others."""
 
 import functools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +26,7 @@ def _linear(
 
 
 @pytest.fixture
-def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def serving(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Linears of two ranks as they are served, with GEMMs of this rank alone; gives the reasons of
     those that are not."""
 
@@ -46,8 +45,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         linears, "note", lambda linear, on, reason: None if on else reasons.append(reason)
     )
     set_config(FluidConfig(tp_overlap="on"))
-    yield reasons
-    set_config(None)
+    return reasons
 
 
 def _row_linear(**changes: Any) -> Any:

@@ -1,7 +1,7 @@
 """Which steps `--fluid-profile-steps` traces, where the page goes, and what is refused."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +13,6 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches import profile_steps
 from megatron_fluid.patches.profile_steps import StepProfile, check_profile, profile_folder
 from megatron_fluid.patches.step_log import write_scalars
-
-
-@pytest.fixture(autouse=True)
-def _forget_config() -> Iterator[None]:
-    yield
-    set_config(None)
 
 
 def asked(steps: str = "2:3", folder: str | None = None, **given: Any) -> SimpleNamespace:
