@@ -18,6 +18,7 @@ from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.patches import linears as seam
 from megatron_fluid.patches import startup_report as startup
 from tests.support import tiny_gpt
+from tests.support.fused_linear import linear_of
 from tests.support.launch import on_ranks, world_group
 from tests.support.whole_linear import whole_linear
 
@@ -26,15 +27,8 @@ S, B, H, OUT = 8, 2, 6, 10  # the whole sequence, batch, hidden, outputs
 
 
 def _build(mode: str, cls: type | None = None, bias: bool = True) -> Any:
-    dense = {"num_moe_experts": None, "moe_ffn_hidden_size": None}
-    named = {
-        "config": tiny_gpt.config_of(expert_model_parallel_size=1, **dense),
-        "init_method": torch.nn.init.normal_, "bias": bias, "skip_bias_add": False,
-        **({"input_is_parallel": True} if mode == "row" else {}),
-    }  # fmt: skip
     torch.manual_seed(1)
-    kind = layers.RowParallelLinear if mode == "row" else layers.ColumnParallelLinear
-    linear = (cls or kind)(H, OUT, **named)
+    linear = linear_of(mode, H, OUT, cls, bias)
     if bias:
         torch.nn.init.normal_(linear.bias)
     return linear

@@ -1,5 +1,5 @@
-"""Megatron's tensor-parallel linears with gradient accumulation fusion, and how right main_grad
-is."""
+"""Megatron's tensor-parallel linears, and how right main_grad is with gradient accumulation
+fusion."""
 
 from typing import Any
 
@@ -9,29 +9,27 @@ from tests.support.launch import world_group
 from tests.support.whole_linear import whole_linear
 
 
-def fused_linear(mode: str, dtype: torch.dtype, inputs: int, outputs: int) -> Any:
-    """A linear without a bias, of one dense layer. mode: "row", or else column."""
+def linear_of(
+    mode: str, inputs: int, outputs: int, cls: type | None = None, bias: bool = False, **fields: Any
+) -> Any:
+    """A linear of one dense layer, of Megatron's class or of `cls`. mode: "row", or else column."""
     from megatron.core.tensor_parallel import layers
 
     from tests.support import tiny_gpt
 
-    config = tiny_gpt.config_of(
-        num_moe_experts=None,
-        moe_ffn_hidden_size=None,
-        expert_model_parallel_size=1,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        gradient_accumulation_fusion=True,
-    )
-    named: dict[str, Any] = {
-        "config": config,
-        "init_method": torch.nn.init.normal_,
-        "bias": False,
-        "skip_bias_add": False,
-    }
+    dense = {"num_moe_experts": None, "moe_ffn_hidden_size": None, "expert_model_parallel_size": 1}
+    named: dict[str, Any] = {"init_method": torch.nn.init.normal_, "skip_bias_add": False}
     if mode == "row":
-        return layers.RowParallelLinear(inputs, outputs, input_is_parallel=True, **named)
-    return layers.ColumnParallelLinear(inputs, outputs, **named)
+        named["input_is_parallel"] = True
+    kind = layers.RowParallelLinear if mode == "row" else layers.ColumnParallelLinear
+    config = tiny_gpt.config_of(**dense, **fields)
+    return (cls or kind)(inputs, outputs, config=config, bias=bias, **named)
+
+
+def fused_linear(mode: str, dtype: torch.dtype, inputs: int, outputs: int) -> Any:
+    """One of this type, with gradient accumulation fusion."""
+    settings = {"params_dtype": dtype, "bf16": dtype == torch.bfloat16}
+    return linear_of(mode, inputs, outputs, gradient_accumulation_fusion=True, **settings)
 
 
 def main_grad_errors(

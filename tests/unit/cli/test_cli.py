@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fluid import __version__, patches
+from megatron_fluid import patches
 from megatron_fluid.cli import main, profile, profile_layer
 from megatron_fluid.moe.config import MoEConfig
 from megatron_fluid.run import run
@@ -124,13 +124,6 @@ def test_a_rank_that_was_killed_gives_the_status_that_a_shell_would(
     monkeypatch.setattr(PContext, "close", PContext.close)  # which `run` wraps
     assert main(["run", "--nproc-per-node", "2", "x.py"]) == 128 + 9
     assert "rank 1 was ended by SIGKILL" in capsys.readouterr().err
-
-
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out.strip() == __version__
 
 
 def _profile_a_small_layer(rank: int, ranks: int, flags: list[str]) -> int:
