@@ -58,34 +58,17 @@ CASES = [
 
 def _build(case: Case, ranks: int, groups: Any = None, backend: str = "auto") -> Any:
     settings: dict[str, Any] = {
-        "num_layers": 1,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "q_lora_rank": case.q_rank,
-        "kv_lora_rank": 12,
-        "qk_head_dim": 8,
-        "qk_pos_emb_head_dim": 4,
-        "v_head_dim": case.values,
-        "rope_type": case.rope,
-        "rotary_scaling_factor": 4.0,
-        "mscale": 0.8,
-        "mscale_all_dim": 0.9,
-        "original_max_position_embeddings": 16,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "context_parallel_size": ranks,
-        "cp_comm_type": "a2a",
-        "add_bias_linear": False,
-        "qk_layernorm": case.norms,
-        "params_dtype": case.dtype,
-        "bf16": case.dtype == torch.bfloat16,
-        "gradient_accumulation_fusion": False,
-        "normalization": "RMSNorm",
-        "persist_layer_norm": False,
-        "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
+        "num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": HEADS,
+        "q_lora_rank": case.q_rank, "kv_lora_rank": 12, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
+        "v_head_dim": case.values, "rope_type": case.rope, "rotary_scaling_factor": 4.0,
+        "mscale": 0.8, "mscale_all_dim": 0.9, "original_max_position_embeddings": 16,
+        "attention_dropout": 0.0, "hidden_dropout": 0.0, "context_parallel_size": ranks,
+        "cp_comm_type": "a2a", "add_bias_linear": False, "qk_layernorm": case.norms,
+        "params_dtype": case.dtype, "bf16": case.dtype == torch.bfloat16,
+        "gradient_accumulation_fusion": False, "normalization": "RMSNorm",
+        "persist_layer_norm": False, "masked_softmax_fusion": False, "apply_rope_fusion": False,
         "transformer_impl": "local",
-    }
+    }  # fmt: skip
     config = MLATransformerConfig(**settings | dict(case.settings))
     spec = get_gpt_layer_local_spec(
         qk_layernorm=case.norms, multi_latent_attention=True, normalization="RMSNorm"

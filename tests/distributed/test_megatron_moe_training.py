@@ -43,14 +43,19 @@ SHARDED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_
 # Of public models, TransformerConfig's fields at widths of tiny_gpt.
 RMS = {"normalization": "RMSNorm", "num_query_groups": 2}
 QWEN3 = RMS | {
-    "num_moe_experts": 16,
-    "moe_router_topk": 8,
-    "moe_ffn_hidden_size": 24,
-    "kv_channels": 16,
-    "qk_layernorm": True,
-    "moe_router_dtype": "fp32",
-    "moe_aux_loss_coeff": 1e-3,
-}
+    "num_moe_experts": 16, "moe_router_topk": 8, "moe_ffn_hidden_size": 24, "kv_channels": 16,
+    "qk_layernorm": True, "moe_router_dtype": "fp32", "moe_aux_loss_coeff": 1e-3,
+}  # fmt: skip
+DEEPSEEK = {
+    "normalization": "RMSNorm", "multi_latent_attention": True, "q_lora_rank": 16,
+    "kv_lora_rank": 12, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8,
+    "qk_layernorm": True, "mtp_num_layers": 1, "num_layers": 3, "moe_layer_freq": [0, 1, 1],
+    "num_moe_experts": 16, "moe_router_topk": 4, "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 24, "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True, "moe_router_num_groups": 4, "moe_router_group_topk": 2,
+    "moe_router_topk_scaling_factor": 2.5, "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1e-4,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-235B-A22B": QWEN3
     | {
@@ -59,31 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_query_groups": 1,
         "moe_router_load_balancing_type": "global_aux_loss",
     },
-    "DeepSeek-V3": {
-        "normalization": "RMSNorm",
-        "multi_latent_attention": True,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 12,
-        "qk_head_dim": 8,
-        "qk_pos_emb_head_dim": 4,
-        "v_head_dim": 8,
-        "qk_layernorm": True,
-        "mtp_num_layers": 1,
-        "num_layers": 3,
-        "moe_layer_freq": [0, 1, 1],
-        "num_moe_experts": 16,
-        "moe_router_topk": 4,
-        "moe_ffn_hidden_size": 24,
-        "moe_shared_expert_intermediate_size": 24,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": 4,
-        "moe_router_group_topk": 2,
-        "moe_router_topk_scaling_factor": 2.5,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "seq_aux_loss",
-        "moe_aux_loss_coeff": 1e-4,
-    },
+    "DeepSeek-V3": DEEPSEEK,
     "gpt-oss-20b": RMS
     | GPT_OSS
     | {

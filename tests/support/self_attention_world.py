@@ -79,26 +79,15 @@ def _spec(case: Case) -> Any:
 
 def _config(case: Case, ranks: int) -> Any:
     settings: dict[str, Any] = {
-        "num_layers": 2,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": case.heads,
-        "num_query_groups": case.groups,
-        "kv_channels": WIDTH,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "context_parallel_size": ranks,
-        "cp_comm_type": "a2a",
-        "add_bias_linear": case.bias,
-        "qk_layernorm": case.norms,
-        "rotary_interleaved": case.interleaved,
-        "params_dtype": case.dtype,
-        "bf16": case.dtype == torch.bfloat16,
-        "gradient_accumulation_fusion": False,
-        "use_cpu_initialization": True,
-        "normalization": "RMSNorm",
-        "persist_layer_norm": False,
+        "num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": case.heads,
+        "num_query_groups": case.groups, "kv_channels": WIDTH, "attention_dropout": 0.0,
+        "hidden_dropout": 0.0, "context_parallel_size": ranks, "cp_comm_type": "a2a",
+        "add_bias_linear": case.bias, "qk_layernorm": case.norms,
+        "rotary_interleaved": case.interleaved, "params_dtype": case.dtype,
+        "bf16": case.dtype == torch.bfloat16, "gradient_accumulation_fusion": False,
+        "use_cpu_initialization": True, "normalization": "RMSNorm", "persist_layer_norm": False,
         "layernorm_zero_centered_gamma": case.te,
-    }
+    }  # fmt: skip
     settings |= dict(case.settings)
     # Megatron's GPTModel puts these on the configuration.
     yarn = {name: settings.pop(name) for name in list(settings) if name.startswith("yarn_")}

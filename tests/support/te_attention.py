@@ -64,19 +64,10 @@ class _Core(nn.Module):
     knows no context parallelism."""
 
     def __init__(
-        self,
-        config,
-        layer_number,
-        attn_mask_type,
-        attention_type,
-        attention_dropout=None,
-        softmax_scale=None,
-        k_channels=None,
-        v_channels=None,
-        num_splits=None,
-        cp_comm_type="p2p",
-        pg_collection=None,
-    ):
+        self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None,
+        softmax_scale=None, k_channels=None, v_channels=None, num_splits=None,
+        cp_comm_type="p2p", pg_collection=None,
+    ):  # fmt: skip
         from megatron.core.transformer.utils import is_layer_window_attention
 
         super().__init__()
@@ -92,16 +83,9 @@ class _Core(nn.Module):
             self.softmax_offset = nn.Parameter(torch.zeros(self.heads))
 
     def forward(
-        self,
-        query,
-        key,
-        value,
-        attention_mask,
-        attn_mask_type,
-        attention_bias=None,
-        packed_seq_params=None,
-        num_splits=None,
-    ):
+        self, query, key, value, attention_mask, attn_mask_type, attention_bias=None,
+        packed_seq_params=None, num_splits=None,
+    ):  # fmt: skip
         self.calls += 1
         packed = packed_seq_params is not None
         if packed:

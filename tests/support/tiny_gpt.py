@@ -101,34 +101,20 @@ def config_of(**overrides: Any) -> TransformerConfig:
     in force."""
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     settings: dict[str, Any] = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": 64,
-        "num_moe_experts": 4,
-        "moe_ffn_hidden_size": 48,
-        "moe_router_topk": 2,
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 1e-2,
-        "moe_token_dispatcher_type": "alltoall",
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "transformer_impl": "local",
+        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64,
+        "num_moe_experts": 4, "moe_ffn_hidden_size": 48, "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2,
+        "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False,
+        "gated_linear_unit": True, "activation_func": F.silu, "transformer_impl": "local",
         "tensor_model_parallel_size": tensor_parallel_size,
         "sequence_parallel": tensor_parallel_size > 1,
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": 1,
-        "use_cpu_initialization": not torch.cuda.is_available(),
-        "params_dtype": torch.float32,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "bias_activation_fusion": False,
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-        "persist_layer_norm": False,
+        "expert_tensor_parallel_size": 1, "use_cpu_initialization": not torch.cuda.is_available(),
+        "params_dtype": torch.float32, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "bias_activation_fusion": False, "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False, "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,
-    }
+    }  # fmt: skip
     latent = overrides.get("multi_latent_attention", False)
     kind = MLATransformerConfig if latent else TransformerConfig
     return kind(**{**settings, **overrides})
