@@ -131,6 +131,7 @@ class ExpertWeights:
     stack: Tensor | None
     reverse: Tensor | None
     fixed_tiles = False
+    _trained: bool | None = None  # what requires_grad found first
 
     def __init__(
         self,
@@ -236,7 +237,11 @@ class ExpertWeights:
         return param if param is values else Packed(param, values)
 
     def requires_grad(self) -> bool:
-        return any(map(_requires_grad, self.params))
+        """Whether gradients are wanted: in the forward, which asks first, and still, as autograd
+        gives none to weights that one of the two finds frozen."""
+        now = any(map(_requires_grad, self.params))
+        self._trained = now if self._trained is None else self._trained
+        return now and self._trained
 
     def deferrable(self) -> bool:
         """Whether the gradients may bypass autograd's graph. All params must be leaves, and all or

@@ -100,3 +100,17 @@ def test_other_work_runs_while_dx_travels(rank: int, world: int) -> None:
     x.register_hook(lambda gradient: note("dX"))
     (started.finish() + other).sum().backward()
     assert order == ["other work, dX travels: True", "dX, dX travels: False"]
+
+
+@on_ranks(2, timeout_s=LIMIT_S)
+def test_experts_that_thaw_between_forward_and_backward_get_none(rank: int, world: int) -> None:
+    """As autograd gives none to what was frozen in the forward."""
+    layer, x = MoELayer(CONFIG, group(), dtype=F64), tokens_of(rank + 1)
+    for deferred in (False, True):
+        (get_backward_scheduler().enable if deferred else get_backward_scheduler().disable)()
+        layer.zero_grad()
+        layer.weight2.requires_grad_(False)
+        y = layer(x)
+        layer.weight2.requires_grad_(True)
+        y.sum().backward()
+        assert layer.weight1.grad is not None and layer.weight2.grad is None
