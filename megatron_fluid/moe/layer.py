@@ -323,7 +323,8 @@ class MoELayer(nn.Module):
 
 class MoEBaseline(MoELayer):
     """MoELayer with a standard all-to-all: dispatch, all experts, combine, one after the other.
-    Nothing is recomputed and no weight gradient deferred. Arguments and attributes as for MoELayer.
+    Nothing is recomputed, and of the experts no weight gradient deferred. Arguments and attributes
+    as for MoELayer.
     """
 
     takes_fp8 = False
