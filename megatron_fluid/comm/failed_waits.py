@@ -42,6 +42,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import _StopRecomputationError
 
 from megatron_fluid.comm.agreement import Agreement, live_agreements
 from megatron_fluid.comm.watcher import (
@@ -126,6 +127,7 @@ class ErrorWords:
 # Replaced as a whole, so that no reader needs the lock.
 _watched: tuple[ErrorWords, ...] = ()
 _LONGEST_TEXT = 1000
+_NOT_TOLD = PeerTimeoutError, _StopRecomputationError
 _TOLD = "_megatron_fluid_told"  # on an error: it was reported by a call inside
 _reported: list[Agreement] = []  # that hold a report of this process
 _lock = threading.Lock()
@@ -207,8 +209,8 @@ def tells_peers[**P, R](call: Callable[P, R]) -> Callable[P, R]:
                 raise ConfigError.of(f"{call.__qualname__}: transform", found, allowed)
             return call(*args, **kwargs)
         except Exception as error:
-            # A wait that failed has reported it.
-            if not isinstance(error, PeerTimeoutError) and not _of_one_rank(args, kwargs):
+            # A wait that failed has reported it; that a checkpoint has all it needs is no failure.
+            if not isinstance(error, _NOT_TOLD) and not _of_one_rank(args, kwargs):
                 _tell(error)
             raise
 

@@ -2,6 +2,7 @@
 autocast and repeated backwards: test_torch_compile.py."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -114,3 +115,12 @@ def test_experts_that_thaw_between_forward_and_backward_get_none(rank: int, worl
         layer.weight2.requires_grad_(True)
         y.sum().backward()
         assert layer.weight1.grad is not None and layer.weight2.grad is None
+
+
+@on_ranks(2, timeout_s=LIMIT_S)
+def test_a_checkpoint_that_has_all_it_needs_is_no_failure(rank: int, world: int) -> None:
+    """torch ends a recomputation by an exception: ranks that wait for this one must not end."""
+    layer = MoELayer(CONFIG, group(), dtype=F64)
+    with mock.patch("megatron_fluid.comm.failed_waits._tell") as told:
+        checkpoint(layer, tokens_of(rank + 1), use_reentrant=False).sum().backward()
+    told.assert_not_called()
