@@ -316,6 +316,13 @@ class Engine:
         before = own(owner, attribute)
         if isinstance(before, staticmethod | classmethod):
             original = before.__func__
+        # Replacements of forwards do not call them wherever they serve.
+        if attribute in ("forward", "_forward_impl") and module_name.startswith("megatron."):
+            from megatron_fluid.patches.engine.module_hooks import is_foreign  # imports torch
+
+            if is_foreign(original):
+                text = f"{path} was replaced by other code, which would not be called"
+                raise PatchError(f"{text}: import megatron_fluid before that code")
         if patch.signature is not None:
             self._check_signature(patch, signatures.of(original))
         return Change(patch, owner, attribute, before, original)

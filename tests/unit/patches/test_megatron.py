@@ -34,6 +34,29 @@ def run_python(code: str, *argv: str, expect: int = 0, **environ: str) -> tuple[
 STATES = "print(json.dumps({row.patch: row.state for row in megatron_fluid.patches.report()}))"
 
 
+def test_a_forward_that_somebody_replaced_before_the_import_is_kept_and_named() -> None:
+    code = """
+import functools
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+def replaced(own):
+    return functools.wraps(own)(lambda self, *args, **kwargs: own(self, *args, **kwargs))
+
+mine = MoELayer.forward, RowParallelLinear.forward = tuple(
+    replaced(kind.forward) for kind in (MoELayer, RowParallelLinear)
+)
+import megatron_fluid
+found = MoELayer.forward, RowParallelLinear.forward
+rows = {row.patch: [row.state, row.reason] for row in megatron_fluid.patches.report()}
+print(json.dumps([found == mine, rows]))
+"""
+    (kept, rows), _ = run_python(code)
+    left_out = [name for name, (state, _) in rows.items() if state == "misfit"]
+    assert kept and left_out == ["moe-layer-init", "moe-layer", "row-parallel-linear"]
+    assert rows["moe-layer"][1].startswith("MoELayer.forward was replaced by other code")
+
+
 def test_every_patch_fits_and_revert_gives_back_the_very_objects() -> None:
     # Every object in every module of Megatron and in every class of them, and what the targets
     # hold, before and after.
