@@ -2,6 +2,7 @@
 tools.readme` writes them, test_readme.py checks that they are up to date.
 """
 
+import argparse
 import re
 from pathlib import Path
 
@@ -56,6 +57,7 @@ def generated(text: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m tools.readme", description=__doc__).parse_args()
     for page in PAGES:
         page.write_text(generated(page.read_text()))
     iterations.FILE.write_text(iterations.iterations())
