@@ -43,3 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, FluidError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

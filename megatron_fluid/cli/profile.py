@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError.of("--steps", f"{first} {end}", allowed)
     if sum(map(bool, (args.compare, args.trace, args.program))) > 1:
         raise ConfigError("--compare, --trace and COMMAND are mutually exclusive")
+    if not args.trace:
+        args.output.mkdir(parents=True, exist_ok=True)  # which ranks cannot refuse in one line
     if args.compare:
         return _compare(args)
     status, traces = 0, args.trace
@@ -86,9 +88,8 @@ def run(args: argparse.Namespace) -> int:
     if status:
         return status
     for path in traces:
-        print(_TRACE.format(path))
         timeline = read_timeline(read_document(path), path.name)
-        print("\n".join(timeline.lines()), flush=True)
+        print("\n".join((_TRACE.format(path), *timeline.lines())), flush=True)
     return 0
 
 

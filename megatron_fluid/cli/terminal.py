@@ -56,15 +56,22 @@ def run_command(
     command: Sequence[str], environment: Mapping[str, str], log: IO[str] | None = None
 ) -> int:
     """Run a command that the user gave, with its output in `log` if there is one; its exit status.
+    Ctrl-C, which the terminal sends to the command as well, is raised once the command has ended.
 
     Raises:
         ConfigError: the command does not exist or is not executable.
     """
     errors = None if log is None else subprocess.STDOUT
     try:
-        return subprocess.run(command, env=environment, stdout=log, stderr=errors).returncode
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=errors)
     except OSError as error:
         raise ConfigError(f"COMMAND: cannot start {command[0]!r}: {error.strerror}") from error
+    with process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.wait()  # a launcher that was killed would leave its ranks behind
+            raise
 
 
 def wrapped_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

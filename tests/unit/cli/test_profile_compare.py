@@ -1,6 +1,7 @@
 """`megatron-fluid profile --compare`: both variants on one page, of traces that lie there."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fluid.cli import main, profile
+from megatron_fluid.cli.terminal import run_command
 from megatron_fluid.profiling.timeline import read_timeline
 from tests.unit.profiling.test_timeline import a_trace
 
@@ -64,3 +66,37 @@ def test_a_variant_that_fails_leaves_its_status_and_no_page(
     monkeypatch.setattr(profile, "_trace_layer", lambda *_: 3)
     assert main(["profile", "--compare", "--output", str(tmp_path)]) == 3
     assert not (tmp_path / "timeline.html").exists()
+
+
+def test_what_cannot_be_written_or_read_is_one_line_and_nothing_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(profile, "_trace_layer", lambda *_: pytest.fail("it runs"))
+    file = tmp_path / "file"
+    file.touch()
+    for flags in (["--output", str(file / "folder")], ["--trace", str(file)]):
+        assert main(["profile", *flags]) == 2
+        said = capsys.readouterr()
+        assert str(file) in said.err and said.err.count("\n") == 1 and not said.out
+
+
+@pytest.mark.process
+def test_an_interrupt_lets_a_command_end_before_it_is_raised(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go, saved, waits, wait = tmp_path / "go", tmp_path / "saved", [], subprocess.Popen.wait
+
+    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        waits.append(timeout)
+        if len(waits) == 1:
+            raise KeyboardInterrupt
+        go.touch()
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    code = "import pathlib, sys\ngo, saved = map(pathlib.Path, sys.argv[1:])\n"
+    code += "while not go.exists(): pass\nsaved.touch()"
+    command = [sys.executable, "-c", code, str(go), str(saved)]
+    monkeypatch.setattr(profile, "_trace_layer", lambda *_: run_command(command, os.environ))
+    assert main(["profile", "--output", str(tmp_path)]) == 130
+    assert saved.exists() and capsys.readouterr().err == "interrupted\n"
