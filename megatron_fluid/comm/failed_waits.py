@@ -93,7 +93,8 @@ class ErrorWords:
         self.device, self.timeout_s = device, timeout_s
         self.words = torch.zeros(world_size, 2, dtype=torch.int64, pin_memory=device.type == "cuda")
         # The same memory, read without an operation of torch.
-        self.on_host = (ctypes.c_int64 * (2 * world_size)).from_address(self.words.data_ptr())
+        self._bytes = (ctypes.c_char * self.words.nbytes).from_address(self.words.data_ptr())
+        self._none = bytes(self.words.nbytes)
         self.abort = torch.zeros(1, dtype=torch.int32, device=device)
         self.peers: Agreement | None = None
         self.raised = False  # once it was raised, nothing else ends the process
@@ -101,7 +102,7 @@ class ErrorWords:
 
     def failed(self) -> bool:
         """Return whether a record is there. Reads host memory only, and may lag a kernel."""
-        return any(self.on_host)
+        return self._bytes.raw != self._none
 
     def error(self) -> PeerTimeoutError | None:
         """Return the first record as an error, None if there is none."""

@@ -269,7 +269,7 @@ class Workspace:
             return
         synchronize(self.device)  # the error words now record every wait that gave up
         self._closed = True
-        if not self._all_done(gave_up=any(self.errors.on_host)):
+        if not self._all_done(gave_up=self.errors.failed()):
             _ABANDONED.append(self)
             return
         if self.errors.raised or not self.errors.failed():  # else it is yet to be told

@@ -69,7 +69,6 @@ class DoubleBuffer:
         self._flat = torch.empty(0, dtype=_UNIT)
         self._addresses: list[list[int]] = [[], []]
         self._views: dict[tuple[int, torch.dtype, tuple[int, ...]], Tensor] = {}
-        self._errors = workspace.errors.on_host
 
     def next(self, nbytes: int) -> list[int]:
         """Switch to the other buffer, of at least `nbytes`: its address in the memory of each rank.
@@ -78,8 +77,7 @@ class DoubleBuffer:
         Raises:
             PeerTimeoutError: an earlier wait of this rank for a peer timed out.
         """
-        if any(self._errors):
-            self.workspace.check_errors()
+        self.workspace.check_errors()
         self._turn ^= 1
         held = self._flat.nbytes
         if 2 * nbytes > held or not held:  # a first call may have no rows
