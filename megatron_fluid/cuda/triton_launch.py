@@ -14,6 +14,7 @@ import itertools
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,15 +24,7 @@ from torch import Tensor
 from megatron_fluid.cuda import driver_api
 from megatron_fluid.errors import ConfigError
 
-__all__ = [
-    "Argument",
-    "Launch",
-    "Launcher",
-    "aligned",
-    "direct_launch",
-    "parameter_bytes",
-    "power_of_two",
-]
+__all__ = ["Argument", "Launch", "Launcher", "aligned", "parameter_bytes", "power_of_two"]
 
 type Argument = Tensor | int
 
@@ -43,7 +36,7 @@ _FORMAT = {"i32": "i4x", "u32": "I4x", "i64": "q", "u64": "Q"}
 _POINTER = "Q"
 
 # (columns, rows, values, stream): starts columns * rows programs on a raw stream, None for the
-# current one. values: the leading parameters, then the trailing ones.
+# current one. values: the parameters that vary.
 type DriverLaunch = Callable[[int, int, Sequence[int], int | None], None]
 _MAX_INT32 = (1 << 31) - 1
 
@@ -82,31 +75,24 @@ class Launch:
     """
 
     def __init__(
-        self,
-        kernel: Any,
-        num_warps: int,
-        constants: Mapping[str, object],
-        fixed: Sequence[Argument] = (),
-        maxnreg: int | None = None,
-        words: Sequence[str] = (),
+        self, kernel: Any, num_warps: int, constants: Mapping[str, object],
+        fixed: Sequence[Argument] = (), maxnreg: int | None = None, words: Sequence[str] = (),
         unaligned: Sequence[str] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._kernel, self._num_warps = kernel, num_warps
         self._options = {"num_warps": num_warps} | ({} if maxnreg is None else {"maxnreg": maxnreg})
         self._constants, self._fixed = dict(constants), tuple(fixed)
         self._names = getattr(getattr(kernel, "jit_func", kernel), "arg_names", ())
-        self._words = frozenset(words)
-        self._masks = [0 if name in unaligned else 15 for name in self._names]
+        self._words, self._unaligned = frozenset(words), frozenset(unaligned)
         self._direct: DriverLaunch | None = None
+        self._make: Any = None  # as _direct_launch returns it
+        self._kept: list[Any] = []  # addresses of the fixed ones that the compiled kernel takes
         self._compiled: Any = None
 
     def __call__(
-        self,
-        grid: tuple[int, int],
-        arguments: Sequence[Argument],
-        stream: torch.cuda.Stream | None = None,
-        values: Sequence[int] | None = None,
-    ) -> None:
+        self, grid: tuple[int, int], arguments: Sequence[Argument],
+        stream: torch.cuda.Stream | None = None, values: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         """Start grid[0] * grid[1] programs on `stream`; None means the current stream.
 
         values: the arguments with tensors as their addresses, where the caller has them.
@@ -119,50 +105,57 @@ class Launch:
             self._by_triton(grid, arguments, (), stream)
 
     def start_aligned(
-        self, programs: int, tensors: Sequence[Tensor | None], integers: Sequence[int]
-    ) -> None:
+        self, programs: int, tensors: Sequence[Tensor | None], integers: Sequence[int],
+        moving: Sequence[int] = (),
+    ) -> Any:  # fmt: skip
         """Start `programs` programs on the current stream.
+
+        The result, None where Triton starts the kernel, makes if called at once what starts them
+        again with other tensors in the places `moving`, which it takes in that order.
 
         Raises:
             ConfigError: a tensor's address is not a multiple of 16.
         """
-        values: list[int] = []
-        low_bits = 0
-        for tensor, mask in zip(tensors, self._masks, strict=False):
-            if tensor is not None:
-                address = tensor.data_ptr()
-                low_bits |= address & mask
-                values.append(address)
-        if low_bits:
-            self._refuse_unaligned(tensors)
+        self._refuse_unaligned(tensors, range(len(tensors)))
         if self._direct is not None:
-            values += integers
-            self._direct(programs, 1, values, None)
+            values = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+            self._direct(programs, 1, [*values, *integers], None)
         else:
             self._by_triton((programs, 1), tensors, integers, None)
+        return self._make and partial(self._again, programs, tensors, integers, moving)
+
+    def _again(self, programs: int, tensors: Any, integers: Any, moving: Any) -> Any:
+        present = [place for place, tensor in enumerate(tensors) if tensor is not None]
+        kept = [_address(tensors[place]) for place in present if place not in moving]
+        varying = [present.index(place) for place in moving if place in present]
+        _, start, block = self._make(varying, [*kept, *self._kept, *integers])
+
+        def again(now: Sequence[Tensor | None]) -> None:
+            slot = bits = 0
+            for tensor in now:
+                if tensor is not None:
+                    block[slot] = address = tensor.data_ptr()
+                    bits |= address
+                    slot += 1
+            if bits & 15:
+                self._refuse_unaligned(now, moving)
+            start(programs, 1)
+
+        return again
 
     def _by_triton(
-        self,
-        grid: tuple[int, int],
-        arguments: Sequence[Argument | None],
-        integers: Sequence[int],
+        self, grid: tuple[int, int], arguments: Sequence[Argument | None], integers: Sequence[int],
         stream: torch.cuda.Stream | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Start the kernel for the first time, which compiles it, or where it needs more than a
         DriverLaunch gives."""
         if (compiled := self._compiled) is not None:
-            device = torch._C._cuda_getDevice
-            raw = (
-                torch._C._cuda_getCurrentRawStream(device())
-                if stream is None
-                else stream.cuda_stream
-            )
+            current, device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+            raw = current(device()) if stream is None else stream.cuda_stream
             compiled.run(
                 *(*grid, 1, raw, compiled.function, compiled.packed_metadata, None, None, None),
-                *map(_address, (*arguments, *self._fixed)),
-                *integers,
-                *self._constants.values(),
-            )
+                *map(_address, (*arguments, *self._fixed)), *integers, *self._constants.values(),
+            )  # fmt: skip
             return
         if self._words:
             arguments = [
@@ -182,16 +175,17 @@ class Launch:
         fixed = [a for a, kind in pairs if kind != "constexpr"]
         present = [a for a in arguments if a is not None]
         tensors = itertools.takewhile(lambda a: isinstance(a, Tensor), (*present, *fixed))
-        addresses: list[Any] = [_address(a) for a in fixed]
-        pointers = len(list(tensors))
-        self._direct = direct_launch(
-            compiled, self._num_warps, len(present), addresses, len(integers), pointers
-        )
+        self._kept, pointers = [_address(a) for a in fixed], len(list(tensors))
+        count = len(present) + len(fixed) + len(integers)
+        self._make = _direct_launch(compiled, self._num_warps, count, pointers)
+        if self._make is not None:
+            behind = range(len(present) + len(fixed), count)
+            self._direct, _, _ = self._make([*range(len(present)), *behind], self._kept)
 
-    def _refuse_unaligned(self, tensors: Sequence[Tensor | None]) -> None:
-        for name, tensor, mask in zip(self._names, tensors, self._masks, strict=False):
-            offset = 0 if tensor is None else tensor.data_ptr() & mask
-            if offset:
+    def _refuse_unaligned(self, tensors: Sequence[Tensor | None], places: Sequence[int]) -> None:
+        for place, tensor in zip(places, tensors, strict=True):
+            offset = 0 if tensor is None else tensor.data_ptr() & 15
+            if offset and (name := self._names[place]) not in self._unaligned:
                 above, allowed = f"{offset} above a multiple of 16", "a multiple of 16"
                 raise ConfigError.of(f"address of {name}", above, allowed)
 
@@ -241,25 +235,18 @@ def _address(argument: Argument | None) -> int | None:
     return argument.data_ptr() if isinstance(argument, Tensor) else argument
 
 
-def direct_launch(
-    compiled: Any,
-    num_warps: int,
-    leading: int,
-    fixed: Sequence[int],
-    trailing: int = 0,
-    pointers: int = 0,
-) -> DriverLaunch | None:
-    """Return the launch of a kernel that Triton compiled.
+def _direct_launch(compiled: Any, num_warps: int, count: int, pointers: int) -> Any:
+    """Return `_launch` for a kernel that Triton compiled on the current device, but for its last
+    two arguments.
 
-    The kernel's parameters are `leading` ones of each call, then the fixed ones, then the
-    `trailing` ones of each call. None where the kernel does not take exactly these, the first
-    `pointers` as pointers, the others as pointers or integers (another Triton release), or wants
-    more than a plain launch.
+    None where the kernel does not take exactly `count` parameters, the first `pointers` as
+    pointers, the others as pointers or integers (another Triton release), or wants more than a
+    plain launch.
     """
     metadata = compiled.metadata
     types = [t for t in compiled.src.signature.values() if t != "constexpr"]
     expected = (
-        len(types) == leading + len(fixed) + trailing
+        len(types) == count
         and all(t[0] in "*iu" for t in types)
         and all(t[0] == "*" for t in types[:pointers])
     )
@@ -273,52 +260,52 @@ def direct_launch(
     )
     if special or not expected or _parameter_widths(compiled.function) != parameter_bytes(types):
         return None
-    return _launch(compiled.function, 32 * num_warps, metadata.shared, types, leading, fixed)
+    known = compiled.function, torch.cuda.current_device(), 32 * num_warps, metadata.shared, types
+    return partial(_launch, *known)
 
 
 def _launch(
-    function: int,
-    threads: int,
-    shared: int,
-    types: Sequence[str],
-    leading: int,
-    fixed: Sequence[int],
-) -> DriverLaunch:
-    """The launch as a closure, whose variables take less time to read than attributes."""
-    device = torch.cuda.current_device()
-    varying, count = len(types) - len(fixed), len(types) + _SCRATCH
-    called = (*types[:leading], *types[leading + len(fixed) :])
-    packer = struct.Struct("=" + "".join(_FORMAT.get(t, _POINTER) for t in called))
+    function: int, device: int, threads: int, shared: int, types: Sequence[str],
+    varying: Sequence[int], constants: Sequence[int],
+) -> tuple[DriverLaunch, Callable[..., None], Any]:  # fmt: skip
+    """Return a launch that takes the parameters `varying`, by their places; a start, of (columns,
+    rows), that takes them from the block; and this block of one start, where they are first.
+
+    The other parameters are `constants`. The variables of closures take less time to read than
+    attributes.
+    """
+    count = len(types) + _SCRATCH
+    pack = struct.Struct("=" + "".join(_FORMAT.get(types[i], _POINTER) for i in varying)).pack_into
     # The parameters, what varies first, so that one call packs it; behind them their addresses, in
     # the kernel's order.
     block = (ctypes.c_int64 * (2 * count))()
-    order = [*range(leading), *range(varying, len(types)), *range(leading, varying)]
-    order += range(len(types), count)
     first = ctypes.addressof(block)
-    block[varying : len(types)] = list(fixed)
-    block[count:] = [first + 8 * index for index in order]
-    addresses = first + 8 * count
-    pack, streams = packer.pack_into, driver_api.streams
+    block[len(varying) : len(types)] = list(constants)
+    order = [*varying, *(i for i in range(count) if i not in varying)]
+    for slot, parameter in enumerate(order):
+        block[count + parameter] = first + 8 * slot
+    addresses, streams = first + 8 * count, driver_api.streams
     raw_stream = torch._C._cuda_getCurrentRawStream
     cu_launch = driver_api.driver().cuLaunchKernel
     handle = driver_api.driver().CUfunction(function)
     # The main thread and autograd's may start the same kernel: the block belongs to one.
     lock = threading.Lock()
 
+    def start(columns: int, rows: int, stream: int | None = None) -> None:
+        on = streams[raw_stream(device) if stream is None else stream]
+        status = cu_launch(handle, columns, rows, 1, threads, 1, 1, shared, on, addresses, 0)[0]
+        if status:
+            shape = (columns, rows, 1, threads, 1, 1, shared)
+            driver_api.retry_with_context(
+                status, device, "cuLaunchKernel", handle, *shape, on, addresses, 0
+            )
+
     def launch(columns: int, rows: int, values: Sequence[int], stream: int | None = None) -> None:
-        if stream is None:
-            stream = raw_stream(device)
         with lock:
             pack(block, 0, *values)
-            on = streams[stream]
-            status = cu_launch(handle, columns, rows, 1, threads, 1, 1, shared, on, addresses, 0)[0]
-            if status:
-                shape = (columns, rows, 1, threads, 1, 1, shared)
-                driver_api.retry_with_context(
-                    status, device, "cuLaunchKernel", handle, *shape, on, addresses, 0
-                )
+            start(columns, rows, stream)
 
-    return launch
+    return launch, start, block
 
 
 def parameter_bytes(types: Sequence[str]) -> list[int]:

@@ -23,7 +23,7 @@ S = hidden_dim_scale_bytes / 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.comm.layers import compare_settings
 from megatron_fluid.config import shows_fields_of
 from megatron_fluid.errors import ConfigError, FluidError
-from megatron_fluid.low_latency.checks import Checks, form
+from megatron_fluid.low_latency.checks import Checks, same_forms
 from megatron_fluid.low_latency.layout import AllToAllConfig, Layout
 from megatron_fluid.low_latency.open_transport import choose_transport, open_transport
 from megatron_fluid.low_latency.transport import (
@@ -45,6 +45,8 @@ from megatron_fluid.low_latency.transport import (
 )
 
 __all__ = ["AllToAll"]
+
+_MOST_SHAPES, _MOST_FORMS = 1024, 8  # that are known, and of tensors of one shape
 
 
 class AllToAll:
@@ -66,7 +68,7 @@ class AllToAll:
         self.transport_reason = ""
         self._transport = transport
         self._checks = Checks(layout, device)
-        self._checked: set[tuple[object, ...]] = set()
+        self._known: dict[tuple[object, ...], list[list[Callable[..., Any]]]] = {}
         self._sent = {"dispatch": False, "combine": False}
         self._received = False  # any dispatch
         self._sent_type: torch.dtype | None = None
@@ -177,40 +179,24 @@ class AllToAll:
             FluidError: halves out of order, or after destroy().
         """
         self._ready("dispatch", do_send, do_recv)
-        sent_type = self._sent_type
-        if do_send and dp_x is not None:
-            sent_type = dp_x.dtype
-        key = (
-            "dispatch", do_send, do_recv, alignment, sent_type,
-            form(out_expert_num_tokens), form(out_expert_x), form(out_expert_x_scale),
-            form(out_expert_offsets), form(dp_x), form(dp_x_scale), form(indices), form(bound_m),
-            form(weights),
-        )  # fmt: skip
         # Each half gets its own tensors and no others, whatever was passed: a launch is prepared
-        # for what it gets. The checks see to it that those it needs are there.
-        sent = received = None
+        # for what it gets. Both are checked before one starts.
         if do_send:
-            sent = DispatchSend(dp_x, indices, weights, dp_x_scale, bound_m)  # type: ignore[arg-type]
+            sent = dp_x, indices, weights, dp_x_scale, bound_m
+            shape = None if dp_x is None else dp_x.shape
+            send = self._half(DispatchSend, sent, shape)
+        sent_type = dp_x.dtype if do_send else self._sent_type  # type: ignore[union-attr]
         if do_recv:
-            received = DispatchReceive(
-                out_expert_num_tokens, out_expert_x, out_expert_x_scale,  # type: ignore[arg-type]
-                out_expert_offsets, alignment,
-            )  # fmt: skip
-        if key not in self._checked:
-            if sent is not None:
-                self._checks.dispatch_send(sent)
-            if received is not None:
-                self._checks.dispatch_receive(received, sent_type)
-            self._checked.add(key)
-        if received is not None:
-            self._packed_rows = self.layout.packed_rows(alignment) if received.packed else None
-        if sent is not None:
+            received = out_expert_num_tokens, out_expert_x, out_expert_x_scale, out_expert_offsets
+            receive = self._half(DispatchReceive, received, None, (alignment,), (sent_type,))
+            packed = out_expert_offsets is not None
+            self._packed_rows = self.layout.packed_rows(alignment) if packed else None
+        if do_send:
             self._weights_came_with_dispatch = weights is not None
-            self._sent_type = sent_type
-            self._sent_tokens = sent.x.shape[0]
-            self._transport.dispatch_send(sent)
-        if received is not None:
-            self._transport.dispatch_receive(received)
+            self._sent_type, self._sent_tokens = sent_type, shape[0]  # type: ignore[index]
+            send(sent)
+        if do_recv:
+            receive(received)
             self._received = True
         self._sent["dispatch"] = not do_recv
 
@@ -253,26 +239,52 @@ class AllToAll:
         """
         self._ready("combine", do_send, do_recv)
         late = not self._weights_came_with_dispatch
-        key = (
-            "combine", do_send, do_recv, accumulate, form(out_tokens), form(indices), form(weights),
-            form(expert_y), form(bound_m), self._sent_tokens, self._packed_rows, late,
-        )  # fmt: skip
-        sent = received = None
         if do_send:
-            sent = CombineSend(expert_y, weights, bound_m)  # type: ignore[arg-type]
+            sent = expert_y, weights, bound_m
+            shape = None if weights is None else weights.shape
+            send = self._half(CombineSend, sent, shape, (), (self._packed_rows, late))
         if do_recv:
-            received = CombineReceive(out_tokens, indices, weights, bound_m, accumulate)  # type: ignore[arg-type]
-        if key not in self._checked:
-            if sent is not None:
-                self._checks.combine_send(sent, self._packed_rows, late)
-            if received is not None:
-                self._checks.combine_receive(received, self._sent_tokens, late)
-            self._checked.add(key)
-        if sent is not None:
-            self._transport.combine_send(sent)
-        if received is not None:
-            self._transport.combine_receive(received)
+            received = out_tokens, indices, weights, bound_m
+            shape = None if out_tokens is None else out_tokens.shape
+            known = self._sent_tokens, late
+            receive = self._half(CombineReceive, received, shape, (accumulate,), known)
+        if do_send:
+            send(sent)
+        if do_recv:
+            receive(received)
         self._sent["combine"] = not do_recv
+
+    # ---- both
+    def _half(
+        self, request: Any, tensors: Sequence[Tensor | None], shape: object,
+        settings: tuple[object, ...] = (), known: tuple[object, ...] = (),
+    ) -> Callable[[Sequence[Tensor | None]], None]:  # fmt: skip
+        """Return what starts the half of `request`, a class, with `tensors` and `settings`. Tensors
+        of new forms are checked. `shape`, of the one whose rows vary, finds known forms fast."""
+        given, absent = [], 0  # which are None, by bits
+        for tensor in tensors:
+            absent += absent
+            if tensor is None:
+                absent += 1
+            else:
+                given.append(tensor)
+        key = request, shape, settings, known, absent
+        forms = self._known.get(key, ())
+        for same, start in forms:
+            if same(*given):
+                return start
+        getattr(self._checks, request.half)(request(*tensors, *settings), *known)
+        enqueue = getattr(self._transport, request.half)
+
+        def begin(now: Sequence[Tensor | None]) -> None:
+            if (again := enqueue(request(*now, *settings))) is not None:
+                entry[1] = again()
+
+        entry = [same_forms(given), begin]
+        if len(self._known) > _MOST_SHAPES:
+            self._known.clear()
+        self._known[key] = [entry, *forms][:_MOST_FORMS]
+        return begin
 
     # ---- state
     def check_errors(self) -> None:
@@ -285,16 +297,16 @@ class AllToAll:
         may be called after it."""
         if not self._closed:
             self._closed = True
+            self._known.clear()
             self._transport.close()
 
     def _ready(self, operation: str, do_send: bool, do_recv: bool) -> None:
         if self._closed:
             raise FluidError(f"{operation} after destroy()")
-        self.check_errors()
+        self._transport.check_errors()
         if not (do_send or do_recv):
-            raise ConfigError(
-                f"{operation}: do_send and do_recv are both False, allowed: at least one True"
-            )
+            both = "do_send and do_recv are both False, allowed: at least one True"
+            raise ConfigError(f"{operation}: {both}")
         if do_send and self._sent[operation]:
             raise FluidError(f"{operation}: do_send again before the last send's receive half")
         if do_recv and not do_send and not self._sent[operation]:

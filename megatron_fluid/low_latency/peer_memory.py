@@ -19,6 +19,7 @@ from megatron_fluid.kernels.low_latency.combine import combine_kernel
 from megatron_fluid.kernels.low_latency.dispatch import dispatch_kernel
 from megatron_fluid.low_latency.layout import Layout, round_up
 from megatron_fluid.low_latency.transport import (
+    Again,
     CombineReceive,
     CombineSend,
     DispatchReceive,
@@ -114,7 +115,7 @@ class PeerMemory:
         self.entry_row = torch.full((entries,), -1, dtype=torch.int32, device=device)
         self._launches: dict[tuple[object, ...], Launch] = {}
         self._timeout_ns = workspace.timeout_ns
-        self._error_words = workspace.errors.words.numpy()
+        self.check_errors = workspace.errors.check  # of Transport, asked before every call
         errors = (self.counters, workspace.errors.words, workspace.errors.abort)
         flags, weight_flags = self._dispatch_flags, self._weight_flags
         # By kernel: the arguments that are the same in every call, and the constants.
@@ -163,6 +164,8 @@ class PeerMemory:
     ) -> Launch:
         """The launch of `kernel` for calls of the form `key`, whose first entry is the key of
         `_fixed`. `more`: constants that differ between the calls of an operation."""
+        if key in self._launches:
+            return self._launches[key]
         known = self._constants[operation] | {"SMALL": self._small} | more
         if known.get("EXCHANGE") and known["CK"] > _MOST_ELEMENTS:  # type: ignore[operator]
             entries = self.layout.max_num_tokens * self.layout.experts_per_token
@@ -177,16 +180,12 @@ class PeerMemory:
         self._launches[key] = launch
         return launch
 
-    def dispatch_send(self, q: DispatchSend) -> None:
-        key = (
-            "dispatch", q.x_scale is None, q.weights is None, q.bound_m is None, q.indices.dtype
+    def dispatch_send(self, q: DispatchSend) -> Again:
+        key = "dispatch", q.x_scale is None, q.weights is None, q.bound_m is None, q.indices.dtype
+        launch = self._prepare(
+            key, dispatch_kernel, self.tuning.send_warps, "dispatch", SEND=True, PACKED=False,
+            HAS_WEIGHTS=q.weights is not None, HAS_BOUND=q.bound_m is not None,
         )  # fmt: skip
-        launch = self._launches.get(key)
-        if launch is None:
-            launch = self._prepare(
-                key, dispatch_kernel, self.tuning.send_warps, "dispatch", SEND=True, PACKED=False,
-                HAS_WEIGHTS=q.weights is not None, HAS_BOUND=q.bound_m is not None,
-            )  # fmt: skip
         x = q.x
         tensors = (x, q.x_scale, q.indices, q.weights, q.bound_m, None, None, None, None)
         x_stride = x.stride(0) * x.element_size() // 16
@@ -195,17 +194,16 @@ class PeerMemory:
             x.shape[0], self.rank, self._timeout_ns, self._dispatch_flags.operation, x_stride,
             scale_stride, 0, 0, 0, 0, 1,
         )  # fmt: skip
-        launch.start_aligned(self.tuning.dispatch_senders, tensors, integers)
+        senders = self.tuning.dispatch_senders
+        return launch.start_aligned(senders, tensors, integers, (0, 2, 3, 1, 4))
 
-    def dispatch_receive(self, q: DispatchReceive) -> None:
+    def dispatch_receive(self, q: DispatchReceive) -> Again:
         packed, scale = q.packed, q.scale
         key = ("dispatch", packed, scale is None)
-        launch = self._launches.get(key)
-        if launch is None:
-            launch = self._prepare(
-                key, dispatch_kernel, self.tuning.receive_warps, "dispatch", SEND=False,
-                PACKED=packed, HAS_WEIGHTS=False, HAS_BOUND=False,
-            )  # fmt: skip
+        launch = self._prepare(
+            key, dispatch_kernel, self.tuning.receive_warps, "dispatch", SEND=False, PACKED=packed,
+            HAS_WEIGHTS=False, HAS_BOUND=False,
+        )  # fmt: skip
         unit = 16 // q.x.element_size()
         expert_stride = 0 if packed else q.x.stride(0) // unit
         scale_expert_stride = scale_row_stride = 0
@@ -217,41 +215,37 @@ class PeerMemory:
             0, self.rank, self._timeout_ns, self._dispatch_flags.operation, 0, 0, expert_stride,
             q.x.stride(-2) // unit, scale_expert_stride, scale_row_stride, q.alignment,
         )  # fmt: skip
-        launch.start_aligned(self.layout.local_experts * self.tuning.split, tensors, integers)
+        programs = self.layout.local_experts * self.tuning.split
+        return launch.start_aligned(programs, tensors, integers, (5, 6, 7, 8))
 
     def _strides_of(self, y: Tensor) -> tuple[int, int]:
         """Units of 16 bytes from one expert to the next, and from one row to the next."""
         row = y.stride(-2) // 8
         return self.layout.max_rows * row if y.dim() == 2 else y.stride(0) // 8, row
 
-    def combine_send(self, q: CombineSend) -> None:
+    def combine_send(self, q: CombineSend) -> Again:
         exchange = q.weights is not None
         key = ("combine", exchange, q.bound_m is None)
-        launch = self._launches.get(key)
-        if launch is None:
-            launch = self._prepare(
-                key, combine_kernel, self.tuning.combine_send_warps, "combine", SEND=True,
-                BLOCK=self.tuning.combine_block, EXCHANGE=exchange, ACCUMULATE=False,
-                HAS_BOUND=q.bound_m is not None,
-            )  # fmt: skip
+        launch = self._prepare(
+            key, combine_kernel, self.tuning.combine_send_warps, "combine", SEND=True,
+            BLOCK=self.tuning.combine_block, EXCHANGE=exchange, ACCUMULATE=False,
+            HAS_BOUND=q.bound_m is not None,
+        )  # fmt: skip
         integers = (
             0 if q.weights is None else q.weights.shape[0], self.rank, self._timeout_ns,
             self._combine_flags.operation, self._weight_flags.operation, 0,
             *self._strides_of(q.expert_y),
         )  # fmt: skip
         tensors = (None, None, q.weights, q.expert_y, q.bound_m)
-        launch.start_aligned(self.tuning.combine_senders, tensors, integers)
+        return launch.start_aligned(self.tuning.combine_senders, tensors, integers, (3, 2, 4))
 
-    def combine_receive(self, q: CombineReceive) -> None:
+    def combine_receive(self, q: CombineReceive) -> Again:
         exchange, block = q.weights is not None, self.tuning.combine_receive_block
         key = ("combine", exchange, q.accumulate, q.bound_m is None, q.out.dtype, q.indices.dtype)
-        launch = self._launches.get(key)
-        if launch is None:
-            launch = self._prepare(
-                key, combine_kernel, self.tuning.combine_receive_warps, "combine", SEND=False,
-                BLOCK=block, EXCHANGE=exchange, ACCUMULATE=q.accumulate,
-                HAS_BOUND=q.bound_m is not None,
-            )  # fmt: skip
+        launch = self._prepare(
+            key, combine_kernel, self.tuning.combine_receive_warps, "combine", SEND=False,
+            BLOCK=block, EXCHANGE=exchange, ACCUMULATE=q.accumulate, HAS_BOUND=q.bound_m is not None
+        )  # fmt: skip
         tokens = q.out.shape[0]
         # In the place of expert_y, of which receiving reads only the dtype.
         tensors = (q.out, q.indices, q.weights, self._sums, q.bound_m)
@@ -260,14 +254,10 @@ class PeerMemory:
             self._weight_flags.operation, q.out.stride(0) // 8, 0, 0,
         )  # fmt: skip
         programs = max(1, tokens * -(-self.layout.hidden_dim // block))
-        launch.start_aligned(programs, tensors, integers)
+        return launch.start_aligned(programs, tensors, integers, (0, 1, 2, 4))
 
     def size(self) -> str:
         return f", {self.workspace.allocated_bytes() / 2**20:.1f} MiB"
-
-    def check_errors(self) -> None:
-        if self._error_words.any():
-            self.workspace.check_errors()
 
     def close(self) -> None:
         self.workspace.close()

@@ -1,23 +1,30 @@
 """What an AllToAll asks of a transport: one half of a dispatch or of a combine at a time.
 
 `peer_memory` (NVLink), `nvshmem`, `collective` (NCCL, gloo) and `two_level` (two of them) implement
-`Transport`. AllToAll has checked every tensor before a transport sees it. Shapes: see `all_to_all`.
+`Transport`. AllToAll has checked every tensor before a transport sees it. A request's `half` names
+the method that takes it. Shapes: see `all_to_all`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["CombineReceive", "CombineSend", "DispatchReceive", "DispatchSend", "Transport"]
+__all__ = ["Again", "CombineReceive", "CombineSend", "DispatchReceive", "DispatchSend", "Transport"]
+
+# Of a half that was started: makes, if called at once, what starts it again with other tensors of
+# the same forms, the first fields of a request. None where every start needs a request.
+type Again = Callable[[], Callable[[Sequence[Tensor | None]], None]] | None
 
 
 @dataclass(slots=True)
 class DispatchSend:
     """What the send half of a dispatch reads."""
 
+    half = "dispatch_send"
     x: Tensor
     indices: Tensor
     weights: Tensor | None = None
@@ -35,6 +42,7 @@ class DispatchReceive:
             last, padding counted.
     """
 
+    half = "dispatch_receive"
     counts: Tensor
     x: Tensor
     scale: Tensor | None = None
@@ -50,6 +58,7 @@ class DispatchReceive:
 class CombineSend:
     """What the send half of a combine reads. Weights: fp32 [m, K], if the dispatch had none."""
 
+    half = "combine_send"
     expert_y: Tensor
     weights: Tensor | None = None
     bound_m: Tensor | None = None
@@ -60,6 +69,7 @@ class CombineReceive:
     """The receive half of a combine: it writes `out`, or adds to it with `accumulate`, and reads
     the others."""
 
+    half = "combine_receive"
     out: Tensor
     indices: Tensor
     weights: Tensor | None = None
@@ -80,13 +90,13 @@ class Transport(Protocol):
     def size(self) -> str:
         """Its symmetric memory or its domains, for a report: ", 2.0 MiB"; "" if it has neither."""
 
-    def dispatch_send(self, q: DispatchSend) -> None: ...
+    def dispatch_send(self, q: DispatchSend) -> Again: ...
 
-    def dispatch_receive(self, q: DispatchReceive) -> None: ...
+    def dispatch_receive(self, q: DispatchReceive) -> Again: ...
 
-    def combine_send(self, q: CombineSend) -> None: ...
+    def combine_send(self, q: CombineSend) -> Again: ...
 
-    def combine_receive(self, q: CombineReceive) -> None: ...
+    def combine_receive(self, q: CombineReceive) -> Again: ...
 
     def check_errors(self) -> None:
         """Raise PeerTimeoutError if a wait of this rank has timed out: data that arrives later

@@ -229,7 +229,7 @@ class TwoLevel:
         self._run(self.rail.combine_receive, received)
 
     # ---- state
-    def _run(self, call: Callable[[Any], None], q: object) -> None:
+    def _run(self, call: Callable[[Any], object], q: object) -> None:
         try:
             call(q)
         except PeerTimeoutError as error:

@@ -140,6 +140,32 @@ def test_a_launcher_compiles_for_each_type_alignment_and_constant_once(
     ]
 
 
+def test_what_starts_again_takes_other_tensors_in_their_order_and_keeps_the_rest(
+    driver: _Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.widths = [8, 8, 8, 8, 4, 8, 8, 8]
+    kernel = _Started(_SIGNATURE)
+    x, y, kept, errors, others = (torch.zeros(4, 8) for _ in range(5))
+    launch = Launch(kernel, 4, {"BLOCK": 64}, (errors,), unaligned=("y",))
+    given, integers = (x, None, y, kept), (-128, -5_000_000_000)
+    again = launch.start_aligned(9, given, integers, (2, 1, 0))()
+    launch.start_aligned(9, given, integers)
+    again((y, None, x))
+    assert driver.launches[0] == driver.launches[1]
+    assert driver.launches[0][1][2:4] == [kept.data_ptr(), errors.data_ptr()]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    launch.start_aligned(9, (others, None, others, kept), integers, (2, 1, 0))()((y, None, x))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 44, raising=False)
+    again((others.flatten()[1:], None, others))
+    (shape, first), (_, last) = driver.launches[3:][:1] + driver.launches[-1:]
+    assert (shape, first) == driver.launches[0], "on the device of the first launch"
+    moved = [others.data_ptr(), others.data_ptr() + 4]
+    assert last == [*moved, *first[2:]], "y may lie at any address"
+    with pytest.raises(ConfigError, match="address of x: found '4 above a multiple of 16'"):
+        again((y, None, others.flatten()[1:]))
+    assert len(driver.launches) == 5
+
+
 def test_an_aligned_start_takes_absent_tensors_and_integers_behind_the_fixed_ones(
     driver: _Driver,
 ) -> None:
