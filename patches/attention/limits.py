@@ -9,6 +9,7 @@ of TE_LIMITS, Transformer Engine keeps its own exchange.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -181,6 +182,13 @@ def _bypass_reason(
 
 
 _from_elsewhere = functools.lru_cache(maxsize=32)(is_foreign)  # asked in each call
+# Functions that rotate in Megatron's forwards, and what holds them.
+_ROTATIONS = (
+    ("transformer.attention", "apply_rotary_pos_emb"),
+    ("transformer.multi_latent_attention", "apply_rotary_pos_emb"),
+    ("models.common.embeddings.rope_utils", "_apply_rotary_pos_emb_bshd"),
+    ("models.common.embeddings.rope_utils", "_apply_rotary_pos_emb_thd"),
+)
 
 
 def method_reason(attention: Any, linears: Iterable[tuple[str, Any]]) -> str | None:
@@ -189,6 +197,9 @@ def method_reason(attention: Any, linears: Iterable[tuple[str, Any]]) -> str | N
     qkv = type(attention).get_query_key_value_tensors
     if "get_query_key_value_tensors" in attention.__dict__ or _from_elsewhere(qkv):
         return f"{type(attention).__name__}.get_query_key_value_tensors was replaced"
+    for module, name in _ROTATIONS:
+        if _from_elsewhere(getattr(sys.modules.get(f"megatron.core.{module}"), name, None)):
+            return f"{name} was replaced"
     for name, linear in linears:
         impl = getattr(type(linear), "_forward_impl", None)  # Transformer Engine's have none
         if "_forward_impl" in linear.__dict__ or _from_elsewhere(impl):

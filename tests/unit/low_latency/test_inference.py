@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import parametrize
 
 from megatron_fluid import MoELayer
 from megatron_fluid.errors import ConfigError
@@ -128,6 +129,16 @@ def test_it_follows_the_training_layer_to_new_parameters(rank: int, world: int) 
     tokens, state = torch.randn(4, 32).to(torch.bfloat16), training.state_dict()
     training.load_state_dict({name: 2 * value for name, value in state.items()}, assign=True)
     assert _error(layer(tokens), training(tokens).detach()) < _TOLERANCE
+    computed = copy.deepcopy(training)
+    first = InferenceMoELayer.of(computed, max_num_tokens=4)
+    parametrize.register_parametrization(computed, "weight1", torch.nn.Softplus(), unsafe=True)
+    second = InferenceMoELayer.of(computed, max_num_tokens=4)
+    with torch.no_grad():
+        computed.parametrizations.weight1.original.add_(1)
+        for each in (first, second):
+            assert _error(each(tokens), computed(tokens)) < _TOLERANCE
+        parametrize.remove_parametrizations(computed, "weight1")
+        assert _error(first(tokens), computed(tokens)) < _TOLERANCE
     training.weight1 = torch.nn.Parameter(training.weight1[:3].detach())
     with pytest.raises(ConfigError, match="weight1 of the training layer: found .*3, 96, 32"):
         layer(tokens)
