@@ -4,6 +4,7 @@ forward, whatever one of them finds in its modules; and what comes upon them lat
 
 import copy
 import re
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -188,16 +189,18 @@ def test_a_change_after_the_first_forward_is_an_error_by_name_until_layers_are_r
         (SelfAttention, "get_query_key_value_tensors"),
         (ColumnParallelLinear, "_forward_impl"),
         (RowParallelLinear, "_forward_impl"),
+        ("megatron.core.transformer.attention", "apply_rotary_pos_emb"),
+        ("megatron.core.models.common.embeddings.rope_utils", "_apply_rotary_pos_emb_bshd"),
     ],
 )
 @on_ranks(2)
-def test_a_method_that_is_replaced_on_a_class_is_not_bypassed(
-    rank: int, ranks: int, kind: type, name: str
+def test_what_is_replaced_on_a_class_or_in_a_module_is_not_bypassed(
+    rank: int, ranks: int, kind: type | str, name: str
 ) -> None:
     start(ranks)
     earlier, later = Pair(rank, ranks), Pair(rank, ranks)
     later.compare(True)
-    _replace_method(kind, name)
+    _replace_method(sys.modules[kind] if isinstance(kind, str) else kind, name)
     earlier.compare(False)
     with pytest.raises(ConfigError, match=f"after its first forward: .*{name} was replaced"):
         later.compare(False)
