@@ -182,15 +182,18 @@ class InferenceMoELayer(nn.Module):
 
     def _follow(self, layer: nn.Module) -> None:
         """Take the weights that the training layer has now: load_state_dict(assign=True) and others
-        give it new parameters."""
+        give it new parameters, and a parametrization computes them."""
         for name in ("weight1", "weight2"):
-            mine, now = self._parameters.get(name), layer._parameters.get(name)
+            mine: Any = self._parameters.get(name, self.__dict__.get(name))
+            now: Any = layer._parameters.get(name)
+            now = getattr(layer, name, None) if now is None else now
             if mine is None or now is None or mine is now:
                 continue
             found = now.dtype, tuple(_local(now).shape), now.device
             wanted = mine.dtype, tuple(_local(mine).shape), mine.device
             if found != wanted:
                 raise ConfigError.of(f"{name} of the training layer", found, wanted)
+            self._parameters.pop(name, None)  # a computed tensor cannot take its place
             setattr(self, name, now)
 
     @tells_peers
