@@ -236,6 +236,7 @@ class TopKRouter(nn.Module):
             routing = self._fused(tokens, balanced)
         else:
             routing = self._plain(tokens)
+        self.last_aux_loss = None
         if balanced:
             loss = load_balancing_loss(routing, self.aux_loss_coefficient)
             self.last_aux_loss = loss.detach()

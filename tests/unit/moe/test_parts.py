@@ -234,6 +234,7 @@ def test_the_loss_is_trained_through_the_probabilities() -> None:
     assert not torch.allclose(module.weight.grad, reference.grad), (
         "no balancing outside of training"
     )
+    assert module.last_aux_loss is None
 
 
 def test_router_refusals() -> None:
