@@ -31,14 +31,10 @@ _WAITS = "tests/unit/comm/test_agreement.py"  # of the fast tier, but each waits
 # names: what it reaches gives it a tier. Only what the package itself starts is written at a test.
 _FOLLOWED = ("tests.", "tools.", "tests")
 _REACHED = {
-    "run_ranks": "world",
-    "run_ranks_outcomes": "world",
-    "subprocess": "process",
-    "run_code": "process",
-    "typecheck": "process",
-    "compile_for_host": "compile",
+    "run_ranks": "world", "run_ranks_outcomes": "world", "subprocess": "process",
+    "run_code": "process", "typecheck": "process", "compile_for_host": "compile",
     "kernel_cases": "compile",
-}
+}  # fmt: skip
 
 _MEGATRON = ("megatron", "megatron.core", "megatron.training")
 

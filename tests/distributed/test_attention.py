@@ -67,19 +67,11 @@ def _layers(
     layers = []
     for index in range(case.layers):
         layer = SelfAttention(
-            case.hidden,
-            case.heads,
-            **{name: getattr(case, name) for name in SAME_NAMES},
-            group=group,
-            num_kv_heads=case.kv_heads,
-            qkv_bias=case.bias,
-            output_bias=case.bias,
-            sequence_layout=case.layout,
-            head_groups=case.groups,
-            dx_chunks=case.chunks,
-            device=device,
-            name=f"attention {index}",
-        )
+            case.hidden, case.heads, **{name: getattr(case, name) for name in SAME_NAMES},
+            group=group, num_kv_heads=case.kv_heads, qkv_bias=case.bias, output_bias=case.bias,
+            sequence_layout=case.layout, head_groups=case.groups, dx_chunks=case.chunks,
+            device=device, name=f"attention {index}",
+        )  # fmt: skip
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -102,14 +94,9 @@ def _data(case: Case, microbatch: int) -> tuple[Tensor, Tensor]:
 
 
 def run_steps(
-    case: Case,
-    rank: int,
-    world: int,
-    attend: Callable[[int, Tensor], Tensor],
-    scheduler: WeightGradScheduler,
-    device: str = "cpu",
-    dtype: torch.dtype | None = None,
-) -> dict[str, Any]:
+    case: Case, rank: int, world: int, attend: Callable[[int, Tensor], Tensor],
+    scheduler: WeightGradScheduler, device: str = "cpu", dtype: torch.dtype | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Outputs and input gradients of every microbatch, of this rank's rows, and which these are.
     ``attend``: the layer of an index, without its residual. ``dtype``: computed in, if not the
     case's."""
@@ -206,12 +193,9 @@ def check(
 
 
 def check_cases(
-    body: Callable[..., dict[str, Any]],
-    compare: Callable[[Any, int, list[dict[str, Any]]], None],
-    world: int,
-    cases: Sequence[Any],
-    **launch: Any,
-) -> None:
+    body: Callable[..., dict[str, Any]], compare: Callable[[Any, int, list[dict[str, Any]]], None],
+    world: int, cases: Sequence[Any], **launch: Any,
+) -> None:  # fmt: skip
     """compare(case, world, what body(rank, world, case) returned on each rank) for every case."""
     ranks = run_ranks(_bodies, world, body, list(cases), timeout_s=200, **launch)
     for index, case in enumerate(cases):

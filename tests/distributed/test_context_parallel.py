@@ -29,14 +29,9 @@ def _setup(ranks: int, groups: int, **settings: Any) -> Any:
     """Parallel state, and the configuration for this many context-parallel ranks."""
     start(ranks)
     return TransformerConfig(
-        num_layers=2,
-        hidden_size=HEADS * WIDTH,
-        num_attention_heads=HEADS,
-        num_query_groups=groups,
-        attention_dropout=0.0,
-        context_parallel_size=ranks,
-        **{"cp_comm_type": "a2a", **settings},
-    )
+        num_layers=2, hidden_size=HEADS * WIDTH, num_attention_heads=HEADS, num_query_groups=groups,
+        attention_dropout=0.0, context_parallel_size=ranks, **{"cp_comm_type": "a2a", **settings},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -63,12 +63,9 @@ def _behind(model: dict[str, Any], **more: Any) -> Layer:
     """Experts of this package behind Megatron's exchange; ranks have as many tokens, which its
     all-gather asks for."""
     settings = {
-        "fluid": {"moe_backend": "experts"},
-        "lengths": (6, 6),
-        "way": "experts",
-        "exchange": "megatron",
-        "why": "moe_backend='experts'",
-    }
+        "fluid": {"moe_backend": "experts"}, "lengths": (6, 6), "way": "experts",
+        "exchange": "megatron", "why": "moe_backend='experts'",
+    }  # fmt: skip
     return Layer(model, **{**settings, **more})
 
 

@@ -87,13 +87,10 @@ def _one_by_one(on: bool, delayed: bool = False) -> dict[str, Any]:
         for iteration in range(2):
             found = get_forward_backward_func()(
                 forward_step_func=step,
-                data_iterator=(tiny_gpt.batch(rank, iteration, m) for m in range(3)),
-                model=[model],
-                num_microbatches=3,
-                seq_length=tiny_gpt.SEQUENCE,
-                micro_batch_size=tiny_gpt.BATCH,
+                data_iterator=(tiny_gpt.batch(rank, iteration, m) for m in range(3)), model=[model],
+                num_microbatches=3, seq_length=tiny_gpt.SEQUENCE, micro_batch_size=tiny_gpt.BATCH,
                 forward_only=False,
-            )
+            )  # fmt: skip
             losses += [float(report["loss"]) for report in found]
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         calls = counts["fused"], counts["exchange"], sum(ran)

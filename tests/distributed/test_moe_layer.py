@@ -133,13 +133,9 @@ def test_the_seeds_function(rank: int, world: int, folded: bool, train: bool) ->
     )  # fmt: skip
     reference = [t.clone().requires_grad_() for t in (torch.cat(xs), w1, w2)]
     y = moe_reference(
-        reference[0],
-        torch.cat(ids).unsqueeze(1),
-        None,
-        reference[1].transpose(1, 2),
-        reference[2].transpose(1, 2),
-        torch.nn.functional.gelu,
-    )
+        reference[0], torch.cat(ids).unsqueeze(1), None, reference[1].transpose(1, 2),
+        reference[2].transpose(1, 2), torch.nn.functional.gelu,
+    )  # fmt: skip
     begin = sum(len(i) for i in ids[:rank])
     rows = slice(begin, begin + len(ids[rank]))
     close(output, y[rows].detach())

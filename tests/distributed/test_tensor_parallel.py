@@ -39,15 +39,9 @@ def _random(seed: int, *shape: int) -> torch.Tensor:
 
 
 def check_case(
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    transpose_b: bool,
-    bias: bool,
-    backend: str,
+    m: int, n: int, k: int, dtype: torch.dtype, transpose_b: bool, bias: bool, backend: str,
     device: str = "cpu",
-) -> None:
+) -> None:  # fmt: skip
     """Both operations and all their gradients on this rank, m rows a rank; the same random data on
     every rank of the reference."""
     group = world_group()

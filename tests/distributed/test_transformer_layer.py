@@ -52,27 +52,13 @@ class Case:
 
 def _layer(case: Case, index: int) -> TransformerLayer:
     layer = TransformerLayer(
-        HIDDEN,
-        case.heads,
-        FFN,
-        case.experts,
-        case.top_k,
-        ep_group=dist.group.WORLD,
-        cp_group=dist.group.WORLD if case.context_parallel else None,
-        num_kv_heads=case.kv_heads,
-        head_dim=HEAD_DIM,
-        qk_norm=case.qk_norm,
-        qkv_bias=case.bias,
-        norm=case.norm,
-        sequence_layout=case.layout,
-        shared_ffn_hidden_size=case.shared,
-        aux_loss_coefficient=case.aux,
-        init_std=0.3,
-        dx_chunks=case.chunks,
-        overlap=case.overlap,
-        layer_id=index,
-        dtype=torch.float64,
-    )
+        HIDDEN, case.heads, FFN, case.experts, case.top_k, ep_group=dist.group.WORLD,
+        cp_group=dist.group.WORLD if case.context_parallel else None, num_kv_heads=case.kv_heads,
+        head_dim=HEAD_DIM, qk_norm=case.qk_norm, qkv_bias=case.bias, norm=case.norm,
+        sequence_layout=case.layout, shared_ffn_hidden_size=case.shared,
+        aux_loss_coefficient=case.aux, init_std=0.3, dx_chunks=case.chunks, overlap=case.overlap,
+        layer_id=index, dtype=torch.float64,
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(index)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -125,13 +111,10 @@ def _reference(case: Case, values: dict[str, Tensor], index: int, x: Tensor) -> 
         return F.layer_norm(x, (HIDDEN,), p[f"{name}.weight"], p[f"{name}.bias"], 1e-6)
 
     weights = AttentionWeights(
-        p["self_attention.linear_qkv.weight"],
-        p["self_attention.linear_proj.weight"],
-        p.get("self_attention.linear_qkv.bias"),
-        None,
-        p.get("self_attention.q_layernorm.weight"),
+        p["self_attention.linear_qkv.weight"], p["self_attention.linear_proj.weight"],
+        p.get("self_attention.linear_qkv.bias"), None, p.get("self_attention.q_layernorm.weight"),
         p.get("self_attention.k_layernorm.weight"),
-    )
+    )  # fmt: skip
     h = norm(x, "input_layernorm")
     x = x + reference_attention(h, weights, case.heads, case.kv_heads, rotary=Rotary(HEAD_DIM))
     tokens = norm(x, "pre_mlp_layernorm").reshape(-1, HIDDEN)

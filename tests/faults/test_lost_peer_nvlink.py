@@ -250,12 +250,9 @@ def test_a_failure_in_the_last_iteration_is_the_exit_status(device: str) -> None
     """Python starts no threads at exit, and a GPU's work is waited for in another thread."""
     root = Path(__file__).parents[2]
     ended = subprocess.run(
-        [sys.executable, "-c", LAST_ITERATION, device],
-        cwd=root,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", LAST_ITERATION, device], cwd=root, capture_output=True, text=True,
         timeout=300,
-    )
+    )  # fmt: skip
     assert "training is over" in ended.stdout
     assert ended.returncode == 75, ended.stderr
     assert "rank 0: no answer from peer 1 in moe plan" in ended.stderr

@@ -89,12 +89,9 @@ def unpack(rows: Tensor, counts: Tensor, ends: list[int], alignment: int) -> lis
 
 
 def check_received(
-    received: tuple[Tensor, Tensor | list[Tensor], Tensor | list[Tensor] | None],
-    rank: int,
-    ids: list[Tensor],
-    x: list[Tensor],
-    scale: list[Tensor] | None = None,
-) -> None:
+    received: tuple[Tensor, Tensor | list[Tensor], Tensor | list[Tensor] | None], rank: int,
+    ids: list[Tensor], x: list[Tensor], scale: list[Tensor] | None = None,
+) -> None:  # fmt: skip
     """Hold what `receive` returned, in the layout [L, R, ...] or by expert, to the reference bit by
     bit."""
     counts, out, out_scale = received

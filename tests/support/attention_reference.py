@@ -33,17 +33,10 @@ def _rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def reference_attention(
-    x: Tensor,
-    weights: AttentionWeights,
-    num_heads: int,
-    num_kv_heads: int,
-    *,
-    causal: bool = True,
-    window: int | None = None,
-    rotary: Rotary | None = None,
-    norm_eps: float = 1e-6,
+    x: Tensor, weights: AttentionWeights, num_heads: int, num_kv_heads: int, *, causal: bool = True,
+    window: int | None = None, rotary: Rotary | None = None, norm_eps: float = 1e-6,
     scale: float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Self-attention of the whole sequence x [S, B, H] -> [S, B, H], float32 or float64,
     differentiable by autograd.
 

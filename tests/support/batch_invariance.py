@@ -12,13 +12,9 @@ _WORDS = {2: torch.int16, 4: torch.int32}
 
 
 def bits_in_batches(
-    layer: Callable[[Tensor], Tensor],
-    rank: int,
-    hidden: int,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    scale: int = 1,
-) -> Tensor:
+    layer: Callable[[Tensor], Tensor], rank: int, hidden: int, dtype: torch.dtype,
+    device: torch.device | str = "cpu", scale: int = 1,
+) -> Tensor:  # fmt: skip
     """The same tokens beside others in several batches, and at last one by one, as bits of the
     layer's output [batches, TOKENS, H]. Collective if the layer is. scale: of the numbers of
     others."""

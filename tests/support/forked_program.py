@@ -21,13 +21,9 @@ _TOO_LATE = {"--fluid-cpu", "--fluid-disable-patch", "--fluid-allow-unsupported-
 
 
 def run_program(
-    script: Path,
-    ranks: int,
-    flags: Sequence[str],
-    folder: Path,
-    variables: Mapping[str, str],
+    script: Path, ranks: int, flags: Sequence[str], folder: Path, variables: Mapping[str, str],
     timeout_s: float = 400.0,
-) -> tuple[int, str]:
+) -> tuple[int, str]:  # fmt: skip
     """Run `script` in `folder` on gloo ranks.
 
     Args:

@@ -40,12 +40,9 @@ def _swiglu_cast(
 
 
 def _swiglu_backward_cast(
-    h: Tensor | CompandedRows,
-    da: Tensor,
-    probs: Tensor,
-    count: Tensor | None = None,
+    h: Tensor | CompandedRows, da: Tensor, probs: Tensor, count: Tensor | None = None,
     in_fp8: bool = False,
-) -> tuple[Fp8Rows, Tensor | None, Tensor | Fp8Rows, Tensor]:
+) -> tuple[Fp8Rows, Tensor | None, Tensor | Fp8Rows, Tensor]:  # fmt: skip
     wide = reference.restore_companded(*h) if isinstance(h, CompandedRows) else h
     dh, a, dprobs = reference.swiglu_backward(wide, da, probs[: len(da)])
     if in_fp8:

@@ -63,13 +63,9 @@ def _server(interpreted: str) -> Template:
 
 
 def _main(
-    code: str,
-    argv: tuple[str, ...],
-    environment: Mapping[str, str],
-    folder: str,
-    said: list[str],
+    code: str, argv: tuple[str, ...], environment: Mapping[str, str], folder: str, said: list[str],
     pipe: multiprocessing.connection.Connection,
-) -> None:
+) -> None:  # fmt: skip
     """The life of the forked process."""
     os.chdir(folder)
     os.environ.clear()

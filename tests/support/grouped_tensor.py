@@ -20,18 +20,10 @@ from torch.utils import _pytree as pytree
 
 _ATEN = torch.ops.aten
 _REFUSED = {
-    _ATEN.reshape.default,
-    _ATEN.unsqueeze.default,
-    _ATEN.transpose.int,
-    _ATEN.permute.default,
-    _ATEN.t.default,
-    _ATEN.slice.Tensor,
-    _ATEN.narrow.default,
-    _ATEN.select.int,
-    _ATEN.split.Tensor,
-    _ATEN.cat.default,
-    _ATEN.stack.default,
-}
+    _ATEN.reshape.default, _ATEN.unsqueeze.default, _ATEN.transpose.int, _ATEN.permute.default,
+    _ATEN.t.default, _ATEN.slice.Tensor, _ATEN.narrow.default, _ATEN.select.int, _ATEN.split.Tensor,
+    _ATEN.cat.default, _ATEN.stack.default,
+}  # fmt: skip
 
 
 class _Identity(torch.autograd.Function):

@@ -88,13 +88,9 @@ def world_group() -> dist.ProcessGroup:
 
 
 def run_ranks(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout_s: float = 120.0,
-    backend: str = "gloo",
-    env: Mapping[str, str] | None = None,
-) -> list[Any]:
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0,
+    backend: str = "gloo", env: Mapping[str, str] | None = None,
+) -> list[Any]:  # fmt: skip
     """Run ``fn(rank, world_size, *args)`` on `world_size` ranks and return their results in rank
     order.
 
@@ -151,15 +147,10 @@ def on_ranks(
 
 
 def run_ranks_outcomes(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout_s: float = 120.0,
-    backend: str = "gloo",
-    env: Mapping[str, str] | None = None,
-    grace_s: float = _GRACE_S,
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0,
+    backend: str = "gloo", env: Mapping[str, str] | None = None, grace_s: float = _GRACE_S,
     awaited: Sequence[int] | None = None,
-) -> list[RankOutcome]:
+) -> list[RankOutcome]:  # fmt: skip
     """As `run_ranks`, for tests in which ranks are meant to fail: never raises for what a rank did.
 
     Once one rank has failed, the others have `grace_s` seconds to end by themselves; after that

@@ -39,16 +39,11 @@ class Split:
 
 
 SPLITS = {
-    "ep2": Split(2, ep=2),
-    "etp2": Split(2, tp=2, etp=2),
-    "tp2 ep2": Split(2, tp=2, ep=2),
-    "ep1": Split(2),
-    "two hosts": Split(2, ep=2, hosts=True),
-    "ep4": Split(4, ep=4),
-    "ep2 dp2": Split(4, ep=2),
-    "ep4 two hosts": Split(4, ep=4, hosts=True),
+    "ep2": Split(2, ep=2), "etp2": Split(2, tp=2, etp=2), "tp2 ep2": Split(2, tp=2, ep=2),
+    "ep1": Split(2), "two hosts": Split(2, ep=2, hosts=True), "ep4": Split(4, ep=4),
+    "ep2 dp2": Split(4, ep=2), "ep4 two hosts": Split(4, ep=4, hosts=True),
     "ep2 etp2": Split(4, ep=2, tp=2, etp=2),
-}
+}  # fmt: skip
 
 # What runs of this package, by the name of the way: both in one call, the exchange under Megatron's
 # experts, both one after the other, and the experts behind Megatron's exchange.
@@ -309,13 +304,10 @@ def _layer(rank: int, case: Layer, on: bool) -> dict[str, Any]:
                 values |= _gradients(name, parameter, on and _single_grouped(settings))
         assert all(value is not None for value in values.values())
         return {
-            "values": values,
-            "counts": dict(counts),
-            "copies": GroupedTensor.copies - copies,
-            "exchange": moe_layer.backend_of(layer),
-            "experts": moe_layer.experts_reason_of(layer),
+            "values": values, "counts": dict(counts), "copies": GroupedTensor.copies - copies,
+            "exchange": moe_layer.backend_of(layer), "experts": moe_layer.experts_reason_of(layer),
             "fusion": moe_layer.DECISIONS.parts_of(layer).fusion,
-        }
+        }  # fmt: skip
 
 
 def _gradients(name: str, parameter: torch.nn.Parameter, packed: bool) -> dict[str, Any]:

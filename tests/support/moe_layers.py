@@ -13,13 +13,9 @@ from megatron_fluid.moe.sharding import local_part
 LIMIT_S = 200.0  # on ranks that hang; a busy machine takes its time
 F64 = torch.float64
 CONFIG: dict[str, Any] = {
-    "hidden_size": 8,
-    "ffn_hidden_size": 12,
-    "num_experts": 6,
-    "top_k": 2,
-    "init_std": 0.4,
+    "hidden_size": 8, "ffn_hidden_size": 12, "num_experts": 6, "top_k": 2, "init_std": 0.4,
     "dx_chunks": 2,
-}
+}  # fmt: skip
 
 
 def group() -> dist.ProcessGroup:
@@ -28,12 +24,9 @@ def group() -> dist.ProcessGroup:
 
 
 def layer_of(
-    kind: type[nn.Module],
-    group: Any,
-    sizes: dict[str, Any] = CONFIG,
-    layer_id: int = 0,
+    kind: type[nn.Module], group: Any, sizes: dict[str, Any] = CONFIG, layer_id: int = 0,
     **options: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """A small layer of any kind; layer_id seeds the weights of all but SelfAttention."""
     options = {"dtype": F64, **options}
     if kind is SelfAttention:

@@ -43,14 +43,10 @@ def gradients(y: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
 
 
 def moe_reference(
-    tokens: Tensor,
-    ids: Tensor,
-    probs: Tensor | None,
-    w1: Tensor,
-    w2: Tensor,
+    tokens: Tensor, ids: Tensor, probs: Tensor | None, w1: Tensor, w2: Tensor,
     activation: str | Activation | Callable[[Tensor], Tensor],
     biases: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """out[t] = sum over k of fc2(act(fc1(x[t])) * p[t, k]) of expert ids[t, k], skipping ids of -1.
 
     Args:

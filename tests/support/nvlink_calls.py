@@ -88,16 +88,9 @@ class Call:
 
 
 def make_call(
-    seed: int,
-    kind: str,
-    rank: int,
-    ranks: int,
-    tokens: int,
-    hidden: int,
-    ffn: int,
-    experts: int,
+    seed: int, kind: str, rank: int, ranks: int, tokens: int, hidden: int, ffn: int, experts: int,
     top_k: int,
-) -> Call:
+) -> Call:  # fmt: skip
     g = torch.Generator(device="cuda").manual_seed(1000 * seed + rank)
     ids = spread_routing(kind, tokens, experts, top_k, rank, ranks, g)
     tokens, bf16 = len(ids), torch.bfloat16
@@ -107,13 +100,10 @@ def make_call(
         return (torch.randn(*shape, generator=g, device="cuda") * scale).to(bf16)
 
     return Call(
-        normal(tokens, hidden),
-        ids,
-        torch.rand(tokens, top_k, generator=g, device="cuda"),
+        normal(tokens, hidden), ids, torch.rand(tokens, top_k, generator=g, device="cuda"),
         normal(local, 2 * ffn, hidden, scale=hidden**-0.5),
-        normal(local, hidden, ffn, scale=ffn**-0.5),
-        normal(tokens, hidden),
-    )
+        normal(local, hidden, ffn, scale=ffn**-0.5), normal(tokens, hidden),
+    )  # fmt: skip
 
 
 @dataclass

@@ -17,12 +17,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 # How many nodes each recipe is checked on.
 RECIPES = {
-    "mixtral_8x7b": (1, 2),
-    "qwen3_30b_a3b": (1, 4),
-    "deepseek_v3": (1, 128),
-    "gpt_oss_20b": (1, 2),
+    "mixtral_8x7b": (1, 2), "qwen3_30b_a3b": (1, 4), "deepseek_v3": (1, 128), "gpt_oss_20b": (1, 2),
     "olmoe_1b_7b": (1, 2),
-}
+}  # fmt: skip
 
 
 def printed(recipe: str, nodes: int, *flags: str) -> list[str]:

@@ -69,12 +69,9 @@ def _spec(case: Case) -> Any:
     if l2:
         norm = L2Norm
     return SelfAttentionSubmodules(
-        linear_qkv=NormLinear,
-        core_attention=patched_core(),
-        linear_proj=Linear,
-        q_layernorm=norm,
+        linear_qkv=NormLinear, core_attention=patched_core(), linear_proj=Linear, q_layernorm=norm,
         k_layernorm=norm,
-    )
+    )  # fmt: skip
 
 
 def _config(case: Case, ranks: int) -> Any:
@@ -139,14 +136,9 @@ def angles_of(case: Case, length: int) -> Tensor | None:
 
 
 def step(
-    attention: Any,
-    case: Case,
-    rows: Tensor,
-    angles: Tensor | None,
-    length: int,
-    dtype: torch.dtype | None = None,
-    packed: Any = None,
-) -> dict[str, Tensor]:
+    attention: Any, case: Case, rows: Tensor, angles: Tensor | None, length: int,
+    dtype: torch.dtype | None = None, packed: Any = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Outputs, input gradients and parameter gradients (or what was added to main_grad) of some
     microbatches.
 

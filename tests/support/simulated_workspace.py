@@ -22,13 +22,9 @@ class SimulatedWorkspace:
     """
 
     def __init__(
-        self,
-        world_size: int,
-        device: torch.device | str = "cpu",
-        timeout_s: float = 1.0,
-        watched: bool = False,
-        flag_words: int = 0,
-    ) -> None:
+        self, world_size: int, device: torch.device | str = "cpu", timeout_s: float = 1.0,
+        watched: bool = False, flag_words: int = 0,
+    ) -> None:  # fmt: skip
         self.world_size = world_size
         self.device = torch.device(device)
         self._memory: dict[tuple[str, torch.dtype, int], list[Tensor]] = {}

@@ -24,12 +24,9 @@ class _Torch:
     """torch, as the module of symmetric memory sees it: with a GPU whose memory is the host's."""
 
     cuda = SimpleNamespace(
-        is_available=lambda: True,
-        current_device=lambda: 0,
-        device_count=lambda: 1,
-        can_device_access_peer=lambda device, peer: True,
-        synchronize=lambda device: None,
-    )
+        is_available=lambda: True, current_device=lambda: 0, device_count=lambda: 1,
+        can_device_access_peer=lambda device, peer: True, synchronize=lambda device: None,
+    )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

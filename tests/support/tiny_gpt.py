@@ -132,13 +132,9 @@ def gpt(config: TransformerConfig, spec: Any = None, seed: int = 1234) -> GPTMod
     if config.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, spec, config.transformer_impl != "local")
     model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
-        position_embedding_type="rope",
-        mtp_block_spec=mtp,
-    )
+        config=config, transformer_layer_spec=spec, vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE, position_embedding_type="rope", mtp_block_spec=mtp,
+    )  # fmt: skip
     model = model.to(device())
     return model.bfloat16() if config.bf16 else model  # as Megatron's Float16Module does
 
@@ -174,15 +170,9 @@ def batch(
 
 
 def wrapped(
-    models: Sequence[torch.nn.Module],
-    config: TransformerConfig,
-    *,
-    distributed: bool = False,
-    reduce: bool = False,
-    gather: bool = False,
-    bucket_size: int = 2000,
-    **adam: Any,
-) -> tuple[list[DistributedDataParallel], Any]:
+    models: Sequence[torch.nn.Module], config: TransformerConfig, *, distributed: bool = False,
+    reduce: bool = False, gather: bool = False, bucket_size: int = 2000, **adam: Any,
+) -> tuple[list[DistributedDataParallel], Any]:  # fmt: skip
     """Megatron's data parallelism around each model, and one Adam optimizer of all.
 
     Args:
@@ -192,12 +182,9 @@ def wrapped(
         adam: settings of OptimizerConfig.
     """
     settings = DistributedDataParallelConfig(
-        use_distributed_optimizer=distributed,
-        overlap_grad_reduce=reduce,
-        overlap_param_gather=gather,
-        grad_reduce_in_fp32=config.bf16,
-        bucket_size=bucket_size,
-    )
+        use_distributed_optimizer=distributed, overlap_grad_reduce=reduce,
+        overlap_param_gather=gather, grad_reduce_in_fp32=config.bf16, bucket_size=bucket_size,
+    )  # fmt: skip
     chunks = [DistributedDataParallel(config, settings, model) for model in models]
     given = {"lr": 5e-3, "clip_grad": 1.0, "bf16": config.bf16, "params_dtype": config.params_dtype}
     optimizer = OptimizerConfig(
@@ -212,25 +199,17 @@ def wrapped(
 
 
 def train(
-    model: GPTModel,
-    iterations: int = 20,
-    microbatches: int = 1,
-    distributed_optimizer: bool = False,
-    overlap_grad_reduce: bool = False,
-    overlap_param_gather: bool = False,
-    learning_rate: float = 5e-3,
-) -> Training:
+    model: GPTModel, iterations: int = 20, microbatches: int = 1,
+    distributed_optimizer: bool = False, overlap_grad_reduce: bool = False,
+    overlap_param_gather: bool = False, learning_rate: float = 5e-3,
+) -> Training:  # fmt: skip
     """Train as Megatron's own loop does: microbatches without sync but the last, finalize, clip,
     step."""
     data_rank = parallel_state.get_data_parallel_rank()
     [ddp], optimizer = wrapped(
-        [model],
-        model.config,
-        distributed=distributed_optimizer,
-        reduce=overlap_grad_reduce,
-        gather=overlap_param_gather,
-        lr=learning_rate,
-    )
+        [model], model.config, distributed=distributed_optimizer, reduce=overlap_grad_reduce,
+        gather=overlap_param_gather, lr=learning_rate,
+    )  # fmt: skip
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=device()), 1)
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0 / microbatches, device=device()))
     result = Training([], [], model)

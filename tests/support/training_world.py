@@ -24,12 +24,9 @@ _ANSWER_S = 180.0
 _CLOSE = 1e-5  # of losses, norms and parameters; what is found without a defect is below 1e-6
 
 PARTS = {
-    "experts": (".experts.",),
-    "one expert": ("layers.1.", ".local_experts.0."),
-    "router": (".router.",),
-    "attention": (".self_attention.",),
-    "embedding": ("embedding.",),
-}
+    "experts": (".experts.",), "one expert": ("layers.1.", ".local_experts.0."),
+    "router": (".router.",), "attention": (".self_attention.",), "embedding": ("embedding.",),
+}  # fmt: skip
 """Groups of parameters by what their names hold, all of a tuple."""
 
 

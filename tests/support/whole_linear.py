@@ -9,12 +9,9 @@ from torch import Tensor
 
 
 def whole_linear(
-    mode: str,
-    group: dist.ProcessGroup,
-    tensors: dict[str, Tensor],
-    upstream: Tensor,
+    mode: str, group: dist.ProcessGroup, tensors: dict[str, Tensor], upstream: Tensor,
     norm: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """This rank's output ("out") and gradients (by the names in `tensors`).
 
     Column: x ``[S / W, B, K]``, weight ``[N / W, K]``, bias ``[N / W]``, output ``[S, B, N / W]``;

@@ -54,23 +54,15 @@ def test_what_may_differ_between_hosts_is_not_shared() -> None:
 
 def test_every_field_is_read_from_the_environment() -> None:
     environ = {
-        "MEGATRON_FLUID_MOE_BACKEND": "rounds",
-        "MEGATRON_FLUID_DX_CHUNKS": "4",
-        "MEGATRON_FLUID_DEFER_WEIGHT_GRADS": "on",
-        "MEGATRON_FLUID_TIMEOUT_S": "2.5",
-        "MEGATRON_FLUID_DETERMINISTIC": "True",
-        "MEGATRON_FLUID_TP_OVERLAP": "off",
-        "MEGATRON_FLUID_CP_BACKEND": "collective",
-        "MEGATRON_FLUID_MOE_RECOMPUTE": "hidden",
-        "MEGATRON_FLUID_PROFILE_STEPS": "3:5",
-        "MEGATRON_FLUID_PROFILE_DIR": "pages",
-        "MEGATRON_FLUID_END_ON_TIMEOUT": "on",
-        "MEGATRON_FLUID_MOE_FP8": "ours",
-        "MEGATRON_FLUID_MACHINE": "reference",
-        "MEGATRON_FLUID_MOE_FP8_WEIGHT_GRADS": "bf16",
-        "MEGATRON_FLUID_GRAPH": "1",
-        "MEGATRON_FLUID_BATCH_INVARIANT": "1",
-    }
+        "MEGATRON_FLUID_MOE_BACKEND": "rounds", "MEGATRON_FLUID_DX_CHUNKS": "4",
+        "MEGATRON_FLUID_DEFER_WEIGHT_GRADS": "on", "MEGATRON_FLUID_TIMEOUT_S": "2.5",
+        "MEGATRON_FLUID_DETERMINISTIC": "True", "MEGATRON_FLUID_TP_OVERLAP": "off",
+        "MEGATRON_FLUID_CP_BACKEND": "collective", "MEGATRON_FLUID_MOE_RECOMPUTE": "hidden",
+        "MEGATRON_FLUID_PROFILE_STEPS": "3:5", "MEGATRON_FLUID_PROFILE_DIR": "pages",
+        "MEGATRON_FLUID_END_ON_TIMEOUT": "on", "MEGATRON_FLUID_MOE_FP8": "ours",
+        "MEGATRON_FLUID_MACHINE": "reference", "MEGATRON_FLUID_MOE_FP8_WEIGHT_GRADS": "bf16",
+        "MEGATRON_FLUID_GRAPH": "1", "MEGATRON_FLUID_BATCH_INVARIANT": "1",
+    }  # fmt: skip
     fields = {field.name for field in dataclasses.fields(FluidConfig)}
     assert {name.removeprefix("MEGATRON_FLUID_").lower() for name in environ} == fields
     assert FluidConfig.from_environment(environ) == FluidConfig(

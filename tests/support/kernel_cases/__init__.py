@@ -25,15 +25,10 @@ WIDE = ("ld.global.v4.b32", "st.global.v4.b32")
 NARROW = ("ld.global.b16", "st.global.b16", "ld.global.v2.b16", "st.global.v2.b16")
 
 _TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.int8: "*i8",
-    torch.int32: "*i32",
-    torch.uint32: "*u32",
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv", torch.int8: "*i8", torch.int32: "*i32", torch.uint32: "*u32",
     torch.int64: "*i64",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,12 +65,9 @@ def recorded(label: str, calls: Callable[[], object]) -> list[KernelCase]:
     found: list[KernelCase] = []
 
     def note(
-        launch: Launch,
-        grid: tuple[int, int],
-        arguments: Sequence[Argument | None],
-        integers: Sequence[int],
-        stream: object = None,
-    ) -> None:
+        launch: Launch, grid: tuple[int, int], arguments: Sequence[Argument | None],
+        integers: Sequence[int], stream: object = None,
+    ) -> None:  # fmt: skip
         found.append(_case(label, launch, (*arguments, *launch._fixed, *integers)))
 
     with mock.patch.object(Launch, "_by_triton", note):

@@ -13,15 +13,11 @@ from tests.support.kernel_cases import KernelCase, cases_of
 HIDDEN, FFN, ROWS = 7168, 2048, 64
 _CAST, _LOADS, _STORES = "cvt.rn.satfinite.e4m3x2.f32", "ld.global.v4", "st.global.v4"
 _WANTED = {
-    "cast_rows_kernel": (_CAST, _LOADS, _STORES),
-    "restore_rows_kernel": (_LOADS, _STORES),
-    "pack_rows_kernel": (_CAST, _LOADS, _STORES),
-    "unpack_scales_kernel": (_LOADS,),
-    "cast_weights_kernel": (_CAST, _LOADS),
-    "swiglu_cast_kernel": (_CAST, _LOADS),
-    "swiglu_backward_cast_kernel": (_CAST,),
-    "turn_rows_kernel": (_CAST, "max.NaN.f32", _STORES),
-}
+    "cast_rows_kernel": (_CAST, _LOADS, _STORES), "restore_rows_kernel": (_LOADS, _STORES),
+    "pack_rows_kernel": (_CAST, _LOADS, _STORES), "unpack_scales_kernel": (_LOADS,),
+    "cast_weights_kernel": (_CAST, _LOADS), "swiglu_cast_kernel": (_CAST, _LOADS),
+    "swiglu_backward_cast_kernel": (_CAST,), "turn_rows_kernel": (_CAST, "max.NaN.f32", _STORES),
+}  # fmt: skip
 
 
 def _matrices(rows: int, columns: int) -> Fp8Matrices:

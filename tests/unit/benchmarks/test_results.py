@@ -169,12 +169,9 @@ def test_an_moe_layer_is_compared_with_megatrons_own_paths_inside_megatron_and_a
 ) -> None:
     """Floors are nobody's rivals, fp8 is compared with fp8, and what was not run is named."""
     times = {
-        "fluid": 2.0,
-        "fluid_megatron": 2.5,
-        "fluid_no_overlap": 1.0,
-        "floor": 1.6,
+        "fluid": 2.0, "fluid_megatron": 2.5, "fluid_no_overlap": 1.0, "floor": 1.6,
         "schedule_whole": 1.0,
-    }
+    }  # fmt: skip
     rivals = {"megatron_te_alltoall": 4.0, "megatron_te_allgather": 6.0}
     fp8 = {"megatron_te_fp8": 3.0, "fluid_fp8": 1.5, "fluid_megatron_fp8": 1.0}
     rows = of("olmoe", "train", times | rivals | fp8)

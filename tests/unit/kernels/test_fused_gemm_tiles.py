@@ -49,14 +49,9 @@ Found = tuple[int, ...]
 
 
 def tiles(
-    host: ctypes.CDLL,
-    ranks: int,
-    rows: int,
-    width: int,
-    high: int,
-    chunks: int = 1,
+    host: ctypes.CDLL, ranks: int, rows: int, width: int, high: int, chunks: int = 1,
     splits: int = 1,
-) -> list[Found]:
+) -> list[Found]:  # fmt: skip
     """(step, block, row, rows, units, feature, chunk, split, number) of every tile, in the order in
     which they are taken."""
     room = 100_000

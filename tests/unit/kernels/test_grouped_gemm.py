@@ -174,13 +174,9 @@ def _activated(h: Tensor, prob: Tensor) -> Tensor:
 @every_case
 @pytest.mark.parametrize(("programs", "wide"), [(None, False), (6, False), (None, True), (6, True)])
 def test_a_gated_product_has_the_bits_of_a_product_and_its_activation(
-    counts: list[int],
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    programs: int | None,
-    wide: bool,
+    counts: list[int], shape: tuple[int, int], dtype: torch.dtype, programs: int | None, wide: bool,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(grouped_gemm, "wide_tiles_pay", lambda ends, depth: wide)
     start, forms = HopperKernels.launch, []
 

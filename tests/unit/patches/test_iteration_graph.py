@@ -233,12 +233,9 @@ def test_the_wait_for_a_replay_ends_soon_after_it(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_workers_have_all_sixteen_microbatches_of_a_graphed_iteration_ready(
-    monkeypatch: pytest.MonkeyPatch,
-    implementation: str,
-    workers: int,
-    given: int | None,
+    monkeypatch: pytest.MonkeyPatch, implementation: str, workers: int, given: int | None,
     expected: int | None,
-) -> None:
+) -> None:  # fmt: skip
     args = SimpleNamespace(
         global_batch_size=96, micro_batch_size=2, data_parallel_size=3,
         cuda_graph_impl=implementation,

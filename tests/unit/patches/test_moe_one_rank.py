@@ -16,12 +16,9 @@ from tests.support.launch import on_ranks
 
 MICROBATCHES, STEPS = 2, 2
 SHAPE: dict[str, Any] = {
-    "hidden_size": 128,
-    "moe_ffn_hidden_size": 128,
-    "num_moe_experts": 2,
-    "moe_router_topk": 2,
+    "hidden_size": 128, "moe_ffn_hidden_size": 128, "num_moe_experts": 2, "moe_router_topk": 2,
     "bf16": True,
-}
+}  # fmt: skip
 FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 
 

@@ -68,11 +68,8 @@ def _routed(layer: Any, columns: torch.Tensor | None, gradient: torch.Tensor) ->
     )
     (probs * gradient.gather(1, expert.long().clamp(min=0)) * (ids >= 0)).sum().backward()
     result = {
-        "probs": found,
-        "dx": hidden.grad,
-        "dw": layer.router.weight.grad,
-        "dtype": probs.dtype,
-    }
+        "probs": found, "dx": hidden.grad, "dw": layer.router.weight.grad, "dtype": probs.dtype,
+    }  # fmt: skip
     layer.router.weight.grad = None
     if layer.router.enable_expert_bias:
         result["counts"] = layer.router.local_tokens_per_expert.clone()

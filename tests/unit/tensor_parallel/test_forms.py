@@ -55,14 +55,9 @@ class _FusedOnCpu:
         return step * rows - step % 2  # the shards of odd steps come in chunks, others whole
 
     def gather(
-        self,
-        shard: Tensor,
-        landed: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        c: Tensor,
+        self, shard: Tensor, landed: Tensor, b: Tensor, bias: Tensor | None, c: Tensor,
         signals: Signals,
-    ) -> None:
+    ) -> None:  # fmt: skip
         m, depth = shard.shape
         words = (ctypes.c_int32 * self.ranks).from_address(signals.flags)
         chunks = -(-depth // signals.part)
