@@ -89,14 +89,13 @@ def _case(label: str, launch: Launch, values: Sequence[Argument | None]) -> Kern
     kernel = getattr(launch._kernel, "jit_func", launch._kernel)
     names = [name for name in kernel.arg_names if name not in launch._constants]
     varying = {n if isinstance(n, str) else kernel.arg_names[n] for n in kernel.do_not_specialize}
-    unaligned = {n for n, mask in zip(kernel.arg_names, launch._masks, strict=True) if not mask}
     given = dict(zip(names, values, strict=True))
     absent = {name: None for name, value in given.items() if value is None}
     types = []
     for name, value in given.items():
         if isinstance(value, Tensor):
             kind = "*i32" if name in launch._words else _TYPES[value.dtype]
-            aligned = name not in unaligned and value.data_ptr() % 16 == 0
+            aligned = name not in launch._unaligned and value.data_ptr() % 16 == 0
             types.append(kind + (":16" if aligned else ""))
         elif value is not None:
             types.append(_integer(value, name in varying))
