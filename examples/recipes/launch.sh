@@ -40,7 +40,10 @@ if [ "$mode" = print ]; then
     printf '%s\n' "${flags[@]}"
     exit
 fi
-: "${MEGATRON_LM:?names no checkout of Megatron-LM, tag core_v0.19.x}"
+[ -f "${MEGATRON_LM:-}/pretrain_gpt.py" ] || {
+    echo "MEGATRON_LM: names no checkout of Megatron-LM, tag core_v0.19.x: found '${MEGATRON_LM:-}'" >&2
+    exit 2
+}
 exec "$python" -m megatron_fluid.cli run \
     --nproc-per-node "${GPUS_PER_NODE:-8}" --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" \
     --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}" \

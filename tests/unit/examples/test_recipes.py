@@ -74,9 +74,12 @@ def test_data_of_ones_own_takes_the_place_of_made_up_tokens() -> None:
     assert mine[-4:] == ["--data-path", "corpus", "--lr", "1e-3"]
 
 
-def test_without_a_checkout_of_megatron_a_recipe_says_what_it_needs(tmp_path: Path) -> None:
-    kept = {name: value for name, value in os.environ.items() if name != "MEGATRON_LM"}
+@pytest.mark.parametrize("folder", [{}, {"MEGATRON_LM": "/"}])
+def test_without_a_checkout_of_megatron_a_recipe_says_what_it_needs(
+    folder: dict[str, str], tmp_path: Path
+) -> None:
+    kept = {name: value for name, value in os.environ.items() if name != "MEGATRON_LM"} | folder
     command = ["bash", str(ROOT / "examples/recipes/olmoe_1b_7b.sh")]
     done = subprocess.run(command, cwd=tmp_path, env=kept, capture_output=True, text=True)
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert "MEGATRON_LM: names no checkout of Megatron-LM" in done.stderr
