@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.warm_up <= args.steps - 2:
         allowed = f"0 to {max(args.steps - 2, 0)}, two less than --steps"
         raise ConfigError.of("--warm-up", args.warm_up, allowed)
+    if not args.tolerance >= 0:
+        raise ConfigError.of("--tolerance", args.tolerance, "0 or more")
     words = args.program[1:] if args.program[:1] == ["--"] else args.program
     commands = {on: prepare(words, args.steps, on) for on in (False, True)}
     args.output.mkdir(parents=True, exist_ok=True)

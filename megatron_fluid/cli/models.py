@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_fluid.cli.terminal import positive
+from megatron_fluid.cli.terminal import BriefParser, positive
 from megatron_fluid.errors import ConfigError
 
 __all__ = ["MODELS", "Model", "add_models", "model_of_flags", "wanted_models"]
@@ -122,7 +122,7 @@ def model_of_flags(flags: Sequence[str]) -> Model:
     Raises:
         ConfigError: a flag that the model needs is not there.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = BriefParser(prog="--from-args", add_help=False, allow_abbrev=False)
     for field, (flag, default) in _FLAGS.items():
         parser.add_argument(f"--{flag}", dest=field, type=positive, default=default)
     parser.add_argument("--qk-head-dim", type=positive, default=128)

@@ -71,6 +71,15 @@ def test_the_exit_status_says_whether_losses_agree(
     assert main([*words, *command]) == status
 
 
+@pytest.mark.parametrize("tolerance", ["-1", "nan"])
+def test_a_tolerance_that_no_loss_can_keep_starts_nothing(
+    tolerance: str, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "--tolerance", tolerance, *command]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("--tolerance: found ") and not said.out
+
+
 @pytest.mark.process
 def test_a_run_that_fails_ends_the_comparison_with_its_status(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

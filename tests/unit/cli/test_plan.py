@@ -84,6 +84,15 @@ def test_flags_of_latent_attention_are_read() -> None:
         model_of_flags(["--hidden-size", "64", "--num-attention-heads", "4"])
 
 
+def test_a_flag_of_megatron_s_that_is_no_number_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        model_of_flags(["--hidden-size", "wide"])
+    said = "--from-args: error: argument --hidden-size: found 'wide', allowed: 1 or more\n"
+    assert capsys.readouterr().err == said
+
+
 def test_without_a_gpu_figures_are_an_h200s_and_without_ranks_nothing_is_chosen(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
