@@ -56,34 +56,23 @@ DEEPSEEK = {
     "moe_router_topk_scaling_factor": 2.5, "moe_router_dtype": "fp32",
     "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1e-4,
 }  # fmt: skip
+GPT_OSS_20B = RMS | GPT_OSS | {
+    "kv_channels": 16, "activation_func_clamp_value": 7.0, "window_size": (7, 0),
+    "window_attn_skip_freq": 2, "softmax_type": "learnable", "moe_router_dtype": "fp32",
+}  # fmt: skip
+OLMOE = RMS | {
+    "num_moe_experts": 16, "moe_router_topk": 8, "moe_ffn_hidden_size": 24, "qk_layernorm": True,
+    "moe_router_pre_softmax": True, "moe_z_loss_coeff": 1e-3,
+}  # fmt: skip
+QWEN3_235B = QWEN3 | {
+    "num_layers": 3, "num_attention_heads": 8, "num_query_groups": 1,
+    "moe_router_load_balancing_type": "global_aux_loss",
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3-235B-A22B": QWEN3
-    | {
-        "num_layers": 3,
-        "num_attention_heads": 8,
-        "num_query_groups": 1,
-        "moe_router_load_balancing_type": "global_aux_loss",
-    },
+    "Qwen3-235B-A22B": QWEN3_235B,
     "DeepSeek-V3": DEEPSEEK,
-    "gpt-oss-20b": RMS
-    | GPT_OSS
-    | {
-        "kv_channels": 16,
-        "activation_func_clamp_value": 7.0,
-        "window_size": (7, 0),
-        "window_attn_skip_freq": 2,
-        "softmax_type": "learnable",
-        "moe_router_dtype": "fp32",
-    },
-    "OLMoE-1B-7B": RMS
-    | {
-        "num_moe_experts": 16,
-        "moe_router_topk": 8,
-        "moe_ffn_hidden_size": 24,
-        "qk_layernorm": True,
-        "moe_router_pre_softmax": True,
-        "moe_z_loss_coeff": 1e-3,
-    },
+    "gpt-oss-20b": GPT_OSS_20B,
+    "OLMoE-1B-7B": OLMOE,
 }
 CASES: dict[str, dict[str, Training]] = {
     "ep2": {
