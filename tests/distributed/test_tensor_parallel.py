@@ -53,11 +53,9 @@ def check_case(
         return [_random(seed + r, *shape).to(dtype).double() for r in each]
 
     def check(
-        operation: Callable[..., torch.Tensor],
-        operands: list[torch.Tensor],
-        dc: torch.Tensor,
+        operation: Callable[..., torch.Tensor], operands: list[torch.Tensor], dc: torch.Tensor,
         wanted: list[torch.Tensor],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """C and the gradients of A, B [K, N] and the bias."""
         stored = [
             x.t().contiguous() if transpose_b and i == 1 else x for i, x in enumerate(operands)

@@ -105,11 +105,9 @@ class Template:
         theirs.close()
 
     def fork(
-        self,
-        target: Callable[..., None],
-        args: tuple[Any, ...],
+        self, target: Callable[..., None], args: tuple[Any, ...],
         pipe: multiprocessing.connection.Connection,
-    ) -> ForkedProcess:
+    ) -> ForkedProcess:  # fmt: skip
         """Run ``target(*args, pipe)`` in a process forked from the template. It must not return."""
         with self._lock:
             self._socket.send(("fork", pickle.dumps((target, args))))

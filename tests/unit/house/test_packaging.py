@@ -26,11 +26,9 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 
 def python(
-    code: str,
-    folder: Path,
-    environment: dict[str, str] | None = None,
+    code: str, folder: Path, environment: dict[str, str] | None = None,
     program: str = sys.executable,
-) -> str:
+) -> str:  # fmt: skip
     """What code prints in a folder, where this package is found by its installation alone."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(

@@ -53,11 +53,9 @@ def _parsed(**settings: Any) -> Any:
     ids=str,
 )
 def test_fluid_graph_turns_on_what_a_graph_of_an_iteration_needs_or_says_why_not(
-    settings: dict[str, Any],
-    reason: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(iteration_graph, "cpu_mode_active", lambda: "cpu" in settings)
     monkeypatch.setattr(iteration_graph, "current_config", lambda: FluidConfig(graph=True))
     args = _parsed(**settings)
