@@ -124,3 +124,15 @@ def test_a_checkpoint_that_has_all_it_needs_is_no_failure(rank: int, world: int)
     with mock.patch("megatron_fluid.comm.failed_waits._tell") as told:
         checkpoint(layer, tokens_of(rank + 1), use_reentrant=False).sum().backward()
     told.assert_not_called()
+
+
+@on_ranks(2, timeout_s=LIMIT_S)
+def test_anomaly_detection_finds_no_nan_in_gradients_that_travel(rank: int, world: int) -> None:
+    layer = MoELayer(CONFIG, group(), dtype=F64).requires_grad_(False)  # of DTensors torch has none
+    x = tokens_of(rank + 1).requires_grad_()
+    layer(x).sum().backward()
+    expected, x.grad = x.grad, None
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    with torch.autograd.detect_anomaly():
+        layer(x).sum().backward()
+    close(x.grad, expected)
