@@ -153,11 +153,7 @@ class _Owner:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled parameter takes its attributes along; an owner belongs to this process."""
-        return _no_owner, ()
-
-
-def _no_owner() -> None:
-    return None
+        return type(None), ()
 
 
 def backward_post_hook(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -86,18 +86,20 @@ OVERLAP_LIMITS: tuple[Limit[TransformerConfig], ...] = (
 )
 
 
-def _recomputes(config: Any, _: FluidConfig) -> bool:
-    chosen = {"core_attn", "mla_up_proj"}.intersection(config.recompute_modules or ())
-    return config.recompute_granularity == "selective" and bool(chosen)
-
-
 LATENT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "tensor_model_parallel_size",
         "its projections up gather the sequence themselves",
         lambda c, _: c.tensor_model_parallel_size > 1,
     ),
-    Limit("recompute_modules", "core_attn and mla_up_proj recompute from all heads", _recomputes),
+    Limit(
+        "recompute_modules",
+        "core_attn and mla_up_proj recompute from all heads",
+        lambda c, _: (
+            c.recompute_granularity == "selective"
+            and not {"core_attn", "mla_up_proj"}.isdisjoint(c.recompute_modules or ())
+        ),
+    ),
     Limit("cache_mla_latents", "of inference"),
 )
 
@@ -182,7 +184,6 @@ def _bypass_reason(
 
 
 _from_elsewhere = functools.lru_cache(maxsize=32)(is_foreign)  # asked in each call
-# Functions that rotate in Megatron's forwards, and what holds them.
 _ROTATIONS = (
     ("transformer.attention", "apply_rotary_pos_emb"),
     ("transformer.multi_latent_attention", "apply_rotary_pos_emb"),

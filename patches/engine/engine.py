@@ -321,8 +321,7 @@ class Engine:
             from megatron_fluid.patches.engine.module_hooks import is_foreign  # imports torch
 
             if is_foreign(original):
-                text = f"{path} was replaced by other code, which would not be called"
-                raise PatchError(f"{text}: import megatron_fluid before that code")
+                raise PatchError(f"{path} was replaced by other code: import megatron_fluid first")
         if patch.signature is not None:
             self._check_signature(patch, signatures.of(original))
         return Change(patch, owner, attribute, before, original)

@@ -24,8 +24,8 @@ from megatron_fluid.comm.groups import wait_timeout_s
 from megatron_fluid.comm.p2p_rounds import detect_hosts
 from megatron_fluid.config import FluidConfig, names_exchange
 from megatron_fluid.errors import ConfigError
+from megatron_fluid.moe import choose
 from megatron_fluid.moe.backends import BACKENDS
-from megatron_fluid.moe.choose import ExchangeCase, choose_transport, local_unsupported_reason
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 from megatron_fluid.patches.engine.module_hooks import is_foreign
 from megatron_fluid.patches.limits import Limit, first_reason
@@ -141,7 +141,7 @@ def _forward_reason(layer: MoELayer) -> str | None:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     found = getattr(type(layer), "forward", MoELayer.forward)
-    if found is MoELayer.forward or _is_own(found):
+    if found is MoELayer.forward or found.__module__.startswith("megatron_fluid."):
         return None
     return f"{type(layer).__name__}.forward is its own, and megatron_fluid leaves it alone"
 
@@ -198,10 +198,8 @@ def nvlink_unsupported_reason(config: TransformerConfig) -> str | None:
     """Why symmetric memory cannot serve the exchange of a configuration, or None."""
     if not torch.cuda.is_available():
         return "CUDA is not available"
-    from megatron_fluid.moe.choose import nvlink_layer_reason
-
     width = config.moe_latent_size or config.hidden_size
-    return nvlink_layer_reason(width, None, config.params_dtype, torch.device("cuda"))
+    return choose.nvlink_layer_reason(width, None, config.params_dtype, torch.device("cuda"))
 
 
 def _dispatcher_reason(layer: MoELayer, fluid: FluidConfig) -> str | None:
@@ -234,15 +232,13 @@ def _overridden(layer: MoELayer, *phases: str) -> str | None:
     kind = type(layer)
     for phase in phases:
         method = getattr(kind, phase)
-        known = method is getattr(MoELayer, phase) or _is_own(method)
-        if phase in layer.__dict__ or not known or is_foreign(method):
-            text = f"{kind.__name__}.{phase} is overridden"
-            return f"{text}, and the overlapped path does not call it"
+        own = method.__module__.startswith("megatron_fluid.")
+        known = own or (method is getattr(MoELayer, phase) and not is_foreign(method))
+        if phase in layer.__dict__ or not known:
+            return (
+                f"{kind.__name__}.{phase} is overridden, and the overlapped path does not call it"
+            )
     return None
-
-
-def _is_own(method: Callable[..., Any]) -> bool:
-    return method.__module__.startswith("megatron_fluid.")
 
 
 class _Found(NamedTuple):
@@ -296,7 +292,7 @@ class MoEDecisions(OverlapDecisions[Any]):
         if backend in ("experts", "megatron"):
             return f"moe_backend={backend!r}"
         if backend == "local" and layer.ep_group.size() > 1:
-            return local_unsupported_reason(self.group(layer))
+            return choose.local_unsupported_reason(self.group(layer))
         asked = None if backend == "auto" else backend
         reason = part_reasons(model, config, layer, asked).exchange
         if reason is None and backend == "nvlink":
@@ -373,9 +369,9 @@ class MoEDecisions(OverlapDecisions[Any]):
                 fusion=first_of_ranks([part.fusion for part in parts]),
             )
 
-        choice = choose_transport(
+        choice = choose.choose_transport(
             config.moe_backend,
-            ExchangeCase(
+            choose.ExchangeCase(
                 group=group,
                 domains=lambda: detect_hosts(group, wait_timeout_s(group, config.timeout_s))[0],
                 on_gpu=on_gpu,

@@ -54,12 +54,6 @@ def activation_name(config: TransformerConfig) -> str | None:
     return expert_modules.activation_name(config)
 
 
-def _fuses_another_activation(config: TransformerConfig, _: FluidConfig) -> bool:
-    # Megatron itself refuses these when the layer runs: let it say so.
-    fused = config.bias_activation_fusion
-    return bool(fused) and activation_name(config) not in ("swiglu", "quick_geglu")
-
-
 def _fuses_without_clamp(config: TransformerConfig, _: FluidConfig) -> bool:
     clamped = config.activation_func_clamp_value is not None and config.bias_activation_fusion
     return bool(clamped) and activation_name(config) == "swiglu"
@@ -73,12 +67,6 @@ def _fuses_other_bounds(config: TransformerConfig, _: FluidConfig) -> bool:
     if activation_name(config) == "swiglu":
         return clamp is not None or offset != 0.0
     return clamp is None or offset != 1.0
-
-
-def _replays_in_recomputation(config: TransformerConfig, _: FluidConfig) -> bool:
-    modules = config.recompute_modules or ()
-    recomputes = config.recompute_granularity == "selective" and "moe" in modules
-    return bool(config.moe_enable_routing_replay and recomputes)
 
 
 def bounded_unsupported_reason(config: TransformerConfig) -> str | None:
@@ -143,12 +131,6 @@ def _nvlink_activation(config: TransformerConfig) -> bool:
     return activation_name(config) in ACTIVATIONS
 
 
-def _asks_for_flex(config: TransformerConfig, fluid: FluidConfig) -> bool:
-    """Whether Megatron's flex dispatcher, which is never a default, is wanted as it is: no
-    --fluid-moe-backend was named."""
-    return config.moe_token_dispatcher_type == "flex" and not names_exchange(fluid)
-
-
 LAYER_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit("use_kitchen", "kitchen linears compute in their own precision"),
     Limit(
@@ -195,7 +177,7 @@ EXCHANGE_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "moe_token_dispatcher_type",
         "flex is asked for by name (a --fluid-moe-backend that is named, too, takes its place)",
-        _asks_for_flex,
+        lambda c, fluid: c.moe_token_dispatcher_type == "flex" and not names_exchange(fluid),
     ),
     Limit(
         "expert_tensor_parallel_size",
@@ -249,7 +231,10 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
     Limit(
         "bias_activation_fusion",
         "Megatron's fused activation exists for SwiGLU and quick GeGLU only",
-        _fuses_another_activation,
+        # Megatron itself refuses these when the layer runs: let it say so.
+        lambda c, _: (
+            bool(c.bias_activation_fusion) and activation_name(c) not in ("swiglu", "quick_geglu")
+        ),
     ),
     Limit("use_te_activation_func", "the activation is a Transformer Engine module"),
     Limit(
@@ -299,7 +284,10 @@ FUSION_LIMITS: tuple[Limit[TransformerConfig], ...] = (
         "moe_enable_routing_replay",
         "replay counts on a router that runs again in the recomputation of its layer (without that "
         "it is honoured)",
-        _replays_in_recomputation,
+        lambda c, _: bool(
+            c.moe_enable_routing_replay
+            and (c.recompute_granularity == "selective" and "moe" in (c.recompute_modules or ()))
+        ),
     ),
     Limit("moe_latent_size", "the layer's own projections stand before and after the exchange"),
     Limit(

@@ -284,7 +284,7 @@ def test_where_auto_ends_at_another_backend_a_graphed_layer_is_megatrons_by_name
     layer.config = graphed(supported, 2, cuda_graph_impl=impl)
     layer.ep_group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     monkeypatch.setattr(decisions, "_make_path", lambda layer, config, taken, *_: taken)
-    monkeypatch.setattr(decision, "choose_transport", lambda *_: Choice(backend, None))
+    monkeypatch.setattr(decision.choose, "choose_transport", lambda *_: Choice(backend, None))
     monkeypatch.setitem(decisions._decisions, layer, Decision(FluidConfig()))
     parts_over = {backend: reasons(layer.config, backend=backend)}
     findings = [Finding(None, decision._Found(parts_over, False))] * 2
