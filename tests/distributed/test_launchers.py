@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +11,7 @@ import pytest
 
 from tests import bench_all_to_all
 from tests.bench_all_to_all import table
+from tests.support.graph_jobs import free_port
 from tests.support.machine import GPUS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,12 +37,6 @@ def said_by(*processes: subprocess.Popen[str]) -> str:
     said = "\n".join(process.communicate(timeout=TIMEOUT_S)[0] for process in processes)
     assert not any(process.returncode for process in processes), said
     return said
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def row(case: str, mode: str, variant: str, mean: float, **config: object) -> dict[str, object]:
@@ -105,7 +99,7 @@ def test_the_benchmark_says_what_cannot_be_had(
 @GLOO_ONLY
 def test_two_nodes_of_two_ranks_each_run_the_test_together() -> None:
     world = {"WORLD_SIZE": "4", "WORLD_LOCAL_SIZE": "2"}
-    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     nodes = [start(*ONE_TEST, NODE_RANK=node, **world) for node in ("0", "1")]
     assert said_by(*nodes).count("1 passed") == 2
 
@@ -120,6 +114,6 @@ def test_mpirun_starts_the_ranks_of_the_test() -> None:
         OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
         OMPI_MCA_rmaps_base_oversubscribe="1",  # Open MPI 4
         PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",  # Open MPI 5
-        MASTER_PORT=free_port(),
+        MASTER_PORT=str(free_port()),
     )
     assert said_by(mpi).count("1 passed") == 2

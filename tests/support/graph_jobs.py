@@ -73,7 +73,7 @@ class Job:
 def _start(folder: Path, job: Job, ranks: int, hosts: int) -> list[subprocess.Popen[bytes]]:
     """torchrun of each host; NCCL takes ranks of different ones as such, though all are here."""
     folder.mkdir()
-    started, port = [], _free_port()
+    started, port = [], free_port()
     for host in range(hosts):
         environment = job.environment(folder)
         if ranks == 1:
@@ -101,7 +101,7 @@ def _process(
         )
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
