@@ -225,11 +225,17 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
 
 
 def refuse_unsupported(args: argparse.Namespace) -> None:
-    """Name the data modes of Megatron's own script that this one does not have.
+    """Name the data modes of Megatron's own script that this one does not have, and what starts it
+    where nothing has given it a rank.
 
     Raises:
-        ValueError: one of them is asked for.
+        ValueError: one of them is asked for, or no launcher has started the script.
     """
+    if "MASTER_ADDR" not in os.environ:
+        raise ValueError(
+            "MASTER_ADDR: found no launcher's; start the script by "
+            "`megatron-fluid run --nproc-per-node 2 examples/pretrain_gpt_moe.py`, or by torchrun"
+        )
     for name in ("fim_data", "sft", "perform_rl_step", "logits_load_dir"):
         if getattr(args, name, None):
             raise ValueError(

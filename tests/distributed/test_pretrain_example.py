@@ -190,6 +190,16 @@ def test_a_folder_that_takes_no_files_is_found_before_anything_long(folder: Path
     assert "tokenising" not in done.output
 
 
+@pytest.mark.process
+def test_without_a_launcher_the_one_to_take_is_named(folder: Path) -> None:
+    kept = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
+    command = [sys.executable, str(SCRIPT), "--save", "alone"]
+    done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = errors(Run(done.returncode, done.stdout + done.stderr))
+    assert line.startswith("error: MASTER_ADDR") and "`megatron-fluid run --nproc" in line
+
+
 def test_ctrl_c_saves_and_sums_up_and_the_run_resumes(folder: Path) -> None:
     flags = "--text-path text --save stopped --train-iters"
     launcher = [sys.executable, "-m", "megatron_fluid.cli", "run", "--nproc-per-node", "2"]
