@@ -235,9 +235,8 @@ def _overridden(layer: MoELayer, *phases: str) -> str | None:
         own = method.__module__.startswith("megatron_fluid.")
         known = own or (method is getattr(MoELayer, phase) and not is_foreign(method))
         if phase in layer.__dict__ or not known:
-            return (
-                f"{kind.__name__}.{phase} is overridden, and the overlapped path does not call it"
-            )
+            text = f"{kind.__name__}.{phase} is overridden"
+            return f"{text}, and the overlapped path does not call it"
     return None
 
 

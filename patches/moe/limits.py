@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 _PRECISION = "expert GEMMs run in the parameters' precision"
+_FUSED_BY_MEGATRON = ("swiglu", "quick_geglu")
 
 
 def activation_name(config: TransformerConfig) -> str | None:
@@ -232,9 +233,7 @@ EXPERT_LIMITS: tuple[Limit[TransformerConfig], ...] = (
         "bias_activation_fusion",
         "Megatron's fused activation exists for SwiGLU and quick GeGLU only",
         # Megatron itself refuses these when the layer runs: let it say so.
-        lambda c, _: (
-            bool(c.bias_activation_fusion) and activation_name(c) not in ("swiglu", "quick_geglu")
-        ),
+        lambda c, _: c.bias_activation_fusion and activation_name(c) not in _FUSED_BY_MEGATRON,
     ),
     Limit("use_te_activation_func", "the activation is a Transformer Engine module"),
     Limit(
