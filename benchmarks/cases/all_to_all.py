@@ -164,8 +164,8 @@ class Clock:
             torch.cuda.synchronize()
         dist.barrier()
 
-    def captured(self, calls: Sequence[Call], in_a_row: int = _IN_A_ROW) -> list[float]:
-        """`in_a_row` rounds of `calls` captured in one graph: time of one round."""
+    def captured(self, calls: Sequence[Call]) -> list[float]:
+        """Rounds of `calls` captured in one graph: time of one round."""
         for call in calls:
             call()
         self.meet()
@@ -173,7 +173,7 @@ class Clock:
             return [sum(sample) for sample in zip(*self.eager(calls), strict=True)]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(in_a_row):
+            for _ in range(_IN_A_ROW):
                 for call in calls:
                     call()
         self.meet()
@@ -187,7 +187,7 @@ class Clock:
             end.record()
             end.synchronize()
             if turn >= 3:
-                samples.append(start.elapsed_time(end) * 1e3 / in_a_row)
+                samples.append(start.elapsed_time(end) * 1e3 / _IN_A_ROW)
         return _slowest(samples, self.device)
 
     def eager(self, pieces: Sequence[Call]) -> list[list[float]]:

@@ -269,7 +269,7 @@ SUITES = {
     "all_to_all": Suite(
         what="decoding's all-to-all: a case is a model and the tokens a GPU brings, rows go in "
         "fp8 and return in bf16; DeepEP's dispatch also casts them from bf16; captured, one CUDA "
-        "graph holds 20 calls of megatron_fluid or 4 of another, whose share of the graph's start "
+        "graph holds 20 calls, but 4 of others before 2026-11-28, whose share of the graph's start "
         "is larger; `_eager` calls are launched one by one, megatron_fluid's as two kernels from "
         "Python",
         others={

@@ -106,7 +106,7 @@ def run_case(
         if rival is None:
             continue
         for mode, call in rival.items():
-            samples = everywhere(f"{variant}, captured", lambda c=call: clock.captured([c], 4))
+            samples = everywhere(f"{variant}, captured", lambda c=call: clock.captured([c]))
             if samples is not None:
                 add(mode, variant, samples)
         _add_eager(add, clock, variant, rival)
