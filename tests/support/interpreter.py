@@ -6,7 +6,6 @@ takes six operations of its own to find an overflow; at every operation it write
 block's type. A Triton whose interpreter is built otherwise is left as it is.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -17,19 +16,27 @@ from triton.runtime import interpreter
 
 _OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _NEEDED = (
-    (interpreter, ("_patch_lang", "_LangPatchScope", "InterpreterBuilder")),
-    (TritonSemantic, ("binary_op_sanitize_overflow_impl",)),
+    (interpreter, ("_patch_lang", "_LangPatchScope", "InterpreterBuilder", "_get_np_dtype")),
+    (TritonSemantic, ("binary_op_sanitize_overflow_impl", "binary_op_type_checking_impl")),
     (core, ("block_type", "tensor", "constexpr", "tuple")),
 )
+_MOST_CONSTANTS = 4096
 
 
 def _patching_once(real: Any) -> Any:
     """While a kernel runs, the functions that it calls find its patches in place."""
     patched: set[int] = set()
     scopes: list[Any] = []  # of the kernel that runs
+    seen: dict[int, tuple[Any, frozenset[int]]] = {}  # by globals, which are kept
+
+    def languages_of(names: dict[str, Any]) -> frozenset[int]:
+        if id(names) not in seen:
+            found = (id(value) for value in list(names.values()) if value is tl or value is core)
+            seen[id(names)] = names, frozenset(found)
+        return seen[id(names)][1]
 
     def patch(fn: Any) -> Any:
-        languages = {id(value) for value in fn.__globals__.values() if value in (tl, core)}
+        languages = languages_of(fn.__globals__)
         if scopes and languages and languages <= patched:
             return interpreter._LangPatchScope()
         scope = real(fn)
@@ -53,6 +60,7 @@ def _patching_once(real: Any) -> Any:
 
 def _overflow_by_numpy(real: Any) -> Any:
     """The check that an integer sum, difference or product fits its type."""
+    limits: dict[str, tuple[int, int]] = {}
 
     def check(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
         operation = _OPERATIONS.get(binary_op.__name__)
@@ -62,15 +70,63 @@ def _overflow_by_numpy(real: Any) -> Any:
         kind = lhs.type.scalar
         if kind.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
             return
-        assert kind == rhs.type.scalar and kind.is_int()
-        result = operation(lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
-        least, most = kind.get_int_min_value(), kind.get_int_max_value()
-        if not ((result >= least) & (result <= most)).all():
+        assert kind.name == rhs.type.scalar.name and kind.is_int()
+        if kind.name not in limits:
+            limits[kind.name] = kind.get_int_min_value(), kind.get_int_max_value()
+        least, most = limits[kind.name]
+        result = operation(lhs.handle.data, rhs.handle.data, dtype=np.int64, casting="unsafe")
+        if result.size == 1:
+            fits = least <= result.item() <= most
+        else:
+            fits = least <= result.min() and result.max() <= most
+        if not fits:
             raise AssertionError(
                 f"int{kind.int_bitwidth} overflow detected for operation {binary_op.__name__}"
             )
 
     return check
+
+
+def _operands(real: Any) -> Any:
+    """Two tensors of one type are taken as they are, and numbers become a tensor once for each type
+    of the other operand."""
+    constants: dict[Any, Any] = {}
+
+    def prepare(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
+        if not isinstance(self.builder, interpreter.InterpreterBuilder) or named:
+            return real(self, lhs, rhs, *flags, **named)
+        kinds = type(lhs), type(rhs)
+        if kinds == (core.tensor, core.tensor):
+            same = lhs.type.name == rhs.type.name and not lhs.dtype.is_ptr()
+            # The fourth flag is of a division, which widens.
+            return (lhs, rhs) if same and not any(flags[3:]) else real(self, lhs, rhs, *flags)
+        turned = kinds[1] is core.tensor
+        given, number = (rhs, lhs) if turned else (lhs, rhs)
+        if type(given) is not core.tensor or type(number) not in (int, float):
+            return real(self, lhs, rhs, *flags)
+        key = (turned, type(number), number, given.type.name, *flags)
+        if (constant := constants.get(key)) is None:
+            found = real(self, lhs, rhs, *flags)
+            if found[turned] is not given:
+                return found  # it was cast
+            if len(constants) < _MOST_CONSTANTS:
+                constants[key] = found[0] if turned else found[1]
+            return found
+        return (constant, given) if turned else (given, constant)
+
+    return prepare
+
+
+def _numpy_types(real: Any) -> Any:
+    """The type of numpy by the name of Triton's."""
+    known: dict[str, Any] = {}
+
+    def find(kind: Any) -> Any:
+        if (found := known.get(kind.name)) is None:
+            found = known[kind.name] = real(kind)
+        return found
+
+    return find
 
 
 def _block_types(real: Any) -> Any:
@@ -79,48 +135,53 @@ def _block_types(real: Any) -> Any:
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = getattr(shape, "values", shape)
-        if not all(type(size) is int for size in sizes):
-            real(self, element_ty, shape)
-            return
+        for size in sizes:
+            if type(size) is not int:
+                real(self, element_ty, shape)
+                return
         key = (
             type(element_ty),
             element_ty.name,
             getattr(element_ty, "address_space", None),
             *sizes,
         )
-        if key not in known:
+        if (found := known.get(key)) is None:
             real(self, element_ty, shape)
             known[key] = dict(self.__dict__)
         else:
-            self.__dict__.update(known[key])
+            self.__dict__.update(found)
 
     return init
 
 
 def _tensors(real: Any) -> Any:
     """Tensors of one type share their shape, which nobody writes to."""
-    known: dict[Any, tuple[Any, Any]] = {}
+    known: dict[str, tuple[Any, Any]] = {}
+    scalar = core.constexpr(1), core.tuple([])
 
     def init(self: Any, handle: Any, type: Any) -> None:
-        sizes = tuple(getattr(type.shape, "values", type.shape)) if type.is_block() else ()
-        if not all(isinstance(size, int) for size in sizes):
+        if not type.is_block():
+            numel, shape = scalar
+        elif type.name in known:
+            numel, shape = known[type.name]
+        else:
             real(self, handle, type)
+            known[type.name] = self.numel, self.shape
             return
-        if sizes not in known:
-            known[sizes] = (
-                core.constexpr(math.prod(sizes)),
-                core.tuple([core.constexpr(size) for size in sizes]),
-            )
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = known[sizes]
+        self.numel, self.shape = numel, shape
 
     return init
 
 
 if all(hasattr(owner, name) for owner, names in _NEEDED for name in names):
     interpreter._patch_lang = _patching_once(interpreter._patch_lang)
+    interpreter._get_np_dtype = _numpy_types(interpreter._get_np_dtype)
     TritonSemantic.binary_op_sanitize_overflow_impl = _overflow_by_numpy(
         TritonSemantic.binary_op_sanitize_overflow_impl
+    )
+    TritonSemantic.binary_op_type_checking_impl = _operands(
+        TritonSemantic.binary_op_type_checking_impl
     )
     core.block_type.__init__ = _block_types(core.block_type.__init__)
     core.tensor.__init__ = _tensors(core.tensor.__init__)
