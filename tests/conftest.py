@@ -6,6 +6,7 @@ itself, and any test module may import it, so it is chosen here and nowhere belo
 """
 
 import functools
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -75,6 +76,17 @@ class _Module(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
     return _Module.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Without the collector of garbage: there is next to none, but what imports keep."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()  # nor does a test look through it again
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -155,9 +155,11 @@ def _template_main(
 ) -> None:
     """Fork on request until nobody holds the other end."""
     os.environ.update(env)
+    gc.disable()  # it would look again and again at what imports keep
     for module in modules:
         with contextlib.suppress(Exception):  # the rank that needs it says why
             importlib.import_module(module)
+    gc.enable()
     gc.collect()
     gc.freeze()  # no rank's collector copies these pages
     exit_codes: dict[int, int] = {}
