@@ -83,9 +83,9 @@ def commands_of(page: Path) -> list[list[str]]:
 
 
 def sources(folder: Path) -> Path:
-    """A copy of the sources."""
+    """A copy of the sources, and of their bytecode, by which they are imported sooner."""
     for part in ("megatron_fluid", "patches", "tests"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / part, folder / part)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, folder)
     return folder
