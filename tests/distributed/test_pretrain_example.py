@@ -20,6 +20,7 @@ import pytest
 
 from tests.distributed.test_megatron_training import scalars
 from tests.support.forked_program import run_program
+from tests.support.fresh_program import run_code
 from tests.unit.examples.test_text_dataset import tokenizer_folder
 
 pytest.importorskip("tqdm")
@@ -190,11 +191,11 @@ def test_a_folder_that_takes_no_files_is_found_before_anything_long(folder: Path
     assert "tokenising" not in done.output
 
 
-@pytest.mark.process
 def test_without_a_launcher_the_one_to_take_is_named(folder: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
-    command = [sys.executable, str(SCRIPT), "--save", "alone"]
-    done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True)
+    code = f"import os, runpy, sys; os.chdir({str(folder)!r}); sys.argv[0] = {str(SCRIPT)!r}; "
+    code += f"sys.path[0] = {str(SCRIPT.parent)!r}; runpy.run_path(sys.argv[0], None, '__main__')"
+    done = run_code(code, "--save", "alone", environment=kept)
     assert done.returncode == 2
     (line,) = errors(Run(done.returncode, done.stdout + done.stderr))
     assert line.startswith("error: MASTER_ADDR") and "`megatron-fluid run --nproc" in line
