@@ -1,13 +1,15 @@
 """`megatron-fluid run`: torchrun, with short errors and time to save.
 
-It takes torchrun's own flags and starts ranks as torchrun does. When a rank fails, what that rank
-said is the last thing shown: torchrun's traceback and its table of failures are left out. After
-Ctrl-C or SIGTERM the ranks have `--grace` seconds to save, where torchrun gives them 30.
+It takes torchrun's own flags (`torchrun --help` lists them) and starts ranks as torchrun does. When
+a rank fails, what that rank said is the last thing shown: torchrun's traceback and its table of
+failures are left out. After Ctrl-C or SIGTERM the ranks have `--grace` seconds to save, where
+torchrun gives them 30.
 """
 
 import argparse
 import functools
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -78,7 +80,7 @@ def _torchrun_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.prog = "megatron-fluid run"
     parser.error = functools.partial(BriefParser.error, parser)  # type: ignore[method-assign, arg-type]
     if not words:
-        parser.error("no script is named; --help lists the flags")
+        parser.error("no script is named; usage: megatron-fluid run [FLAGS] SCRIPT [ITS FLAGS]")
     wanted = parser.parse_args(words)
     try:
         ranks = torchrun.determine_local_world_size(wanted.nproc_per_node)
@@ -87,6 +89,11 @@ def _torchrun_arguments(words: Sequence[str]) -> argparse.Namespace:
     if ranks < 1:
         found = wanted.nproc_per_node
         parser.error(f"argument --nproc-per-node: found {found!r}, allowed: 1 or more")
+    script = wanted.training_script
+    if not (wanted.module or wanted.no_python or os.path.exists(script)):
+        parser.error(f"argument SCRIPT: found {script!r}, allowed: a file that exists")
+    if ranks > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning
     if not (wanted.rdzv_endpoint or wanted.nnodes != "1:1" or wanted.master_addr != "127.0.0.1"):
         wanted.standalone = True
     return wanted
