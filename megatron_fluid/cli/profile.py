@@ -117,7 +117,7 @@ def _compare(args: argparse.Namespace) -> int:
     print(verdict := _verdict(*timelines.values()))
     for timeline in timelines.values():
         print("\n".join(timeline.lines()), flush=True)
-    heading = f"One MoE layer, forward and backward{place}: {verdict}"
+    heading = f"{verdict} (one MoE layer, forward and backward{place})"
     for path in draw([*timelines.values()], args.output, heading):
         print(f"picture: {path}")
     for path in timelines:
@@ -175,15 +175,17 @@ def _trace_layer(
 ) -> int:
     """Trace the MoE layer on ranks that the words of `wire` start; returns the exit status."""
     ranks = ranks or torch.cuda.device_count() or 2
-    launcher = f"-m torch.distributed.run --standalone --nproc_per_node {ranks}"
+    launcher = f"-m megatron_fluid.cli run --nproc_per_node {ranks}"
     layer = ["-m", "megatron_fluid.cli.profile_layer", str(output.resolve())]
     command = [*wire, sys.executable, *launcher.split(), *layer]
     command += ["--baseline"] if baseline else []
     command += ["--hosts"] if wire else []
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    if not torch.cuda.is_available():
-        environment["KINETO_LOG_LEVEL"] = "99"  # it reports that it finds no driver as an error
-        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # c10d: names of hosts
     if wire:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    return run_command(command, environment)
+    output.mkdir(exist_ok=True)
+    with (output / "moe_layer.log").open("w+", errors="replace") as file:
+        if status := run_command(command, environment, file):
+            file.seek(0)
+            print("".join(file.readlines()[-15:]), end="", file=sys.stderr)
+    return status
