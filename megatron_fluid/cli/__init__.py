@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -39,7 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")  # Megatron warns about each missing optional package
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # torch, without a GPU
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever reads, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed again at the end
+        return 141  # 128 + SIGPIPE
     except (ConfigError, FluidError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -253,7 +253,7 @@ CHECKS: Mapping[str, Check] = {
     ),
     "peer access": Check(
         _peer_access,
-        "no symmetric memory: MoE and attention exchange in rounds over NCCL",
+        "no symmetric memory: exchanges stay Megatron's; layers on plain torch take rounds",
         "look at `nvidia-smi topo -p2p r`; in a virtual machine, ask for NVLink or switch ACS off",
         ("cuda", "several GPUs"),
     ),

@@ -85,9 +85,9 @@ def _iterations(name: str, model: Model, gpus: int | None) -> str:
         where = f"{found['layers']} of {model.layers} layers on {found['gpus']} {found['gpu']}"
         if found["experts"] != model.experts:
             where += f" with {found['experts']} of {model.experts} experts"
-        routing = "balanced by force" if found["routing"] == "forced" else "by an auxiliary loss"
+        routing = "force" if found["routing"] == "forced" else "an auxiliary loss"
         version = " with an earlier version" if found["earlier"] else ""
-        where += f", routing {routing}{', one CUDA graph' if found['graph'] else ''}"
+        where += f", routing balanced by {routing}{', one CUDA graph' if found['graph'] else ''}"
         lines.append(
             f"expected iteration: {before:.1f} -> {after:.1f} ms, {before / after:.2f} times as "
             f"fast, measured {found['date']}{version} beside Megatron's fastest flags ({where})"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -77,6 +78,7 @@ def test_patches_that_do_not_fit_are_named_and_fail_if_strict(strict: bool) -> N
         ("run --nproc-per-node two x.py", "Unsupported nproc_per_node value: two"),
         ("run --grace 0 x.py", "argument --grace: found '0', allowed: 1 or more"),
         ("run", "megatron-fluid run: error: no script is named"),
+        ("run --nproc-per-node 2 none.py", "SCRIPT: found 'none.py', allowed: a file that exi"),
         ("profile --ranks many", "argument --ranks: found 'many', allowed: 1 or more"),
         ("profile nosuch x", "COMMAND: cannot start 'nosuch': No such file or directory"),
         ("profile /", "COMMAND: cannot start '/': Permission denied"),
@@ -110,6 +112,13 @@ def test_a_wrong_command_line_ends_in_one_line(
     assert status == 2 and said in shown and shown.count("\n") == 1
 
 
+@pytest.mark.process
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    words = f"{sys.executable} -m megatron_fluid.cli plan olmoe"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {words} | true"], capture_output=True)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_a_rank_that_was_killed_gives_the_status_that_a_shell_would(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,7 +131,7 @@ def test_a_rank_that_was_killed_gives_the_status_that_a_shell_would(
 
     monkeypatch.setattr(torchrun, "run", killed)
     monkeypatch.setattr(PContext, "close", PContext.close)  # which `run` wraps
-    assert main(["run", "--nproc-per-node", "2", "x.py"]) == 128 + 9
+    assert main(["run", "--nproc-per-node", "2", __file__]) == 128 + 9
     assert "rank 1 was ended by SIGKILL" in capsys.readouterr().err
 
 
@@ -133,8 +142,8 @@ def _profile_a_small_layer(rank: int, ranks: int, flags: list[str]) -> int:
     return profile_layer.main()
 
 
-def _forked(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """What `profile` starts under torchrun, on forked ranks and without a wire between them."""
+def _forked(command: Sequence[str], environment: Mapping[str, str], log: IO[str]) -> int:
+    """What `profile` starts by `run`, on forked ranks and without a wire between them."""
     launch, module = command.index("--nproc_per_node"), profile_layer.__name__
     flags = list(command[command.index(module) + 1 :])
     return max(run_ranks(_profile_a_small_layer, int(command[launch + 1]), flags, backend=""))
