@@ -58,6 +58,7 @@ def test_a_variant_that_fails_on_one_rank_is_left_out_on_all() -> None:
     assert results[1][2] == "", "one rank speaks for all"
 
 
+@pytest.mark.slow
 def test_the_command_for_machines_without_a_gpu_writes_rows_of_ours(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if "FLUID" not in name}
     environment |= {"NPROC": "2", "PYTHON": sys.executable}
