@@ -6,7 +6,6 @@ takes six operations of its own to find an overflow; at every operation it write
 block's type. A Triton whose interpreter is built otherwise is left as it is.
 """
 
-import inspect
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,10 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-_SEMANTIC = (
-    *("binary_op_sanitize_overflow_impl", "binary_op_type_checking_impl"),
-    *("broadcast_impl_value", "cast", "computation_type_impl"),
-)
 _NEEDED = (
-    (interpreter, ("_patch_lang", "_patch_builtin", "_LangPatchScope", "InterpreterBuilder")),
-    (interpreter, ("_get_np_dtype",)),
-    (TritonSemantic, _SEMANTIC),
-    (core, ("block_type", "tensor", "constexpr", "tuple", "builtin", "_unwrap_if_constexpr")),
+    (interpreter, ("_patch_lang", "_LangPatchScope", "InterpreterBuilder", "_get_np_dtype")),
+    (TritonSemantic, ("binary_op_sanitize_overflow_impl", "binary_op_type_checking_impl")),
+    (core, ("block_type", "tensor", "constexpr", "tuple")),
 )
 _MOST_CONSTANTS = 4096
 
@@ -123,104 +117,6 @@ def _operands(real: Any) -> Any:
     return prepare
 
 
-def _broadcast(real: Any) -> Any:
-    """Operands of one shape are taken as they are; the type of a scalar that is spread is made
-    once."""
-    kinds: dict[tuple[str, str], Any] = {}
-
-    def spread(self: Any, scalar: Any, like: Any) -> Any:
-        name = like.name, scalar.dtype.name
-        if (kind := kinds.get(name)) is None:
-            kind = kinds[name] = like.with_element_ty(scalar.dtype)
-        return core.tensor(self.builder.create_splat(kind, scalar.handle), kind)
-
-    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
-        a, b = lhs.type, rhs.type
-        blocks = a.is_block(), b.is_block()
-        if not any(blocks) or (all(blocks) and a.shape.values == b.shape.values):
-            return lhs, rhs
-        if (
-            all(blocks)
-            or lhs.dtype.is_ptr()
-            or rhs.dtype.is_ptr()
-            or not isinstance(self.builder, interpreter.InterpreterBuilder)
-        ):
-            return real(self, lhs, rhs)
-        return (lhs, spread(self, rhs, a)) if blocks[0] else (spread(self, lhs, b), rhs)
-
-    return broadcast
-
-
-def _cast(real: Any) -> Any:
-    """What has the type already is taken as it is."""
-
-    def cast(self: Any, given: Any, kind: Any, rounding: Any = None) -> Any:
-        has = given.dtype
-        if has.name == kind.scalar.name and not has.is_ptr():
-            return given
-        return real(self, given, kind, rounding)
-
-    return cast
-
-
-def _common_types(real: Any) -> Any:
-    """The type of a result by the names of its operands' types."""
-    known: dict[Any, Any] = {}
-
-    def common(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div: bool) -> Any:
-        key = a.name, a_is_scalar, b.name, b_is_scalar, div
-        if (found := known.get(key)) is None:
-            found = known[key] = real(self, a, a_is_scalar, b, b_is_scalar, div)
-        return found
-
-    return common
-
-
-def _unwrapped(real: Any) -> Any:
-    """The value of a constexpr; most are none."""
-
-    wraps = list, tuple, core.tuple, core.constexpr
-    plain: dict[type, bool] = {}
-
-    def unwrap(value: Any) -> Any:
-        kind = type(value)
-        if (is_plain := plain.get(kind)) is None:
-            is_plain = plain[kind] = not issubclass(kind, wraps)
-        return value if is_plain else real(value)
-
-    return unwrap
-
-
-def _patched_builtins(real: Any) -> Any:
-    """Builtins of a module are found once, and called without the wrapper that asks whether they
-    are within a kernel."""
-    wrapper = core.builtin(print).__code__
-    known: dict[Any, list[tuple[str, Any]]] = {}  # there is one builder
-
-    def called(member: Any, semantic: Any) -> Any:
-        inner = getattr(member, "__code__", None) is wrapper
-        function = member.__wrapped__ if inner else member
-
-        def call(*args: Any, **named: Any) -> Any:
-            named["_semantic"] = semantic
-            return function(*args, **named)
-
-        return call
-
-    def patch(package: Any, builder: Any, scope: Any) -> None:
-        if package not in known:
-            semantic = TritonSemantic(builder)
-            known[package] = [
-                (name, called(member, semantic))
-                for name, member in inspect.getmembers(package)
-                if core.is_builtin(member)
-            ]
-        for name, call in known[package]:
-            scope.set_attr(package, name, call)
-
-    return patch
-
-
 def _numpy_types(real: Any) -> Any:
     """The type of numpy by the name of Triton's."""
     known: dict[str, Any] = {}
@@ -279,17 +175,13 @@ def _tensors(real: Any) -> Any:
 
 
 if all(hasattr(owner, name) for owner, names in _NEEDED for name in names):
-    for owner, name, change in (
-        (interpreter, "_patch_lang", _patching_once),
-        (interpreter, "_patch_builtin", _patched_builtins),
-        (interpreter, "_get_np_dtype", _numpy_types),
-        (TritonSemantic, "binary_op_sanitize_overflow_impl", _overflow_by_numpy),
-        (TritonSemantic, "binary_op_type_checking_impl", _operands),
-        (TritonSemantic, "broadcast_impl_value", _broadcast),
-        (TritonSemantic, "cast", _cast),
-        (TritonSemantic, "computation_type_impl", _common_types),
-        (core, "_unwrap_if_constexpr", _unwrapped),
-        (core.block_type, "__init__", _block_types),
-        (core.tensor, "__init__", _tensors),
-    ):
-        setattr(owner, name, change(getattr(owner, name)))
+    interpreter._patch_lang = _patching_once(interpreter._patch_lang)
+    interpreter._get_np_dtype = _numpy_types(interpreter._get_np_dtype)
+    TritonSemantic.binary_op_sanitize_overflow_impl = _overflow_by_numpy(
+        TritonSemantic.binary_op_sanitize_overflow_impl
+    )
+    TritonSemantic.binary_op_type_checking_impl = _operands(
+        TritonSemantic.binary_op_type_checking_impl
+    )
+    core.block_type.__init__ = _block_types(core.block_type.__init__)
+    core.tensor.__init__ = _tensors(core.tensor.__init__)
