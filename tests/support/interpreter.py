@@ -104,7 +104,7 @@ def _operands(real: Any) -> Any:
         given, number = (rhs, lhs) if turned else (lhs, rhs)
         if type(given) is not core.tensor or type(number) not in (int, float):
             return real(self, lhs, rhs, *flags)
-        key = (turned, type(number), number, given.type.name, *flags)
+        key = (turned, repr(number), given.type.name, *flags)  # repr: 0.0 equals -0.0, and 1 1.0
         if (constant := constants.get(key)) is None:
             found = real(self, lhs, rhs, *flags)
             if found[turned] is not given:
