@@ -147,14 +147,25 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return worst.item()
 
 
+def _with_scores(router: TopKRouter, tokens: Tensor, routing: Routing) -> Routing:
+    """The fused router, which runs on GPUs alone, leaves out scores that no loss wants."""
+    if routing.scores is not None:
+        return routing
+    wide = torch.promote_types(tokens.dtype, torch.float32)
+    logits = nn.functional.linear(tokens.to(wide), router.weight.to(wide))
+    return Routing(routing.ids, routing.probs, logits.softmax(dim=-1))
+
+
 @contextmanager
 def _hooks(model: nn.Sequential, hook: Callable[[int, Routing], Routing]) -> Iterator[None]:
-    """Give each layer's routing to ``hook`` (layer, routing), which returns what the layer goes
-    by."""
+    """Give each layer's routing to ``hook`` (layer, routing with its scores), which returns what
+    the layer goes by."""
     routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
     handles = [
         router.register_forward_hook(
-            lambda module, inputs, routing, layer=layer: hook(layer, routing)
+            lambda module, inputs, routing, layer=layer: hook(
+                layer, _with_scores(module, *inputs, routing)
+            )
         )
         for layer, router in enumerate(routers)
     ]
@@ -183,9 +194,9 @@ def agreement(
         return routing
 
     def follow(layer: int, routing: Routing) -> Routing:
+        assert routing.scores is not None
         own, scores = (
-            routing.scores.gather(-1, routing.ids),
-            routing.scores.gather(-1, chosen[layer]),
+            routing.scores.gather(-1, ids.long()) for ids in (routing.ids, chosen[layer])
         )
         worse.copy_(torch.maximum(worse, (1 - scores.sum(-1) / own.sum(-1)).amax()))
         return Routing(chosen[layer], scores / scores.sum(-1, keepdim=True), routing.scores)
