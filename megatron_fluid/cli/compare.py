@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_fluid.cli.terminal import positive, run_command
+from megatron_fluid.cli.terminal import positive, run_command, writing
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.profiling.compare_page import Comparison, Step, write_page
 
@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError.of("--tolerance", args.tolerance, "0 or more")
     words = args.program[1:] if args.program[:1] == ["--"] else args.program
     commands = {on: prepare(words, args.steps, on) for on in (False, True)}
-    args.output.mkdir(parents=True, exist_ok=True)
+    with writing("--output", args.output):
+        args.output.mkdir(parents=True, exist_ok=True)
     caution = "" if torch.cuda.is_available() else _NO_GPU
     if caution:
         print(caution)

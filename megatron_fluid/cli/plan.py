@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron_fluid.attention.overlap import gather_slower_reason, overlap_slower_reason
 from megatron_fluid.cli.models import Model, add_models, wanted_models
-from megatron_fluid.cli.terminal import paragraph, positive, wrapped_table
+from megatron_fluid.cli.terminal import paragraph, positive, wrapped_table, writing
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.plan.machine import REFERENCE, Machine, machine_named
 
@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
         _check(name, model)
     machine = machine_named(args.machine)
     if args.write is not None:
-        args.write.write_text(machine.dumps())
+        with writing("--write", args.write):
+            args.write.write_text(machine.dumps())
     figures = (
         f"machine: {machine.device}, {machine.flops_per_s / 1e12:.4g} TFLOP/s, memory "
         f"{machine.bytes_per_s / 1e9:.4g} GB/s, between ranks "

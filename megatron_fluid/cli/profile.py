@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_fluid.cli.terminal import positive, run_command
+from megatron_fluid.cli.terminal import positive, run_command, writing
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.profiling.draw import draw
 from megatron_fluid.profiling.timeline import Timeline, read_timeline
@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     if sum(map(bool, (args.compare, args.trace, args.program))) > 1:
         raise ConfigError("--compare, --trace and COMMAND are mutually exclusive")
     if not args.trace:
-        args.output.mkdir(parents=True, exist_ok=True)  # which ranks cannot refuse in one line
+        with writing("--output", args.output):  # which ranks cannot refuse in one line
+            args.output.mkdir(parents=True, exist_ok=True)
     if args.compare:
         return _compare(args)
     status, traces = 0, args.trace

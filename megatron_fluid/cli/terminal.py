@@ -7,7 +7,8 @@ import importlib.metadata
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -15,7 +16,7 @@ from megatron_fluid.errors import ConfigError
 
 __all__ = [
     "WIDTH", "BriefParser", "install_command", "paragraph", "positive", "run_command",
-    "wrapped_table",
+    "wrapped_table", "writing",
 ]  # fmt: skip
 
 WIDTH = 100
@@ -38,6 +39,16 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}, allowed: 1 or more")
     return number
+
+
+@contextmanager
+def writing(setting: str, path: Path) -> Iterator[None]:
+    """Raises ConfigError, which names `setting`, where `path` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        allowed = f"a path that can be written ({error.strerror})"
+        raise ConfigError.of(setting, str(path), allowed) from error
 
 
 def install_command(extra: str) -> str:

@@ -82,6 +82,11 @@ class Comparison:
         """Median milliseconds of an iteration behind the warm-up."""
         return statistics.median(step.ms for run in runs for step in run[self.warm_up :])
 
+    def _spread(self, *runs: Sequence[Step]) -> str:
+        times = (step.ms for run in runs for step in run[self.warm_up :])
+        low, *_, high = statistics.quantiles(times, n=10, method="inclusive")
+        return f"{low:.1f} to {high:.1f} ms"
+
     @property
     def speed_up(self) -> float:
         """How many times as fast an iteration is with the package."""
@@ -94,6 +99,8 @@ class Comparison:
         lines = [
             f"{self.speed_up:.2f} times as fast: {off:.1f} ms an iteration -> {on:.1f} ms "
             f"(median of {len(self.on)} steps but the first {self.warm_up})",
+            "tenth to ninetieth percentile of an iteration: "
+            f"{self._spread(self.off, self.again)} -> {self._spread(self.on)}",
             f"losses {word}: with and without the package they differ by {_share(self.made)}, "
             f"two runs without it by {_share(self.noise)} (allowed: {_share(self.tolerance)}, or "
             "three times the latter)",
