@@ -22,14 +22,7 @@ from megatron_fluid.cli.models import MODELS
 
 __all__ = ["Compared", "between_hosts", "compared", "headline", "wire_shares"]
 
-# Suite, its cases that are shown (None: all), what a row measures, and on how many GPUs: None for
-# those of the file with the most cases.
-_HEADLINE = (
-    ("pretrain", None, "training iteration, end to end", 1),
-    ("pretrain", None, "training iteration, end to end", 2),
-    ("moe_layer", ("qwen3-30b-a3b", "mixtral-8x7b"), "MoE layer", None),
-    ("block", ("mixtral-8x7b",), "two transformer layers", None),
-)
+_GPUS = (1, 2)  # of the iterations that are shown
 
 
 class Compared(NamedTuple):
@@ -48,39 +41,34 @@ class Compared(NamedTuple):
 
 
 def compared(folder: Path) -> Iterator[Compared]:
-    """What the README shows, bf16 beside bf16: of one version of the code, the newest."""
+    """Training iterations, bf16 beside bf16: of today's code, or else of the newest commit."""
     found = list(_of_all_versions(folder))
-    documents = [line.document for line in found]
-    newest = max(documents, key=lambda d: (not age(d), d["date"]), default={"commit": None})
-    yield from (line for line in found if line.document["commit"] == newest["commit"])
+    newest = max((line.document for line in found), key=lambda d: d["date"], default=None)
+    current = [line for line in found if not age(line.document)]
+    yield from current or (line for line in found if line.document["commit"] == newest["commit"])
 
 
 def _of_all_versions(folder: Path) -> Iterator[Compared]:
-    for name, wanted, what, gpus in _HEADLINE:
-        found = best_of(folder, name, gpus, patched=True)
+    suite = SUITES["pretrain"]
+    for gpus in _GPUS:
+        found = best_of(folder, "pretrain", gpus)
         if found is None or not found[1]["cuda"]:
             continue
-        suite, document = SUITES[name], found[1]
+        document = found[1]
         for (case, mode), times in by_case(document["rows"]).items():
             bf16 = {variant: ms for variant, ms in times.items() if not variant.endswith("fp8")}
             others = others_of(suite, {v: t for v, t in bf16.items() if v.startswith("megatron")})
             ours = [ms for variant, ms in bf16.items() if variant.startswith("fluid")]
-            if mode != "train" or not others or not ours:
-                continue
-            if wanted is not None and case not in wanted:
-                continue
-            inside = bf16.get("fluid_megatron")
-            # In pretrain all is inside Megatron, and ours has variants as Megatron has.
-            mine, best = inside or min(ours), min(others.values())
-            yield Compared(case, what + _layers(document, case), best, mine, document)
+            if mode == "train" and others and ours:
+                what = "training iteration, end to end" + _layers(document, case)
+                yield Compared(case, what, min(others.values()), min(ours), document)
 
 
 def _layers(document: Mapping[str, Any], case: str) -> str:
-    """How many of a model's layers, and of its experts if not all, were trained; nothing for a
-    suite of single layers."""
+    """How many of a model's layers, and of its experts if not all, were trained."""
     config = next(row["config"] for row in document["rows"] if row["case"] == case)
     model = MODELS.get(case.removesuffix("-forced"))
-    if document["suite"] != "pretrain" or "layers" not in config or model is None:
+    if "layers" not in config or model is None:
         return ""
     held = config.get("experts", model.experts)
     fewer = f", {held} of {model.experts} experts" if held < model.experts else ""
@@ -103,16 +91,13 @@ def headline(folder: Path = RESULTS) -> str:
         for line in lines
     ]
     table = markdown([*head, "megatron_fluid", "times faster"], cells)
-    trained = [line for line in lines if line.document["suite"] == "pretrain"]
-    rows = [row for t in trained for row in t.document["rows"] if row["case"] == t.case]
+    rows = [row for t in lines for row in t.document["rows"] if row["case"] == t.case]
     forced = any(row["config"].get("routing", "forced") == "forced" for row in rows)
     routing = "force" if forced else "an auxiliary loss"
     source = "[commits, commands and every row](docs/results.md)"
     older = " Not measured again since the code changed."
     older = older if any(age(line.document) for line in lines) else ""
-    single = ", single layers evenly" if len(trained) < len(lines) else ""
-    balanced = f"iterations balanced by {routing}{single}"
-    said = f"Measured {measured}, in bf16, {balanced}: {source}."
+    said = f"Measured {measured}, in bf16, experts balanced by {routing}: {source}."
     return f"{table}\n\n{said}{older}"
 
 

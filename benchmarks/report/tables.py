@@ -328,9 +328,7 @@ def documents(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     return list(zip(titles, documents, strict=True))
 
 
-def best_of(
-    folder: Path, suite: str, gpus: int | None = None, patched: bool = False
-) -> tuple[str, dict[str, Any]] | None:
+def best_of(folder: Path, suite: str, gpus: int | None = None) -> tuple[str, dict[str, Any]] | None:
     """(title, document) of a suite's result file that pages show first: one with Megatron's own
     times, of today's code before an older one, then of the most cases, then of the most GPUs. None
     where there is none.
@@ -339,16 +337,14 @@ def best_of(
         folder: of the result files.
         suite: its name.
         gpus: take files of this number of GPUs alone.
-        patched: of equals take one with times of megatron_fluid inside Megatron.
     """
 
-    def rank(found: tuple[str, Document]) -> tuple[bool, bool, int, int, bool]:
+    def rank(found: tuple[str, Document]) -> tuple[bool, bool, int, int]:
         document = found[1]
         variants = {row["variant"] for row in document["rows"]}
         compared = any(variant.startswith("megatron") for variant in variants)
-        inside = patched and "fluid_megatron" in variants
         cases = len({row["case"] for row in document["rows"]})
-        return compared, not age(document), cases, int(document["gpus"]), inside
+        return compared, not age(document), cases, int(document["gpus"])
 
     of_suite = [
         (title, document)
