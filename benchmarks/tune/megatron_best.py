@@ -5,10 +5,10 @@
 
 A greedy search: each set of flags (OPTIONS in benchmarks/cases/pretrain.py) is tried beside those
 that are kept, and kept where it makes an iteration at least 1% faster and the first losses are
-those of Megatron without it. One process at a time, alone on its host. What was tried, what would
-not start and why, and the winner stand in benchmarks/tune/megatron_best.json after every trial; the
-suite's variant `megatron_best` takes it from there. `--options fp8` begins with fp8, for a winner
-of its own (`megatron_best_fp8`).
+those of Megatron without it. One that was no faster is tried again beside later winners. One
+process at a time, alone on its host. What was tried, what would not start and why, and the winner
+stand in benchmarks/tune/megatron_best.json after every trial; the suite's variant `megatron_best`
+takes it from there. `--options fp8` begins with fp8, for a winner of its own (`megatron_best_fp8`).
 """
 
 from __future__ import annotations
@@ -85,10 +85,16 @@ def search(
     if best is None:
         raise RuntimeError(found["tried"][0]["why_not"])
     found["ms"] = found["base_ms"] = best
-    for name in options:
-        if name not in winner:
+    # Winners beside which an option was found to be no faster: with one more it is tried again.
+    beside = {name: -1 for name in options if name not in winner}
+    while again := [name for name, count in beside.items() if count < len(winner)]:
+        for name in again:
             ms = attempt([*winner, name])
-            if ms is not None and ms < _FASTER * best:
+            if ms is not None and ms >= _FASTER * best:
+                beside[name] = len(winner)
+                continue
+            del beside[name]
+            if ms is not None:
                 winner.append(name)
                 found["ms"] = best = ms
                 keep(found)
