@@ -66,7 +66,7 @@ def draw_overview(folder: Path = RESULTS, chart: Path = CHART) -> Path:
 
     lines = list(compared(folder))
     best, ours = [line.megatron_ms for line in lines], [line.fluid_ms for line in lines]
-    words = [f"{n.case}, {n.where},\n{n.what.partition('end to end, ')[2]}" for n in lines]
+    words = [f"{n.case}, {n.where},\n{n.held}" for n in lines]
     matplotlib.rcParams["svg.hashsalt"] = "megatron_fluid"
     figure = Figure(figsize=(8, 0.8 + 0.66 * len(lines)), layout="constrained")
     axis = figure.subplots()

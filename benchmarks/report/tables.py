@@ -86,12 +86,14 @@ def summary_table(document: Document) -> str:
     """
     suite, cases = SUITES[document["suite"]], by_case(document["rows"])
     pattern = suite.shown(document["gpus"])
-    hidden, busy = hidden_shares(document), _busy_ms(document)
+    # On several GPUs kernels of NCCL run while they wait for another rank.
+    hidden, busy = hidden_shares(document), _busy_ms(document) if document["gpus"] == 1 else {}
     variant, words = suite.also or ("", "")
     chosen = [
         line
         for line in _by_precision(cases)
-        if {"fluid", variant} & line[-1].keys() and re.fullmatch(pattern, f"{line[0]} {line[1]}")
+        if {"fluid", "fluid_megatron", variant} & line[-1].keys()
+        and re.fullmatch(pattern, f"{line[0]} {line[1]}")
     ]
     both = any("fluid_megatron" in times for *_, times in chosen)
     rival = suite.best if not _left_out(document) else f"{suite.best}, of those run"
@@ -138,15 +140,15 @@ def _ratio(slow: float | None, fast: float | None) -> str:
 def _by_precision(
     cases: Mapping[tuple[str, str], Mapping[str, float]],
 ) -> Iterator[tuple[str, str, str, dict[str, float]]]:
-    """(case, mode, how the line is called, times): bf16 and fp8 apart, of fp8 the fastest of
-    megatron_fluid as `fluid`."""
+    """(case, mode, how the line is called, times): bf16 and fp8 apart, of fp8 with the names that
+    megatron_fluid's variants have in bf16."""
     for (case, mode), times in cases.items():
         fp8 = {variant: ms for variant, ms in times.items() if variant.endswith("_fp8")}
         yield case, mode, mode, {v: ms for v, ms in times.items() if v not in fp8}
-        ours = [ms for variant, ms in fp8.items() if variant.startswith("fluid")]
+        ours = {v.removesuffix("_fp8"): ms for v, ms in fp8.items() if v.startswith("fluid")}
         if ours:
             others = {v: ms for v, ms in fp8.items() if not v.startswith("fluid")}
-            yield case, mode, f"{mode}, fp8", {**others, "fluid": min(ours)}
+            yield case, mode, f"{mode}, fp8", {**others, **ours}
 
 
 def hidden_shares(document: Document) -> dict[tuple[str, str], float]:
@@ -169,7 +171,7 @@ def _busy_ms(document: Document) -> dict[tuple[str, str], float]:
 
 def kernel_table(document: Document) -> str:
     """Where the GPU's time of one traced iteration goes, in ms, of rows that tell; empty without
-    any."""
+    any. The host is slower while it traces."""
     traced = [row for row in document["rows"] if row["config"].get("kernels")]
     sums: dict[str, float] = {}
     for row in traced:
@@ -181,9 +183,9 @@ def kernel_table(document: Document) -> str:
         found = row["config"]["kernels"]
         times = [found["kinds"].get(kind) for kind in kinds]
         shown = ["" if ms is None else f"{ms:.1f}" for ms in times]
-        busy = [f"{row['median_ms']:.1f}", f"{found['busy_ms']:.1f}"]
+        busy = [f"{row['median_ms']:.1f}", f"{found['span_ms']:.1f}", f"{found['busy_ms']:.1f}"]
         lines.append([row["case"], row["variant"], *busy, *shown])
-    head = ["ms of an iteration", "variant", "in all", "a kernel runs", *kinds]
+    head = ["ms of an iteration", "variant", "not traced", "traced", "a kernel runs", *kinds]
     return markdown(head, lines) if lines else ""
 
 
@@ -253,10 +255,10 @@ def _paced(document: Document) -> str:
         for row in document["rows"]
     }
     suite, found = SUITES[document["suite"]], []
-    for key, times in by_case(document["rows"]).items():
+    for case, mode, label, times in _by_precision(by_case(document["rows"])):
         best = min(others_of(suite, times).items(), key=lambda item: item[1], default=("", 0.0))
-        if host.get((*key, best[0]), 0.0) >= best[1] > 0:
-            found.append(" ".join(key))
+        if host.get((case, mode, best[0]), 0.0) >= best[1] > 0:
+            found.append(f"{case} {label}".replace(",", " in"))
     words = "The host, not the GPU, sets the pace of the fastest of the others in"
     return f"{words} {', '.join(found)}. " if found else ""
 
