@@ -116,6 +116,7 @@ class InferenceMoELayer(nn.Module):
         self.weight1, self.weight2 = weight1, weight2
         self._of: Callable[[], Any] = lambda: None  # the training layer
         self.router, self.shared_expert = router, shared_expert
+        self._followed = [router]  # in a list, it is no second submodule
         self.activation = activation
         rows = self.all_to_all.packed_rows()
         self._rows = torch.zeros(rows, hidden, dtype=dtype, device=device)
@@ -181,8 +182,10 @@ class InferenceMoELayer(nn.Module):
         return made
 
     def _follow(self, layer: nn.Module) -> None:
-        """Take the weights that the training layer has now: load_state_dict(assign=True) and others
-        give it new parameters, and a parametrization computes them."""
+        """Take the weights and the router that the training layer has now: load_state_dict(
+        assign=True) and others give it new parameters, and a parametrization computes them."""
+        if layer.router is not self._followed[0]:  # one set on this layer stays till then
+            self.router, self._followed = layer.router, [layer.router]
         for name in ("weight1", "weight2"):
             mine: Any = self._parameters.get(name, self.__dict__.get(name))
             now: Any = layer._parameters.get(name)

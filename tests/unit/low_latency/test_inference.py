@@ -19,9 +19,7 @@ from tests.support.moe_reference import moe_reference
 
 # The weights are applied before the second GEMM here and after it there, in bf16 between.
 _TOLERANCE = 2e-2
-_CONFIG = {
-    "hidden_size": 32, "ffn_hidden_size": 48, "num_experts": 6, "top_k": 2, "init_std": 0.3
-}  # fmt: skip
+_CONFIG = {"hidden_size": 32, "ffn_hidden_size": 48, "num_experts": 6, "top_k": 2, "init_std": 0.3}
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -56,9 +54,8 @@ def test_it_computes_what_the_training_layer_does(
     assert f"rank={rank}, transport=gloo, cpu)" in repr(layer.all_to_all)
     for turn in range(4):
         m = (5 + 2 * rank + turn) % 10 if turn != 2 or rank else 0
-        tokens = torch.randn(m, 32, generator=torch.Generator().manual_seed(10 * turn + rank)).to(
-            torch.bfloat16
-        )
+        generator = torch.Generator().manual_seed(10 * turn + rank)
+        tokens = torch.randn(m, 32, generator=generator).to(torch.bfloat16)
         with torch.no_grad():
             wanted = training(tokens)
         found = layer(tokens)
@@ -123,11 +120,15 @@ def test_it_takes_the_group_of_the_training_layer_and_refuses_other_shares_of_ex
 
 
 @on_ranks(1)
-def test_it_follows_the_training_layer_to_new_parameters(rank: int, world: int) -> None:
+def test_it_follows_the_training_layer_to_new_parameters_and_another_router(
+    rank: int, world: int
+) -> None:
     training = MoELayer(_CONFIG, dist.group.WORLD, dtype=torch.bfloat16).eval()
     layer = InferenceMoELayer.of(training, max_num_tokens=4)
     tokens, state = torch.randn(4, 32).to(torch.bfloat16), training.state_dict()
     training.load_state_dict({name: 2 * value for name, value in state.items()}, assign=True)
+    training.router = copy.deepcopy(training.router)
+    training.router.weight.data.mul_(-1)
     assert _error(layer(tokens), training(tokens).detach()) < _TOLERANCE
     computed = copy.deepcopy(training)
     first = InferenceMoELayer.of(computed, max_num_tokens=4)
