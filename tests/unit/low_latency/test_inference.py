@@ -46,9 +46,8 @@ def gelu(h: torch.Tensor) -> torch.Tensor:
 def test_it_computes_what_the_training_layer_does(
     rank: int, world: int, changes: dict[str, object]
 ) -> None:
-    group = dist.group.WORLD
-    training = MoELayer(_CONFIG | changes, group, dtype=torch.bfloat16).eval()
-    layer = InferenceMoELayer.of(training, max_num_tokens=9, group=group, timeout_s=20.0)
+    training = MoELayer(_CONFIG | changes, dist.group.WORLD, dtype=torch.bfloat16).eval()
+    layer = InferenceMoELayer.of(training, max_num_tokens=9, group=dist.group.WORLD, timeout_s=20.0)
     text = f"max_num_tokens=9, ranks={world}, rank={rank}, transport=gloo, torch.bfloat16"
     assert text in repr(layer)
     assert f"rank={rank}, transport=gloo, cpu)" in repr(layer.all_to_all)
