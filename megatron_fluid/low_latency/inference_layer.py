@@ -116,7 +116,7 @@ class InferenceMoELayer(nn.Module):
         self.weight1, self.weight2 = weight1, weight2
         self._of: Callable[[], Any] = lambda: None  # the training layer
         self.router, self.shared_expert = router, shared_expert
-        self._followed = [router]  # in a list, it is no second submodule
+        self._followed: list[Any] = [router]  # in a list, it is no second submodule
         self.activation = activation
         rows = self.all_to_all.packed_rows()
         self._rows = torch.zeros(rows, hidden, dtype=dtype, device=device)
@@ -181,7 +181,7 @@ class InferenceMoELayer(nn.Module):
         made._of = weakref.ref(layer)
         return made
 
-    def _follow(self, layer: nn.Module) -> None:
+    def _follow(self, layer: Any) -> None:
         """Take the weights and the router that the training layer has now: load_state_dict(
         assign=True) and others give it new parameters, and a parametrization computes them."""
         if layer.router is not self._followed[0]:  # one set on this layer stays till then
