@@ -152,7 +152,7 @@ OPTIONS = {
     "grouped_weight": Variant(**_GROUPED_WEIGHT),
     "router_fusion": Variant(flags=["--moe-router-fusion"], needs=_ENGINE),
     "cross_entropy": Variant(
-        flags=["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"], needs=_ENGINE
+        flags=["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native"]
     ),
     "allgather": Variant(flags=["--moe-token-dispatcher-type", "allgather"]),
     "wgrad_overlap": Variant(flags=["--overlap-dispatch-backward-with-experts-wgrad"]),

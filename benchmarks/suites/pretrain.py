@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -169,7 +170,7 @@ def _why(log: Path) -> str:
     named = [
         line.strip()
         for line in lines
-        if "Error" in line and "ChildFailedError" not in line and "error_file" not in line
+        if re.search(r"Error(: |$)", line) and "ChildFailedError" not in line
     ]
     return (named or lines or ["nothing was said"])[0 if named else -1][:300]
 
