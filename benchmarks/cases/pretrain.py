@@ -161,6 +161,14 @@ OPTIONS = {
     ),
     "deepep": Variant(flags=[*_FLEX, "deepep"], needs=["deep_ep"]),
     "nccl_ep": Variant(flags=[*_FLEX, "ncclep", "--moe-ncclep-static-shape", *_STASH]),
+    # An overflow of the stash runs the iteration again without a graph.
+    "stash_graph": Variant(
+        flags=[
+            *(*_FLEX, "ncclep", "--moe-ncclep-static-shape", *_STASH),
+            *("--cuda-graph-impl", "full_iteration", *_UNCHECKED),
+        ],
+        without=_OVERLAPS,
+    ),
     "capacity_graph": Variant(flags=_CAPACITY, needs=_ENGINE),
     "fp8": Variant(flags=_FP8, needs=_ENGINE),
 }

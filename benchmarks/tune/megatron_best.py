@@ -36,7 +36,7 @@ __all__ = ["main", "search", "table"]
 
 _FASTER = 0.99
 _LOSSES, _APART = 3, 1e-3  # fp8 begins with losses of its own
-_OVER_SEVERAL = ("allgather", "wgrad_overlap", "expert_overlap", "deepep", "nccl_ep")
+_OVER_SEVERAL = ("allgather", "wgrad_overlap", "expert_overlap", "deepep", "nccl_ep", "stash_graph")
 
 Measure = Callable[[Variant], dict[str, Any]]
 
