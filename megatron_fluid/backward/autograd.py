@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils.hooks import RemovableHandle
 
 from megatron_fluid.comm.failed_waits import check_after_backward, tells_peers
 from megatron_fluid.errors import ConfigError
@@ -181,7 +182,10 @@ class ReadyGate:
         self._backwards: dict[int, _Backward] = {}
         self._visits: list[Any] = []
         self._delivering = False
-        self._took: object = None  # the iteration in which `takes_main_grads` was True last
+        # The iteration in which `takes_main_grads` was True last, and how many hooks of any kind
+        # had been registered in the process by then.
+        self._took: object = None
+        self._hooks = -1
 
     def report(self, pending: Callable[[], set[int]]) -> None:
         """Called when this backward's gradients are in main_grad. `pending` returns the id() of
@@ -194,14 +198,14 @@ class ReadyGate:
         return None
 
     def takes_main_grads(self) -> bool:
-        """Whether gradients may be added to main_grad, past autograd. Not asked again in an
-        iteration, since four looks at each of hundreds of parameters cost as much as all others of
-        a call."""
-        now = self.iteration()
-        if now is None or now is not self._took:
+        """Whether gradients may be added to main_grad, past autograd. Not looked at again in an
+        iteration before somebody registers a hook, since four looks at each of hundreds of
+        parameters cost as much as all others of a call."""
+        now, hooks = self.iteration(), RemovableHandle.next_id
+        if now is None or now is not self._took or hooks != self._hooks:
             if not _takes_main_grads(self.params):
                 return False
-            self._took = now
+            self._took, self._hooks = now, hooks
         return True
 
     def enter(self, node: Any) -> None:
@@ -294,6 +298,11 @@ class Readiness:
     bypass: bool = True
     direct: bool = False
     captured: bool = False
+
+    def takes_main_grads(self) -> bool:
+        """Asked in backward: whether what `direct` says still holds, and nobody has registered a
+        hook since."""
+        return self.direct and all(gate.takes_main_grads() for gate in self.gates)
 
     def enter(self, node: Any) -> None:
         for gate in self.gates:

@@ -296,7 +296,7 @@ def _weight_grads(
     """Compute one projection's weight gradients and return what autograd gets for each parameter:
     dW, or a placeholder if dW was added to main_grad. None if main_grad's owner is told itself."""
     operands = merge_rows(pairs(), groups)
-    reported = call.ready.direct or call.ready.captured
+    reported = call.ready.captured or call.ready.takes_main_grads()
     if not (reported or call.fused_main_grad):
         return call.experts.weight_grads(fc, *operands)
     call.experts.add_to_main_grads(fc, *operands)
@@ -423,12 +423,12 @@ class _Experts(torch.autograd.Function):
                         call.scheduler.submit(f"{call.name} fc{number}", fc.params, compute)
 
             exchange.run_queued(call.scheduler, submit)
-        elif call.ready.direct:
-            if wanted and experts.fc2.requires_grad():
-                fc2()
+        elif call.ready.direct:  # gradients come back where a hook came after the forward
+            if wanted and experts.fc2.requires_grad() and (dw2 := fc2()) is not None:
+                call.scheduler.submit(call.name, experts.fc2.params, functools.partial(list, dw2))
             del fc2
-            if wanted and experts.fc1.requires_grad():
-                fc1()
+            if wanted and experts.fc1.requires_grad() and (dw1 := fc1()) is not None:
+                call.scheduler.submit(call.name, experts.fc1.params, functools.partial(list, dw1))
             del fc1
         else:
             split, end = len(experts.fc1.params), len(needed) - len(db)

@@ -285,6 +285,23 @@ def test_what_autograd_alone_serves_keeps_its_visit(what: str) -> None:
     check_reports(owner, model.params)
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_hook_registered_within_an_iteration_sees_the_gradients_after_it(
+    deferred: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, model, layer = made(deferred)
+    monkeypatch.setattr(Gate, "iteration", lambda gate: owner)  # one iteration
+    once(model, layer).backward()
+    calls = list[Tensor]()
+    for param, called in ((model.experts[-1], 1), (model.experts[1], 3)):
+        loss = once(model, layer)
+        param.register_hook(calls.append)  # behind a forward and before the next
+        owner.reports.clear()
+        loss.backward()
+        assert len(calls) == called
+        check_reports(owner, model.params)
+
+
 def _captured(owner: Owner) -> tuple[Model, Tensor, list[Tensor | None]]:
     """A backward that asks autograd for each gradient, as Megatron's graphs do."""
     model, x = Model(owner), tokens()
