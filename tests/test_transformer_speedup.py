@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.results import Row, read_results
-from benchmarks.suites import transformer_speedup
 from benchmarks.suites.transformer_speedup import MODES, SMALL, Options, Shape, run, table
 from megatron_fluid.moe.router import Routing, TopKRouter
 from tests.support.forked_program import run_program
@@ -95,9 +94,3 @@ def test_on_two_ranks_it_prints_the_table_and_writes_results(tmp_path: Path) -> 
     started = "torchrun --nproc_per_node 2 tests/test_transformer_speedup.py"
     assert document["command"] == f"{started} --iters 2 --warmup 1"
     assert len(document["rows"]) == 9
-
-
-def test_it_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit, match="torchrun --nproc_per_node 2"):
-        transformer_speedup.main([])

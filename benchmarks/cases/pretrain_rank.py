@@ -134,8 +134,10 @@ def _forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False)
 
 def _report(args: Any, watch: Watch) -> dict[str, Any] | None:
     """Figures over all ranks, on rank 0; the seconds are the slowest rank's. Collective."""
-    peak = torch.cuda.max_memory_allocated() if _on_gpu() else 0
-    mine = {"seconds": watch.seconds, "losses": watch.losses, "peak": peak}
+    mine = {"seconds": watch.seconds, "losses": watch.losses, "peak": 0, "reserved": 0}
+    if _on_gpu():
+        mine["peak"] = torch.cuda.max_memory_allocated()
+        mine["reserved"] = torch.cuda.max_memory_reserved()
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, mine)
     if torch.distributed.get_rank():
@@ -145,6 +147,7 @@ def _report(args: Any, watch: Watch) -> dict[str, Any] | None:
         "seconds": [max(times) for times in zip(*(one["seconds"] for one in every), strict=True)],
         "losses": next((one["losses"] for one in every if one["losses"]), []),
         "peak_bytes": max(one["peak"] for one in every),
+        "reserved_bytes": max(one["reserved"] for one in every),
         "flops": float(flops),
         "tokens": args.global_batch_size * args.seq_length,
         "overlap": [] if PLAIN else _overlap(),

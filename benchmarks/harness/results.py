@@ -121,6 +121,8 @@ def environment(gpus: int, command: str | None = None) -> dict[str, Any]:
         if on_gpu
         else (platform.processor() or platform.machine()),
         "gpus": gpus,
+        "host_cpus": os.cpu_count(),
+        "host_load": os.getloadavg()[0],  # runnable threads, the suite's own among them
         "torch": torch.__version__,
         "cuda": torch.version.cuda if on_gpu else None,
         "nccl": nccl,

@@ -117,6 +117,7 @@ SUITES = {
             "megatron_te_overlap_wgrad": "alltoall dispatcher with weight gradients overlapped",
             "megatron_te_single_launch": "Transformer Engine's single-launch grouped GEMM",
             "megatron_te_cutlass": "alltoall dispatcher, Transformer Engine's CUTLASS grouped GEMM",
+            "megatron_te_allgather_cutlass": "allgather dispatcher, CUTLASS grouped GEMM",
             "megatron_te_fp8": "alltoall dispatcher, fp8 blockwise",
             "megatron_te_deepep": "flex dispatcher with DeepEP",
             "megatron_te_nccl_ep": "flex dispatcher with NCCL EP",

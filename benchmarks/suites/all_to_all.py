@@ -50,6 +50,7 @@ from benchmarks.harness.launchers import RankLaunch, detect_launch
 from benchmarks.harness.left_out import everywhere
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import quantile
+from megatron_fluid.cli.terminal import positive
 
 __all__ = ["main"]
 
@@ -335,7 +336,7 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="AllToAll's transport: auto, nvlink, nccl, gloo, nvshmem (default: auto)",
     )
-    parser.add_argument("--iters", type=int, default=20, help="samples of each variant")
+    parser.add_argument("--iters", type=positive, default=20, help="samples of each variant")
     parser.add_argument(
         "--gemm", type=int, nargs=3, default=(2048, 4096, 4096), metavar=("M", "N", "K")
     )

@@ -248,8 +248,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--cases", default=None, help="comma-separated; all by default")
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated")
-    parser.add_argument("--iters", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=4, help="calls in a row of one sample")
+    parser.add_argument("--iters", type=positive, default=20)
+    parser.add_argument("--repeats", type=positive, default=4, help="calls in a row of one sample")
     parser.add_argument(
         "--variants", default="", help="comma-separated; all that can run by default"
     )

@@ -50,6 +50,7 @@ from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from benchmarks.harness.variants import runnable
 from megatron_fluid import MoELayer, TransformerLayer
+from megatron_fluid.cli.terminal import positive
 
 __all__ = ["main"]
 
@@ -268,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--cases", default=None, help="comma-separated; all by default")
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated")
-    parser.add_argument("--iters", type=int, default=12)
+    parser.add_argument("--iters", type=positive, default=12)
     parser.add_argument(
         "--variants", default="", help="comma-separated; all that can run by default"
     )

@@ -46,6 +46,7 @@ from benchmarks.harness.options import chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from benchmarks.suites.moe_phases import phase_buffers
+from megatron_fluid.cli.terminal import positive
 from megatron_fluid.kernels.routing_plan.kernel import RoutingHandle
 from megatron_fluid.moe.nvlink.buffers import (
     NvlinkBuffers,
@@ -193,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank")
-    parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument("--iters", type=positive, default=20)
     parser.add_argument(
         "--smoke", action="store_true", help="one tiny case, on a CPU with the interpreter"
     )

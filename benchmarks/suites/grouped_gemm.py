@@ -44,6 +44,7 @@ from benchmarks.harness.options import chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from megatron_fluid.backward.main_grad import add_product_to_main_grad
+from megatron_fluid.cli.terminal import positive
 from megatron_fluid.kernels.activation.kernel import fused_activation_forward
 from megatron_fluid.kernels.fp8_casts.launch import cast_rows
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import (
@@ -264,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank")
     parser.add_argument("--zipf", type=float, default=0.0)
-    parser.add_argument("--iters", type=int, default=10)
+    parser.add_argument("--iters", type=positive, default=10)
     parser.add_argument(
         "--skip-gradients", action="store_true", help="leave the weight gradients out"
     )

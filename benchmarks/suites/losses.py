@@ -33,6 +33,7 @@ from benchmarks.harness.options import chosen
 from benchmarks.harness.results import Row, result_path, write_results
 from benchmarks.harness.timing import quantile
 from benchmarks.report.pictures import draw_later, draw_losses
+from megatron_fluid.cli.terminal import positive
 
 __all__ = ["VARIANTS", "main"]
 
@@ -113,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--variants", default=None, help=f"{', '.join(VARIANTS)}; default: all")
     parser.add_argument("--seeds", type=int, default=2, help="runs of a variant (%(default)s)")
-    parser.add_argument("--iters", type=int, default=500, help="iterations (%(default)s)")
+    parser.add_argument("--iters", type=positive, default=500, help="iterations (%(default)s)")
     parser.add_argument("--ranks", type=int, default=None, help="default: NPROC, one a GPU, or 2")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds a run may take")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, 6 iterations, no fp8")

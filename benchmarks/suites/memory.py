@@ -28,6 +28,7 @@ from benchmarks.harness.options import chosen
 from benchmarks.harness.results import Row, result_path, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from benchmarks.suites.moe_layer import memory_of
+from megatron_fluid.cli.terminal import positive
 
 __all__ = ["FLUID", "MEGATRON", "main"]
 
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = {name: CASES[name] for name in ("qwen3-30b-a3b", "olmoe", "mixtral-8x7b")}
     cases |= ONE_GPU_CASES
     parser.add_argument("--cases", default=",".join(cases), help="comma-separated")
-    parser.add_argument("--iters", type=int, default=20, help="samples (%(default)s)")
+    parser.add_argument("--iters", type=positive, default=20, help="samples (%(default)s)")
     parser.add_argument("--output", type=Path, default=None, help="result file")
     options = parser.parse_args(arguments)
     names = chosen(parser, "--cases", options.cases, cases)

@@ -88,6 +88,7 @@ from benchmarks.harness.timing import Timing, layer_head_start_ms, measure
 from benchmarks.report.timeline import write_trace
 from benchmarks.suites.moe_phases import host_times, measure_phases, phase_buffers, print_phases
 from megatron_fluid import MoELayer
+from megatron_fluid.cli.terminal import positive
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 
 __all__ = ["main", "memory_of"]
@@ -155,8 +156,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--modes", default=",".join(MODES), help="comma-separated")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank")
-    parser.add_argument("--iters", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=4, help="layers in a row of one sample")
+    parser.add_argument("--iters", type=positive, default=20)
+    parser.add_argument("--repeats", type=positive, default=4, help="layers in a row of one sample")
     parser.add_argument("--routing", default=",".join(ROUTINGS), help="comma-separated")
     parser.add_argument(
         "--variants", default="", help="comma-separated beginnings of variants' names; default all"

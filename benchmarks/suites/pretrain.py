@@ -53,6 +53,7 @@ from benchmarks.harness.options import chosen
 from benchmarks.harness.results import Row, result_path, write_results
 from benchmarks.harness.timing import quantile
 from benchmarks.report.pictures import draw_later, draw_pretrain
+from megatron_fluid.cli.terminal import positive
 
 __all__ = ["ROOT", "Measured", "main", "measure_once", "peak_flops"]
 
@@ -87,6 +88,7 @@ class Measured:
             "tflops_per_gpu": flops_rate / 1e12,
             "mfu": None if peak is None else flops_rate / peak,
             "peak_gib": max(one["peak_bytes"] for one in self.rounds) / 2**30,
+            "reserved_gib": max(one.get("reserved_bytes", 0) for one in self.rounds) / 2**30,
             "losses": first["losses"],
             "first_iteration_s": [one["seconds"][0] for one in self.rounds],
             "median_ms_by_round": by_round,
@@ -204,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", type=int, default=2, help="processes of a variant (%(default)s)"
     )
-    parser.add_argument("--iters", type=int, default=16, help="steps a process (%(default)s)")
+    parser.add_argument("--iters", type=positive, default=16, help="steps a process (%(default)s)")
     parser.add_argument("--warm-up", type=int, default=6, help="of them left out (%(default)s)")
     parser.add_argument(
         "--kernels", action="store_true", help="trace one more step: where the GPU's time goes"

@@ -29,6 +29,7 @@ from torch import Tensor
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import layer_head_start_ms, measure
 from benchmarks.report.timeline import write_trace
+from megatron_fluid.cli.terminal import positive
 
 __all__ = ["CASES", "Shape", "main"]
 
@@ -206,8 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--modes", nargs="+", choices=("forward", "train"), default=["forward", "train"]
     )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--iters", type=int, default=15)
-    parser.add_argument("--repeats", type=int, default=3, help="calls in one sample")
+    parser.add_argument("--iters", type=positive, default=15)
+    parser.add_argument("--repeats", type=positive, default=3, help="calls in one sample")
     parser.add_argument("--output", type=Path, help="result file")
     parser.add_argument(
         "--profile",

@@ -54,6 +54,7 @@ from benchmarks.report.pictures import draw_exposed, draw_later
 from benchmarks.report.timeline import write_trace
 from benchmarks.suites.tp_backends import BACKENDS, FAMILIES, Absent, Problem, is_rival
 from megatron_fluid import close_group
+from megatron_fluid.cli.terminal import positive
 
 __all__ = ["Options", "Report", "main", "problem_of", "run_case"]
 
@@ -316,7 +317,9 @@ def _parser(operation: str | None) -> argparse.ArgumentParser:
         )
         parser.add_argument("--operation", choices=("ag", "rs"), help="only this operation")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
-    parser.add_argument("--iters", type=int, default=10, help="samples of each backend, at least")
+    parser.add_argument(
+        "--iters", type=positive, default=10, help="samples of each backend, at least"
+    )
     parser.add_argument(
         "--repeats",
         type=int,

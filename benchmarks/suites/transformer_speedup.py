@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import Timing, layer_head_start_ms, measure, rows_of
 from megatron_fluid import TransformerLayer, get_backward_scheduler
+from megatron_fluid.cli.terminal import positive
 from megatron_fluid.moe.router import Routing, TopKRouter
 from megatron_fluid.moe.sharding import local_part
 
@@ -326,7 +327,7 @@ def _parser(on_gpu: bool) -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-defer", action="store_true", help="weight gradients in their own layer's backward"
     )
-    parser.add_argument("--iters", type=int, default=20, help="samples of each variant")
+    parser.add_argument("--iters", type=positive, default=20, help="samples of each variant")
     parser.add_argument("--warmup", type=int, default=4, help="rounds before measuring")
     parser.add_argument(
         "--timeout", type=float, default=300.0, help="bound in seconds on every wait for a peer"

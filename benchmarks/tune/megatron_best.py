@@ -31,6 +31,7 @@ from benchmarks.cases.pretrain import BEST, CASES, OPTIONS, ROUTINGS, Variant
 from benchmarks.harness.options import chosen
 from benchmarks.harness.results import commit_id
 from benchmarks.suites.pretrain import measure_once
+from megatron_fluid.cli.terminal import positive
 
 __all__ = ["main", "search", "table"]
 
@@ -130,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", default="qwen3-30b-a3b", help=", ".join(CASES))
     parser.add_argument("--options", default=None, help=f"{', '.join(OPTIONS)}; default: all")
     parser.add_argument("--routing", choices=ROUTINGS, default="real", help="(%(default)s)")
-    parser.add_argument("--iters", type=int, default=12, help="steps a trial (%(default)s)")
+    parser.add_argument("--iters", type=positive, default=12, help="steps a trial (%(default)s)")
     parser.add_argument("--warm-up", type=int, default=6, help="of them left out (%(default)s)")
     parser.add_argument("--microbatches", type=int, default=None, help="default: the case's")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds a trial may take")

@@ -23,17 +23,12 @@ MODES = "found 'nosuch', allowed: some of forward, train, comma-separated"
     ("suite", "arguments", "words"),
     [
         ("attention", "--tiny --modes nosuch", f"argument --modes: {MODES}"),
-        ("attention", "--tiny --modes forward,", "argument --modes: found ''"),
-        ("attention", "--cases tiny", "argument --cases: found 'tiny', allowed: some of mixtral"),
         ("attention", "--tiny --fluid sm_push:1,nosuch:2", "argument --fluid: found 'nosuch'"),
         ("attention", "--tiny --fluid sm_push:0", "groups of 'sm_push:0': found '0', allowed: 1"),
-        ("attention", "--tiny --variants fluid,nosuch", "argument --variants: found 'nosuch'"),
-        ("block", "--tiny --cases nosuch", "argument --cases: found 'nosuch', allowed: some of"),
         ("moe_layer", "--smoke --cases olmoe --iters 3", "--cases, --iters: allowed without --smo"),
         ("moe_layer", "--smoke --variants flood", "--variants: found 'flood', allowed: beginning"),
-        ("grouped_gemm", "--smoke --cases olmoe", "--cases: allowed without --smoke only"),
-        ("dispatch_combine", "--cases nosuch", "argument --cases: found 'nosuch'"),
         ("all_to_all", "--cases r1-1 r1-", "argument --cases: found 'r1-', allowed: one of r1"),
+        ("moe_layer", "--smoke --iters -2", "--iters: found '-2', allowed: 1 or more"),
         ("losses", "--smoke --seeds 0", "found 0, 500, allowed: 1 or more"),
     ],
 )
