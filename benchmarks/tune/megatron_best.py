@@ -9,6 +9,7 @@ those of Megatron without it. One that was no faster is tried again beside later
 process at a time, alone on its host. What was tried, what would not start and why, and the winner
 stand in benchmarks/tune/megatron_best.json after every trial; the suite's variant `megatron_best`
 takes it from there. `--options fp8` begins with fp8, for a winner of its own (`megatron_best_fp8`).
+`--begin cutlass,apex` takes these from a search before and goes on from there.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ Measure = Callable[[Variant], dict[str, Any]]
 
 
 def search(
-    options: Sequence[str], measure: Measure, warm_up: int, keep: Callable[[dict[str, Any]], None]
+    options: Sequence[str],
+    measure: Measure,
+    warm_up: int,
+    keep: Callable[[dict[str, Any]], None],
+    begin: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the winner and every trial; `keep` is called with the same after each
     and after each new winner.
@@ -51,6 +56,7 @@ def search(
     Args:
         options: names of OPTIONS, tried in this order; "fp8" is kept whatever it costs.
         measure: trains with a variant; the report of benchmarks/cases/pretrain_rank.py.
+        begin: names of OPTIONS, tried and kept together before the others are tried one by one.
 
     Raises:
         RuntimeError: Megatron does not start with no option at all.
@@ -86,6 +92,12 @@ def search(
     if best is None:
         raise RuntimeError(found["tried"][0]["why_not"])
     found["ms"] = found["base_ms"] = best
+    if begin:
+        together = attempt([*winner, *begin])
+        if together is not None and together < _FASTER * best:
+            winner += begin
+            found["ms"] = best = together
+            keep(found)
     # Winners beside which an option was found to be no faster: with one more it is tried again.
     beside = {name: -1 for name in options if name not in winner}
     while again := [name for name, count in beside.items() if count < len(winner)]:
@@ -130,6 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--cases", default="qwen3-30b-a3b", help=", ".join(CASES))
     parser.add_argument("--options", default=None, help=f"{', '.join(OPTIONS)}; default: all")
+    parser.add_argument("--begin", default=None, help="options that are tried together first")
     parser.add_argument("--routing", choices=ROUTINGS, default="real", help="(%(default)s)")
     parser.add_argument("--iters", type=positive, default=12, help="steps a trial (%(default)s)")
     parser.add_argument("--warm-up", type=int, default=6, help="of them left out (%(default)s)")
@@ -147,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [name for name in OPTIONS if name != "fp8" and (ranks > 1 or name not in _OVER_SEVERAL)]
     if options.options:
         names = chosen(parser, "--options", options.options, OPTIONS)
+    begin = chosen(parser, "--begin", options.begin, OPTIONS) if options.begin else []
     failed = 0
     for name in cases:
         case, label = CASES[name], f"{name}, {ranks} GPU" + (", fp8" if "fp8" in names else "")
@@ -177,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
 
             try:
-                search(names, measure, options.warm_up, keep)
+                search(names, measure, options.warm_up, keep, begin)
             except RuntimeError as error:
                 print(f"failed: {label}: {error}", file=sys.stderr)
                 failed = 1

@@ -89,17 +89,15 @@ def test_the_search_keeps_what_is_faster_and_trains_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apex = "fused_weight_gradient_mlp_cuda"
-    absent = {apex, "deep_ep"}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == apex else name)
     monkeypatch.setattr(cases, "BEST", tmp_path / "best.json")
 
     def measure(variant: Variant) -> dict[str, object]:
         flags, seconds, losses = variant.flags, 1.0, [6.0, 5.0]
-        fused = "--moe-router-fusion" in flags
+        fused, graph = "--moe-router-fusion" in flags, "--cuda-graph-impl" in flags
         if "--moe-paged-stash" in flags:
             raise RuntimeError("exit code 1: not with this dispatcher")
-        seconds -= 0.4 * ("--cuda-graph-impl" in flags)
-        seconds -= 0.3 * (fused and "--cuda-graph-impl" not in flags)
+        seconds -= 0.4 if graph else 0.3 * fused
         seconds -= (0.1 + 0.1 * fused) * ("NVTE_USE_CUTLASS_GROUPED_GEMM" in variant.environment)
         if "--moe-expert-capacity-factor" in flags:
             seconds, losses = 0.1, [6.0, 4.0]
@@ -110,6 +108,8 @@ def test_the_search_keeps_what_is_faster_and_trains_alike(
     found = megatron_best.search(names, measure, 1, lambda found: kept.append(json.dumps(found)))
     assert found["winner"] == ["graph", "cutlass", "router_fusion"]
     assert found["base_ms"] == 1000 and round(found["ms"]) == 400
+    ahead = megatron_best.search(names, measure, 1, lambda found: None, ["graph", "cutlass"])
+    assert ahead["winner"] == found["winner"] and ahead["tried"][1]["options"] == names[1::4]
     reasons = {trial["options"][-1]: trial.get("why_not", "") for trial in found["tried"][1:]}
     assert reasons["apex"] == f"{apex} is not importable" and not reasons["router_fusion"]
     assert "not with this dispatcher" in reasons["nccl_ep"]
