@@ -166,27 +166,43 @@ def build_layers(
 
 def rival_gaps(layers: dict[str, nn.Module], x: Tensor) -> dict[str, dict[str, float]]:
     """Run the layers of other libraries once, and drop those that fail, or disagree with `fluid`,
-    on any rank: variant -> its distance from `fluid`, for the rows' config. Collective."""
+    on any rank: variant -> its distances from `fluid`, for the rows' config. Collective.
+
+    Compared are the output and the gradients of the tokens and of the second projection's weights.
+    """
+    upstream = torch.randn_like(x)  # its own on each rank
+
+    def passes(layer: nn.Module) -> dict[str, Tensor]:
+        own = x.detach().clone().requires_grad_()
+        y = layer(own)
+        y = y[0] if isinstance(y, tuple) else y
+        torch.autograd.backward(y, upstream)
+        found = {"output": y.detach(), "input gradient": own.grad}
+        if hasattr(layer, "weight2"):
+            found["weight gradient"] = local_part(layer.weight2.grad)
+        layer.zero_grad(set_to_none=True)
+        return found
+
+    def run(layer: nn.Module) -> dict[str, float]:
+        found = passes(layer)
+        if not isinstance(layer, RoutedMoE):
+            return {}
+        gaps = {}
+        for what, value in found.items():
+            gap = float((value - right[what]).float().norm() / right[what].float().norm())
+            if not gap <= _ALLOWED:
+                raise ValueError(f"its {what} is {gap:.1%} from fluid's")
+            gaps[f"{what} off by".replace(" ", "_")] = gap
+        return gaps
+
+    right = passes(layers["fluid"])
     gaps: dict[str, dict[str, float]] = {}
-
-    def run(layer: nn.Module, right: Tensor | None) -> float:
-        with torch.no_grad():
-            y = layer(x)
-        if right is None or not isinstance(layer, RoutedMoE):
-            return 0.0
-        gap = float((y - right).float().norm() / right.float().norm())
-        if not gap <= _ALLOWED:
-            raise ValueError(f"its output is {gap:.1%} from fluid's")
-        return gap
-
-    with torch.no_grad():
-        right = layers["fluid"](x)
     for variant in [name for name in layers if name in RIVALS or name in MEGATRON]:
-        gap = everywhere(variant, lambda name=variant: run(layers[name], right))  # type: ignore[misc]
-        if gap is None:
+        found = everywhere(variant, lambda name=variant: run(layers[name]))  # type: ignore[misc]
+        if found is None:
             del layers[variant]
-        elif variant in RIVALS:
-            gaps[variant] = {"off_by": gap}
+        else:
+            gaps[variant] = found
     return gaps
 
 

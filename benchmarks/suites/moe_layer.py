@@ -32,7 +32,7 @@ Every variant gets tokens from which its own router computes the same random log
     torch_grouped, liger_triton, sonic    on one GPU: moe_rivals.py
     liger_cute        LigerCute's fused expert parallelism: moe_rivals.py
 
-The layers of moe_rivals.py get the weights of `fluid`, and one whose output differs from its by
+The layers of moe_rivals.py get the weights of `fluid`, and one whose output or gradients differ by
 more than bf16 explains is left out. On one GPU nothing is exchanged, and a case has SonicMoE's
 published shape. But for `fluid_graph`, nothing is captured.
 
