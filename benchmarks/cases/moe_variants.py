@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from benchmarks.cases.moe import MoECase
 from benchmarks.cases.moe_layers import MegatronMoE, fluid_layer, set_routing_weight
 from benchmarks.cases.moe_rivals import EXPERT_PARALLEL, RIVALS, RoutedMoE, missing
+from benchmarks.cases.slow_wire_rank import BlockingRounds
 from benchmarks.harness.left_out import everywhere
 from megatron_fluid import MoEBaseline, MoELayer, close_group
 from megatron_fluid.kernels.fp8_grouped_gemm.launch import fp8_device_reason
@@ -71,6 +72,7 @@ OVER_SEVERAL = (
     "megatron_te_nccl_ep",
 )
 """Variants that differ from another on several GPUs alone."""
+_ONE_HOST = ("liger_cute", "megatron_te_deepep", "megatron_te_nccl_ep")
 _ALLOWED = 0.08  # norm of the difference of two layers' outputs in bf16, relative
 _DX_CHUNKS = 4
 VARIANTS = (
@@ -113,14 +115,21 @@ def build_layers(
     wanted = tuple(options.variants) or ("",)
     names = SCHEDULES if "all" in options.schedules else options.schedules
     idle = OVER_SEVERAL if ranks == 1 else set(RIVALS) - set(EXPERT_PARALLEL)
+    if options.hosts > 1:
+        idle = {*idle, *_ONE_HOST}
     fixed = {"fluid_no_overlap": NO_OVERLAP}
-    if "fluid_no_overlap" in idle or not "fluid_no_overlap".startswith(wanted):
+    waits = options.hosts > 1 and "fluid_no_overlap".startswith(wanted)
+    if waits or "fluid_no_overlap" in idle or not "fluid_no_overlap".startswith(wanted):
         fixed = {}
     fixed |= {f"schedule_{name}": SCHEDULES[name] for name in names}
     fluid = fluid_layer(case, device)
     layers: dict[str, nn.Module] = {"fluid": fluid}
     for name in fixed:
         layers[name] = fluid_layer(case, device, fluid, dist.new_group())
+    if waits:  # between hosts there is no schedule
+        waiting = fluid_layer(case, device, fluid)
+        waiting.rounds = BlockingRounds(dist.group.WORLD)
+        layers["fluid_no_overlap"] = waiting
     if "fluid_fp8".startswith(wanted) and fp8_device_reason(device) is None:
         layers["fluid_fp8"] = fluid_layer(case, device, fluid, fp8_recipe="blockwise")
     settings: dict[str, dict[str, Any]] = {
@@ -179,7 +188,7 @@ def rival_gaps(layers: dict[str, nn.Module], x: Tensor) -> dict[str, dict[str, f
         torch.autograd.backward(y, upstream)
         found = {"output": y.detach(), "input gradient": own.grad}
         if hasattr(layer, "weight2"):
-            found["weight gradient"] = local_part(layer.weight2.grad)
+            found["weight gradient"] = local_part(layer.weight2.grad)  # type: ignore[arg-type]
         layer.zero_grad(set_to_none=True)
         return found
 

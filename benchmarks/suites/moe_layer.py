@@ -41,11 +41,16 @@ keeps for its backward and the most it ever holds above its input and weights. -
 time of every step (moe_phases.py), and to each variant the clock (`sm_mhz`) and the power (`watts`)
 of the first rank's GPU while it runs alone; --schedules measures schedules by name, --profile
 leaves a trace of each variant.
+
+--hosts 2 plays so many hosts by this machine's GPUs, with NCCL's sockets over loopback between them
+(harness/loopback_hosts.py), at each rate of --gbit (0: no limit). `fluid_no_overlap` then waits for
+each exchange where it starts, and config has the bytes of one call (`wire_bytes`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import sys
@@ -82,6 +87,8 @@ from benchmarks.cases.moe_variants import (
 )
 from benchmarks.harness.gpu_readings import READ_S, read_gpu
 from benchmarks.harness.left_out import everywhere
+from benchmarks.harness.loopback_hosts import bytes_on_the_wire, join_host, limited_to
+from benchmarks.harness.loopback_hosts import missing as no_limit
 from benchmarks.harness.options import MODES, chosen, need_gpu_or_smoke, refuse_ignored
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.timing import Timing, layer_head_start_ms, measure
@@ -174,11 +181,34 @@ def _parser() -> argparse.ArgumentParser:
         help="also write a trace and a timeline picture of each case",
     )
     parser.add_argument("--profile-folder", type=Path, default=Path("profiles"))
+    parser.add_argument("--hosts", type=positive, default=1, help="that this machine plays")
+    parser.add_argument("--gbit", default="0", help="rates between them in Gbit/s, comma-separated")
     parser.add_argument(
         "--smoke", action="store_true", help="one tiny case, on a CPU with the interpreter"
     )
     parser.add_argument("--output", type=Path, default=None, help="result file")
     return parser
+
+
+def _rates(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[float]:
+    """The rates between hosts that this rank has joined, or 0 alone."""
+    try:
+        rates = [float(rate) for rate in options.gbit.split(",")]
+    except ValueError:
+        parser.error(f"--gbit: found {options.gbit!r}, allowed: numbers, comma-separated")
+    if options.hosts == 1:
+        if any(rates):
+            parser.error(f"--gbit: found {options.gbit}, allowed: with --hosts 2 or more")
+        return [0.0]
+    if options.phases or options.schedules or options.smoke:
+        parser.error("--hosts: not beside --phases, --schedules or --smoke")
+    if any(rates) and (why := no_limit()) is not None:
+        parser.error(f"--gbit: this machine cannot limit a rate: {why}")
+    try:
+        join_host(options.hosts)
+    except ValueError as error:
+        parser.error(str(error))
+    return rates
 
 
 def _with_megatron(names: Iterable[str]) -> bool:
@@ -211,6 +241,7 @@ def _measure_case(
     logits: Tensor,
     absent: str | None,
     zipf: float,
+    gbit: float,
 ) -> list[Row]:
     device, ranks = logits.device, dist.get_world_size()
     tokens = case.tokens or options.tokens
@@ -238,8 +269,10 @@ def _measure_case(
             if train:
                 call()
                 memory[variant] = memory_of(call, device, layer, x)
-        bounded = None
-        if not train and device.type == "cuda":
+        bounded, sent = None, {}
+        if options.hosts > 1:
+            sent = {variant: bytes_on_the_wire(call) for variant, call in calls.items()}
+        elif not train and device.type == "cuda":
             bounded = fluid_layer(case, device, fluid, capacity_factor=CAPACITY_FACTOR)
             replay = everywhere("fluid_graph", lambda layer=bounded: graph_call(layer, x.detach()))
             if replay is not None:
@@ -261,12 +294,15 @@ def _measure_case(
             "repeats": options.repeats,
             "head_start_ms": head_start,
         }
-        hidden = _hidden_share(timings) if schedules["fluid"] != NO_OVERLAP else {}
+        overlaps = options.hosts > 1 or schedules["fluid"] != NO_OVERLAP
+        hidden = _hidden_share(timings) if overlaps else {}
         for variant, timing in timings.items():
             config: dict[str, Any] = shared | gaps.get(variant, {})
             config |= {**memory.get(variant, {}), **readings.get(variant, {})}
+            if variant in sent:
+                config |= {"hosts": options.hosts, "gbit": gbit, "wire_bytes": sent[variant]}
             schedule = schedules.get("fluid" if variant == "fluid_graph" else variant)
-            if schedule is not None:
+            if schedule is not None and options.hosts == 1:
                 config["schedule"] = str(schedule)
             if variant == "fluid":
                 config |= hidden
@@ -308,6 +344,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.schedules:
         options.schedules = chosen(parser, "--schedules", options.schedules, ("all", *SCHEDULES))
     need_gpu_or_smoke(parser, "moe_layer", options.smoke)
+    rates = _rates(parser, options)
     warnings.filterwarnings("ignore")
     rank = int(os.environ.get("RANK", "0"))
     if options.smoke:
@@ -328,7 +365,7 @@ def main(arguments: list[str] | None = None) -> int:
     if absent and rank == 0:
         print(f"no megatron_te variants: {absent}", flush=True)
     cute = any("liger_cute".startswith(name) for name in options.variants or [""])
-    cute = cute and not options.smoke and missing("liger_cute") is None
+    cute = cute and not options.smoke and options.hosts == 1 and missing("liger_cute") is None
     if cute:
         prepare_rivals(cases.values(), options.tokens, device)
     rows: list[Row] = []
@@ -336,12 +373,18 @@ def main(arguments: list[str] | None = None) -> int:
         for routing in options.routing:
             zipf = ZIPF if routing == "zipf" else 0.0
             logits = router_logits(case, case.tokens or options.tokens, zipf, 100 + rank, device)
-            label = name if routing == "balanced" else f"{name}-zipf"
-            rows += _measure_case(label, case, options, logits, absent, zipf)
-            if rank == 0 and options.output is not None:  # also kept if the run is cut short
-                write_results("moe_layer", rows, dist.get_world_size(), options.output)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            for gbit in rates:
+                label = name if routing == "balanced" else f"{name}-zipf"
+                limit: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+                if options.hosts > 1:
+                    label += f"-{options.hosts}-hosts-{gbit:g}-gbit"
+                    limit = limited_to(gbit)
+                with limit:
+                    rows += _measure_case(label, case, options, logits, absent, zipf, gbit)
+                if rank == 0 and options.output is not None:  # also kept if the run is cut short
+                    write_results("moe_layer", rows, dist.get_world_size(), options.output)
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -6,21 +6,14 @@ ranks. So a world of four starts in a fraction of a second and still shares no s
 before it. Every rank joins a process group, runs ``fn(rank, world_size, *args)`` and hands back
 what it returns.
 
-    from tests.support.launch import run_ranks
-
-    def body(rank: int, world_size: int, n: int) -> float:      # a module-level function: it
-        travels by name ...
-
-    def test_something() -> None:
-        results = run_ranks(body, 4, 128, timeout_s=60)         # results[rank]
+    def body(rank: int, world_size: int, n: int) -> float: ...  # at module level: it goes by name
+    results = run_ranks(body, 4, 128, timeout_s=60)             # results[rank]
 
     @on_ranks(4)                                                # a test that runs on every rank
-    def test_another(rank: int, world_size: int) -> None:
-        ...
+    def test_another(rank: int, world_size: int) -> None: ...
 
 A rank that raises, dies or outlives the timeout fails the call: `RankError` holds every rank's
-traceback, the first failure first, and, after a timeout, where each rank's threads stood. No
-process outlives the call.
+traceback, the first failure first, after a timeout also its threads. No process outlives the call.
 """
 
 import contextlib
