@@ -17,7 +17,7 @@ that leave a GPU: each token once per remote destination rank. Modes:
     combine        expert rows to sums at the tokens' owners, by a pass of its own (in a layer the
                    GEMM before it may send them)
     dispatch_once  what libraries call dispatch that leave the experts of a rank to the caller: a
-                   token's row to each of its ranks, dense there
+                   token's row to each of its ranks, dense there; fluid_stream as above
     combine_once   one row back from each rank, already summed over the rank's experts
     nccl           one all_to_all_single of T * K rows, one per (token, expert), no permutation
 
@@ -68,10 +68,10 @@ _REPEATS = 4
 
 def _once_a_rank(
     buffers: NvlinkBuffers, bits: torch.Tensor, x: torch.Tensor
-) -> dict[str, Callable[[], None]]:
-    """dispatch_once and combine_once of tokens x [T, H] that go to the ranks in `bits`
-    [T]: as if a rank were an expert, on a buffers of as many experts as ranks and as many of them a
-    token."""
+) -> dict[tuple[str, str], Callable[[], None]]:
+    """dispatch_once, also streamed, and combine_once of tokens x [T, H] that go to the ranks in
+    `bits` [T]: as if a rank were an expert, on a buffers of as many experts as ranks and as many of
+    them a token."""
     ranks = torch.arange(buffers.ranks, device=x.device)
     ids = torch.where(((bits[:, None] >> ranks) & 1) != 0, ranks, -1)
     handle = publish(buffers, ids, torch.ones(ids.shape, device=x.device))
@@ -80,15 +80,19 @@ def _once_a_rank(
     out = x.new_empty(handle.buffer_rows, buffers.hidden)
     y = torch.randn_like(out)
 
-    def dispatch() -> None:
-        push(buffers, handle, x)
-        scatter(buffers, handle, x, out)
+    def dispatch(streamed: bool) -> None:
+        push(buffers, handle, x, streamed=streamed)
+        scatter(buffers, handle, x, out, streamed=streamed)
 
     def combine() -> None:
         reduce_push(buffers, handle, y)
         reduce(buffers, handle)
 
-    return {"dispatch_once": dispatch, "combine_once": combine}
+    return {
+        ("dispatch_once", "fluid"): functools.partial(dispatch, False),
+        ("dispatch_once", "fluid_stream"): functools.partial(dispatch, True),
+        ("combine_once", "fluid"): combine,
+    }
 
 
 def _copy_engine(
@@ -171,8 +175,7 @@ def _calls(
     dist.barrier()
     by_rank = dataclasses.replace(case, experts=ranks, top_k=ranks)
     once = phase_buffers(by_rank, tokens, device, _SCHEDULE, buffers.workspace)
-    for mode, call in _once_a_rank(once, bits[:tokens], x).items():
-        calls[mode, "fluid"] = call
+    calls |= _once_a_rank(once, bits[:tokens], x)
     settings = {}
     for variant, build in EXCHANGES.items():
         of_case = functools.partial(build, x, ids, probs, case.experts)
