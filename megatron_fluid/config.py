@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 ENVIRONMENT_PREFIX = "MEGATRON_FLUID_"
-# Read elsewhere: patches/engine/switches.py, topology.py, pytest_plugin.py, tests.
+# Read elsewhere: patches/engine/switches.py, topology.py, tools, tests.
 _OTHER_VARIABLES = (
     "ALLOW_UNSUPPORTED",
     "AUTOLOAD",

@@ -26,7 +26,7 @@ __all__ = ["main"]
 
 # What nearly all of Megatron's test modules import; none asks for the rank while it is imported.
 _IMPORTED_ONCE = (
-    "megatron_fluid.pytest_plugin",  # first: it patches what follows
+    "megatron_pytest_plugin",  # first: it patches what follows
     "megatron.training.argument_utils",
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.models.gpt.gpt_layer_specs",

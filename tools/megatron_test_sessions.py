@@ -33,7 +33,7 @@ _NO_ENGINE = "raise ModuleNotFoundError('Transformer Engine is hidden in runs wi
 _MOST_RESUMES = 20  # of one session
 _SESSION_S = 3600.0
 _LOG_LINES = 30  # of a session that left no result
-_RECORDER = "record_megatron_tests"  # the plug-in beside this file
+_PLUGIN, _RECORDER = "megatron_pytest_plugin", "record_megatron_tests"  # beside this file
 
 type Found = dict[str, dict[str, Any]]  # test -> outcome, error, overlapped, moe_forwards
 
@@ -153,7 +153,7 @@ class Sessions:
             command += [f"--nproc_per_node={self.ranks}", "-m", "pytest"]
         else:
             command += [str(ROOT / "tools" / "forked_ranks.py"), str(self.ranks)]
-        command += ["-p", "megatron_fluid.pytest_plugin", "-p", _RECORDER]
+        command += ["-p", _PLUGIN, "-p", _RECORDER]
         command += ["-p", "no:cacheprovider", "-q"]
         command += ["-W", "ignore", "--continue-on-collection-errors"]
         command += [f"--timeout={self.test_timeout}", "--timeout-method=thread"]
@@ -167,7 +167,8 @@ def _environment(folder: Path, way: str, backend: str) -> dict[str, str]:
     gpu = torch.cuda.is_available()
     path.mkdir()
     (path / "megatron_fluid").symlink_to(ROOT / "megatron_fluid", target_is_directory=True)
-    (path / f"{_RECORDER}.py").symlink_to(ROOT / "tools" / f"{_RECORDER}.py")
+    for plugin in (_PLUGIN, _RECORDER):
+        (path / f"{plugin}.py").symlink_to(ROOT / "tools" / f"{plugin}.py")
     (path / "requests.py").write_text(_NO_DOWNLOADS)
     if not gpu:
         for name in ("transformer_engine", "transformer_engine_torch"):

@@ -30,7 +30,7 @@ FLOORS = (
     ("moe", "attention", "tensor_parallel", "low_latency"),
     ("transformer_layer",),
     ("patches",),
-    ("cli", "pytest_plugin", "run"),
+    ("cli", "run"),
 )
 
 

@@ -1,12 +1,11 @@
-"""A pytest plug-in: `pytest -p megatron_fluid.pytest_plugin` patches Megatron before its own
-conftest imports it.
+"""A pytest plug-in that patches Megatron before the conftest of Megatron's own tests imports it.
 
 On a machine without a GPU that includes CPU mode, and the test modules are told that CUDA is
 available: nearly all of Megatron's unit tests are skipped otherwise. Torch, Megatron and
 megatron_fluid themselves get the true answer. Gloo groups that a test leaves open, each with
 threads of its own, are closed after it.
 
-    torchrun --nproc_per_node 8 -m pytest -p megatron_fluid.pytest_plugin
+    PYTHONPATH=CHECKOUT/tools torchrun --nproc_per_node 8 -m pytest -p megatron_pytest_plugin
     tests/unit_tests/transformer/moe/test_moe_layer.py
 
 Environment variables:
