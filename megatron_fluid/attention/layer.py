@@ -30,7 +30,13 @@ from megatron_fluid.attention.packed import Rotary, RotaryTable
 from megatron_fluid.attention.tables import cached_tables
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
 from megatron_fluid.comm.failed_waits import tells_peers
-from megatron_fluid.comm.layers import Form, check_input, compare_settings, copy_sharing
+from megatron_fluid.comm.layers import (
+    Form,
+    check_input,
+    compare_settings,
+    compare_shapes,
+    copy_sharing,
+)
 from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.config import current_config, shows_fields_of
 from megatron_fluid.cuda.devices import capturing
@@ -271,13 +277,14 @@ class SelfAttention(nn.Module):
 
         Raises:
             ConfigError: sizes, a dtype or a device that does not fit; a linear or a norm that is
-                wrapped or has hooks.
+                wrapped or has hooks. On every rank: sequence_length, batch or dtype differ between
+                ranks (on GPUs as in all_gather_matmul).
             PeerTimeoutError: a peer did not answer in time.
         """
         weights, scheduler = self.weights(), self.scheduler if self.config.overlap else None
         if (x.dtype, x.device) != self._taken:
             self._check_input(x)
-        if torch.is_autocast_enabled(x.device.type):
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
             cast = AttentionWeights(*(None if t is None else t.to(dtype) for t in weights.all()))  # type: ignore[arg-type]
             with torch.autocast(x.device.type, enabled=False):
@@ -293,6 +300,10 @@ class SelfAttention(nn.Module):
         scheduler: WeightGradScheduler | None,
     ) -> Tensor:
         queues = scheduler is not None and scheduler.is_enabled()
+        if self.group is not None:
+            sizes = call.exchange.sequence.length, x.shape[1]
+            what = f"{self.name}: sequence_length, batch"
+            compare_shapes("SelfAttention", self.group, what, sizes, x)
         if call.exchange.heads.single and not queues:
             return one_rank_attention(x, weights, call)
         return overlapped_attention(x, weights, call, scheduler)

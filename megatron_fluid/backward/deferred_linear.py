@@ -110,7 +110,7 @@ def deferred_linear(
             computed from its gradient in their dtype. Not under autocast.
         fixed_tiles: a row's result has the same bits whatever the other rows are.
     """
-    if fixed_tiles and torch.is_autocast_enabled(x.device.type):
+    if fixed_tiles and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
         with torch.autocast(x.device.type, enabled=False):

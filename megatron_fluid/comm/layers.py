@@ -1,5 +1,5 @@
 """What layers that communicate share: the comparison of their settings over the ranks when they are
-built, deep copies, and the check of an input's dtype and device.
+built, and of the shapes that they send; deep copies; the check of an input's dtype and device.
 
 Settings are compared so that a rank with others is named before the first exchange could hang or
 mix up data. Every distinct set is compared once for each group: layers that are built alike cost
@@ -10,8 +10,9 @@ in time; a peer that builds none, and is in another operation or has ended, is n
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,21 @@ from torch import Tensor
 
 from megatron_fluid.comm.agreement import agreement
 from megatron_fluid.comm.groups import group_resource
+from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.config import current_config
-from megatron_fluid.errors import ConfigError, ranks_text
+from megatron_fluid.errors import ConfigError, FluidError, ranks_text
 
-__all__ = ["Form", "check_input", "compare_settings", "copy_sharing", "settings_difference"]
+__all__ = [
+    "Form",
+    "check_input",
+    "compare_settings",
+    "compare_shapes",
+    "copy_sharing",
+    "settings_difference",
+]
 
+_MANY_STEPS = 64  # from one shape to another; a model with fixed lengths has a few
+_DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 type Form = tuple[torch.dtype, torch.device]
 type _Settings = tuple[tuple[str, str], ...]
 
@@ -115,3 +126,70 @@ def check_input(name: str, x: Tensor, parameter: Tensor) -> Form | None:
         allowed = f"{parameter.dtype}, as the layer's parameters, or any under torch.autocast"
         raise ConfigError(f"{name}: found {x.dtype}, allowed: {allowed}")
     return None if autocast else (x.dtype, x.device)
+
+
+def compare_shapes(
+    operation: str, group: dist.ProcessGroup, what: str, shape: Sequence[int], a: Tensor
+) -> None:
+    """Raise ConfigError on every rank where what is sent is not of one shape and dtype: else a rank
+    would read rows that nobody wrote. Collective.
+
+    On a CPU every call compares, by an all-gather of three numbers. On a GPU that would hold up the
+    host, so ranks compare when a shape follows one that it has not followed yet, and a later call
+    costs a look into a set. After _MANY_STEPS lengths are taken to vary: each shape is compared
+    once. See `all_gather_matmul` for what that leaves open.
+    """
+    if agreement(group).alone:
+        return
+    name, mine = f"compare the shapes of {operation}", (tuple(shape), a.dtype)
+    if _compares_each_call(a):
+        _refuse_others(what, _in_a_collective(name, group, *mine), group)
+        return
+    last, alike = group_resource(group, "shapes alike", lambda: _Compared({}, set()))
+    before = last.get(operation) if len(alike) < _MANY_STEPS else None
+    step = operation, before, mine
+    if step not in alike:
+        try:
+            shapes = agreement(group).gather(name, mine)
+        except FluidError as error:
+            was = last.get(operation)
+            error.add_note(f"{what} of this rank is {mine}, and was {was} in its last call")
+            raise
+        _refuse_others(what, shapes, group)
+        alike.add(step)
+    last[operation] = mine
+
+
+type _Sent = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of what a rank sends
+
+
+class _Compared(NamedTuple):
+    """What the ranks of a group have found alike: `last` sent by each operation, and which shapes
+    followed which. Ranks that send the same have the same here, so they compare in the same calls.
+    """
+
+    last: dict[str, _Sent]
+    alike: set[tuple[str, _Sent | None, _Sent]]
+
+
+def _compares_each_call(a: Tensor) -> bool:
+    return a.device.type == "cpu"
+
+
+def _in_a_collective(
+    name: str, group: dist.ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype
+) -> list[_Sent]:
+    """What each rank sends, by rank."""
+    mine = torch.tensor([[*shape, _DTYPES.index(dtype)]], device="cpu")
+    every = mine.new_empty((group.size(), mine.shape[1]))
+    gather = functools.partial(dist.all_gather_into_tensor, every, mine, group=group, async_op=True)
+    group_waits(group).start(name, gather)()
+    return [(tuple(row[:-1]), _DTYPES[row[-1]]) for row in every.tolist()]
+
+
+def _refuse_others(what: str, shapes: Sequence[_Sent], group: dist.ProcessGroup) -> None:
+    if len(set(shapes)) > 1:
+        ranks = agreement(group).ranks
+        each = (f"{s} {d} on rank {rank}" for rank, (s, d) in zip(ranks, shapes, strict=True))
+        allowed = "one shape and dtype on all ranks of the group"
+        raise ConfigError(f"{what}: found {', '.join(each)}, allowed: {allowed}")

@@ -11,7 +11,7 @@ Shapes: as in `Backend`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,17 +21,14 @@ from torch import Tensor
 from megatron_fluid.backward.autograd import once_differentiable
 from megatron_fluid.comm.agreement import agreement
 from megatron_fluid.comm.failed_waits import tells_peers
-from megatron_fluid.comm.groups import group_resource
-from megatron_fluid.comm.waits import group_waits
-from megatron_fluid.errors import ConfigError, FluidError
+from megatron_fluid.comm.layers import compare_shapes
+from megatron_fluid.errors import ConfigError
 from megatron_fluid.tensor_parallel.choice import Backend, backend_for
 from megatron_fluid.tensor_parallel.gemm import Gemm
 
 __all__ = ["WeightGrad", "all_gather_matmul", "matmul_reduce_scatter"]
 
 WeightGrad = Callable[[Tensor, Tensor], Tensor | None]
-_MANY_STEPS = 64  # from one shape to another; a model with fixed lengths has a few
-_DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def _without_autocast[Compute: Callable[..., Any]](compute: Compute) -> Compute:
@@ -95,7 +92,7 @@ def all_gather_matmul(
     rows = ranks * a_shard.shape[0]
     gemm = Gemm(b, transpose_b, bias)
     gemm.check(a_shard)
-    _compare("all_gather_matmul", group, "a_shard [m, K]", a_shard.shape, a_shard)
+    compare_shapes("all_gather_matmul", group, "a_shard [m, K]", a_shard.shape, a_shard)
     chosen = backend_for(backend, group, "gather", gemm, rows, a_shard)
     if _differentiable(a_shard, b, bias):
         call = _Call(gemm, backend, group, chosen, weight_grad)
@@ -135,7 +132,7 @@ def matmul_reduce_scatter(
     rows, ranks = a.shape[0], _ranks_of(group)
     gemm = Gemm(b, transpose_b, bias)
     gemm.check(a)
-    _compare("matmul_reduce_scatter", group, "C [M, N]", (rows, gemm.n), a)
+    compare_shapes("matmul_reduce_scatter", group, "C [M, N]", (rows, gemm.n), a)
     if rows % ranks:
         allowed = f"multiples of the {ranks} ranks of the group"
         raise ConfigError(f"M (rows of a): found {rows}, allowed: {allowed}")
@@ -151,73 +148,6 @@ def _ranks_of(group: dist.ProcessGroup | None) -> int:
         raise ConfigError.of("group", None, "the process group of the tensor-parallel ranks")
     agreement(group)  # through which a call that this rank refuses is reported to the others
     return group.size()
-
-
-def _compare(
-    operation: str, group: dist.ProcessGroup, what: str, shape: Sequence[int], a: Tensor
-) -> None:
-    """Raise ConfigError on every rank where what is sent is not of one shape and dtype: a backend
-    would read rows that nobody wrote. Collective.
-
-    On a CPU every call compares, by an all-gather of three numbers. On a GPU that would hold up the
-    host, so ranks compare when a shape follows one that it has not followed yet, and a later call
-    costs a look into a set. After _MANY_STEPS lengths are taken to vary: each shape is compared
-    once. See `all_gather_matmul` for what that leaves open.
-    """
-    if agreement(group).alone:
-        return
-    name, mine = f"compare the shapes of {operation}", (tuple(shape), a.dtype)
-    if _compares_each_call(a):
-        _refuse_others(what, _in_a_collective(name, group, *mine), group)
-        return
-    last, alike = group_resource(group, "tensor parallel shapes", lambda: _Compared({}, set()))
-    before = last.get(operation) if len(alike) < _MANY_STEPS else None
-    step = operation, before, mine
-    if step not in alike:
-        try:
-            shapes = agreement(group).gather(name, mine)
-        except FluidError as error:
-            was = last.get(operation)
-            error.add_note(f"{what} of this rank is {mine}, and was {was} in its last call")
-            raise
-        _refuse_others(what, shapes, group)
-        alike.add(step)
-    last[operation] = mine
-
-
-type _Sent = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of what a rank sends
-
-
-class _Compared(NamedTuple):
-    """What the ranks of a group have found alike: `last` sent by each operation, and which shapes
-    followed which. Ranks that send the same have the same here, so they compare in the same calls.
-    """
-
-    last: dict[str, _Sent]
-    alike: set[tuple[str, _Sent | None, _Sent]]
-
-
-def _compares_each_call(a: Tensor) -> bool:
-    return a.device.type == "cpu"
-
-
-def _in_a_collective(
-    name: str, group: dist.ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype
-) -> list[_Sent]:
-    """What each rank sends, by rank."""
-    mine = torch.tensor([[*shape, _DTYPES.index(dtype)]])
-    every = mine.new_empty((group.size(), mine.shape[1]))
-    gather = functools.partial(dist.all_gather_into_tensor, every, mine, group=group, async_op=True)
-    group_waits(group).start(name, gather)()
-    return [(tuple(row[:-1]), _DTYPES[row[-1]]) for row in every.tolist()]
-
-
-def _refuse_others(what: str, shapes: Sequence[_Sent], group: dist.ProcessGroup) -> None:
-    if len(set(shapes)) > 1:
-        ranks = agreement(group).ranks
-        each = (f"{s} {d} on rank {rank}" for rank, (s, d) in zip(ranks, shapes, strict=True))
-        allowed = "one shape and dtype on all ranks of the group"
-        raise ConfigError(f"{what}: found {', '.join(each)}, allowed: {allowed}")
 
 
 def _differentiable(*tensors: Tensor | None) -> bool:

@@ -22,8 +22,9 @@ from megatron_fluid.attention.layer import SelfAttention, sum_gradients
 from megatron_fluid.attention.layouts import SequenceLayout
 from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.backward.weight_grads import WeightGradScheduler, get_backward_scheduler
+from megatron_fluid.errors import ConfigError
 from tests.support.attention_reference import reference_attention
-from tests.support.launch import on_ranks, run_ranks
+from tests.support.launch import on_ranks, run_ranks, world_group
 
 
 @dataclass(frozen=True)
@@ -299,3 +300,14 @@ def test_the_gradient_of_the_input_alone_leaves_deferred_weights_as_they_are(
     assert all(parameter.grad is None for parameter in layer.parameters())
     y.backward()
     assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sizes", [[(5, 2), (4, 2)], [(4, 1), (2, 2)]])
+def test_ranks_with_other_lengths_or_batches_are_named(
+    rank: int, world: int, sizes: list[tuple[int, int]]
+) -> None:
+    """Else a rank would read rows that no other has sent."""
+    layer = SelfAttention(16, 2, group=world_group())
+    with pytest.raises(ConfigError, match="sequence_length, batch: found .* on rank 1"):
+        layer(torch.zeros(*sizes[rank], 16))

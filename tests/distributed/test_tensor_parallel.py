@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fluid.comm import layers
 from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError, FluidError
@@ -199,7 +200,7 @@ def test_no_rows_give_no_rows(rank: int, ranks: int) -> None:
 
 def _as_on_a_gpu() -> Any:
     """Ranks compare as they do on GPUs: where a shape follows one that it has not followed yet."""
-    return mock.patch.object(ops, "_compares_each_call", return_value=False)
+    return mock.patch.object(layers, "_compares_each_call", return_value=False)
 
 
 @contextlib.contextmanager
@@ -265,7 +266,7 @@ def test_shapes_that_differ_between_ranks_are_refused_on_every_rank(
 def test_lengths_that_vary_are_compared_once_each(rank: int, ranks: int) -> None:
     """And not for each of the 25 ways in which one follows another."""
     b = torch.randn(6, 8)
-    few = mock.patch.object(ops, "_MANY_STEPS", 10)
+    few = mock.patch.object(layers, "_MANY_STEPS", 10)
     with _as_on_a_gpu(), few, _comparisons() as compared:
         for seed in range(150):
             rows = int(torch.randint(1, 6, (), generator=torch.Generator().manual_seed(seed)))
