@@ -403,6 +403,7 @@ class Agreement:
 
 
 _connection: tuple[weakref.ref[Any], dist.Store] | None = None
+_MAKING = threading.Lock()
 
 
 def _own_connection() -> dist.Store:
@@ -419,7 +420,8 @@ def agreement(group: dist.ProcessGroup) -> Agreement:
     """Return the agreement of a group, the same one until `close_group`, or until the group is
     destroyed. Sends nothing."""
     group = real_group(group)
-    return group_resource(group, _RESOURCE, lambda: _of(group))
+    with _MAKING:  # the watcher asks, too: two objects would be in two sessions
+        return group_resource(group, _RESOURCE, lambda: _of(group))
 
 
 def _of(group: dist.ProcessGroup) -> Agreement:

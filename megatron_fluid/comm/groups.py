@@ -64,7 +64,7 @@ def group_resource[T](
     kept = _resources.get(group)
     if kept is None:
         _drop_destroyed_groups()
-        kept = _resources[group] = {}
+        kept = _resources.setdefault(group, {})
     resource = kept.get(key)
     if resource is None:
         resource = kept[key] = _Resource(make(), close)
@@ -103,8 +103,8 @@ def is_destroyed(group: dist.ProcessGroup) -> bool:
 
 def _drop_destroyed_groups() -> None:
     """Forget groups that nobody can share anything on: memory goes with its last user."""
-    for group in [group for group in _resources if is_destroyed(group)]:
-        del _resources[group]
+    for group in filter(is_destroyed, [*_resources]):
+        _resources.pop(group, None)
 
 
 # ---- how long a rank waits for a peer

@@ -77,6 +77,10 @@ class _GlooRound(PendingRound):
     def done(self) -> bool:
         return not self.works
 
+    def __del__(self) -> None:
+        if self.works:  # left by an error: gloo's connection hangs once a receive is freed
+            self.rounds.left.append((self.works, self.kept))
+
 
 @dataclass
 class SeveralRounds(PendingRound):
@@ -163,6 +167,7 @@ class P2PRounds:
         self.partners = partners(self.rank, self.world_size, self.domains)
         self.waits = GroupWaits(group, self._between_hosts)
         self._connected: set[int] = set()
+        self.left: list[tuple[list[dist.Work], list[Tensor]]] = []  # of exchanges over gloo
         self.device = self.waits.device
         self.asks_ahead = self.device.type != "cuda"
         self.stream: torch.cuda.Stream | None = None

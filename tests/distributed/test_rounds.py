@@ -15,7 +15,7 @@ from megatron_fluid.comm.p2p_rounds import (
 )
 from megatron_fluid.comm.waits import WaitName
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
-from tests.support.launch import on_ranks, run_ranks_outcomes
+from tests.support.launch import on_ranks, run_ranks_outcomes, world_group
 
 LIMIT_S = 200.0  # on ranks that hang; a busy machine takes its time
 
@@ -200,3 +200,16 @@ def test_a_collective_is_bounded_and_names_the_rank_that_stays_away(earlier: int
         told = "rank 1 reported no wait" if earlier else "rank 1 did not come"
         assert told in outcomes[rank].value
     assert outcomes[1].value == 2
+
+
+@on_ranks(2, timeout_s=20)
+def test_a_receive_that_an_error_has_left_does_not_hold_up_what_follows(
+    rank: int, world: int
+) -> None:
+    rounds = P2PRounds(world_group())
+    if rank == 0:
+        rounds.start("left", 0, [], [torch.empty(4)])  # nobody waits for it
+    rounds.waits.channel.barrier("a receive was left")
+    if rank == 1:
+        rounds.start("left", 0, [torch.ones(4)], []).wait()
+    dist.barrier()

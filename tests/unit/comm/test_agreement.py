@@ -1,13 +1,18 @@
 """Values between ranks: what an earlier session of a group has stored is never read."""
 
+import contextlib
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from megatron_fluid.comm import agreement as module
 from megatron_fluid.comm.agreement import Agreement, agreement
 from megatron_fluid.comm.groups import close_group
 from megatron_fluid.comm.p2p_rounds import detect_hosts
@@ -134,6 +139,20 @@ def test_a_closed_group_and_twins_keep_their_values_apart(rank: int, world: int)
     twins = [dist.new_group([0, 1]) for _ in range(2)]  # groups of the same ranks
     for number, twin in enumerate(twins):
         assert agreement(twin).gather("twin", (number, rank)) == [(number, 0), (number, 1)]
+
+
+@on_ranks(2)
+def test_threads_that_ask_at_once_share_one_session(rank: int, world: int) -> None:
+    both, real = threading.Barrier(2), module._of
+
+    def slow(group: Any) -> Agreement:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(1.0)  # until the other thread is here, too
+        return real(group)
+
+    with mock.patch.object(module, "_of", slow), ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(agreement, [world_group()] * 2)
+    assert first is second
 
 
 # ---- the only user of stores
