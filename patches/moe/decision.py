@@ -140,6 +140,8 @@ def _forward_reason(layer: MoELayer) -> str | None:
     """Why a layer is left alone as a whole: its class has a forward of its own; or None."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
+    if layer.ep_group.size() > 1 and dist.get_backend(real_group(layer.ep_group)) == "fake":
+        return "auto: the ranks of a fake process group send nothing"
     found = getattr(type(layer), "forward", MoELayer.forward)
     if found is MoELayer.forward or found.__module__.startswith("megatron_fluid."):
         return None
