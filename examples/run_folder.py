@@ -74,6 +74,11 @@ class RunFolder:
         """
         path = Path(run)
         found = saved_iteration(save)
+        if found == "":  # Megatron would leave with status 0
+            raise ValueError(
+                f"{Path(save or '', _TRACKER)} is empty: a save was cut off; write the number of "
+                "the last complete iter_ folder into it"
+            )
         load = given.get("load")
         same = load is not None and save is not None and _same(load, save)
         # A job that is restarted by the same command names one folder for --load and --save.
@@ -107,6 +112,7 @@ class RunFolder:
     def begin(self, args: Any, text: TextDataset | None) -> None:
         """Write what runs and on which data; called by rank 0."""
         starts = _read(self.path / "run.json", [])
+        _read(self.path / "losses.json", {})  # damaged, it would end the run's last minute
         starts.append(
             {
                 "began": time.strftime("%Y-%m-%d %H:%M:%S %z"),

@@ -24,6 +24,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from megatron_fluid.patches.engine.switches import asked
+
 __all__ = ["RunOutput", "short_parser"]
 
 # how long a rank waits for the first one to show an error that both may have met
@@ -43,7 +45,7 @@ class RunOutput:
     """The output of one rank, made before Megatron is imported: that prints and logs already."""
 
     def __init__(self, argv: Sequence[str]) -> None:
-        self.verbose = "--fluid-verbose" in argv or bool(os.environ.get("MEGATRON_FLUID_VERBOSE"))
+        self.verbose = asked("verbose", argv=argv)
         self.rank = int(os.environ.get("RANK", "0"))
         self.sequence_length: int | None = None
         self._terminal: TextIO = sys.stdout

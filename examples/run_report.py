@@ -16,6 +16,7 @@ from run_record import RunResult
 from text_dataset import TextDataset
 
 from megatron_fluid import patches
+from megatron_fluid.patches.engine.switches import switched_off
 
 __all__ = ["features", "run_report"]
 
@@ -80,7 +81,7 @@ def _table(title: str, rows: list[tuple[str, str]]) -> str:
 
 def features() -> list[tuple[str, bool, str, int]]:
     """What overlaps: a feature's name, on or off, the reason, for how many layers."""
-    if os.environ.get("MEGATRON_FLUID", "").lower() == "off":
+    if switched_off():
         return []
     found: list[tuple[str, bool, str, int]] = importlib.import_module(
         "megatron_fluid.patches.startup_report"
@@ -90,7 +91,7 @@ def features() -> list[tuple[str, bool, str, int]]:
 
 def _patches() -> str:
     """Which patches are in force, by group, and what they do to how many layers."""
-    if os.environ.get("MEGATRON_FLUID", "").lower() == "off":
+    if switched_off():
         return "none (MEGATRON_FLUID=off): Megatron's own code ran"
     groups: dict[str, list[str]] = {}
     for row in patches.report():

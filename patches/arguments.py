@@ -27,7 +27,7 @@ from megatron_fluid.config import (
 )
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.cpu.mode import hint_at_cpu_mode
-from megatron_fluid.patches.engine.switches import add_switches, switched_off
+from megatron_fluid.patches.engine.switches import SWITCHES, add_switches, asked, switched_off
 from megatron_fluid.patches.iteration_graph import turn_on_graph
 from megatron_fluid.patches.profile_steps import check_profile
 
@@ -94,6 +94,8 @@ def config_from_args(args: Any) -> FluidConfig:
         ConfigError: a value out of range; the message names the flag or the variable, what was
             found and what is allowed.
     """
+    for name in SWITCHES:  # a variable that cannot be read would end the job later
+        asked(name)
     values: dict[str, Any] = {}
     for name, default in _defaults().items():
         flag = _flag(name)

@@ -34,19 +34,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.set_defaults(run=module.run)
     commands.add_parser("run", help=run.HELP, add_help=False)  # which parses torchrun's flags
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["run"]:
-        return run.run(words[1:])
-    args = parser.parse_args(words)
-    warnings.simplefilter("ignore")  # Megatron warns about each missing optional package
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # torch, without a GPU
     try:
+        if words[:1] == ["run"]:
+            return run.run(words[1:])
+        args = parser.parse_args(words)
+        warnings.simplefilter("ignore")  # Megatron warns about each missing optional package
+        # torch, without a GPU
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         status = int(args.run(args))
-        sys.stdout.flush()
+        print(end="", flush=True)  # also where stdout is closed
         return status
     except BrokenPipeError:  # whoever reads, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed again at the end
         return 141  # 128 + SIGPIPE
-    except (ConfigError, FluidError, OSError) as error:
+    except (ConfigError, FluidError, ModuleNotFoundError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -45,7 +45,10 @@ _NO_GPU = (
     "no GPU: ranks share this machine's memory, which leaves no wire to hide. Losses can be "
     "compared; times say nothing of GPUs"
 )
-_LEFT_OUT = ("--save", "--save-interval", "--tensorboard-dir", "--exit-interval", "--log-interval")
+_LEFT_OUT = (
+    "--save", "--save-interval", "--tensorboard-dir", "--exit-interval", "--log-interval",
+    "--fluid-profile-steps", "--wandb-project",  # which write into the folder of one of these
+)  # fmt: skip
 # The start-up table, one row a feature; its first column is the widest.
 _TABLE = re.compile(
     r"^feature +state.*\n-+ .*\n(?:\S.* (?:on|off|no effect) .*\n(?: {20}.*\n)*)*", re.M
@@ -75,8 +78,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the command line is wrong, or the command is no training.
     """
+    if args.steps < 2:
+        raise ConfigError.of("--steps", args.steps, "2 or more")
     if not 0 <= args.warm_up <= args.steps - 2:
-        allowed = f"0 to {max(args.steps - 2, 0)}, two less than --steps"
+        allowed = f"0 to {args.steps - 2}, two less than --steps"
         raise ConfigError.of("--warm-up", args.warm_up, allowed)
     if not args.tolerance >= 0:
         raise ConfigError.of("--tolerance", args.tolerance, "0 or more")
@@ -169,9 +174,8 @@ def prepare(words: Sequence[str], steps: int, on: bool) -> list[str]:
         raise ConfigError(f"COMMAND: found {found!r}, which names no file SCRIPT.py that exists")
     start, flags = list(words[: scripts[0]]), list(words[scripts[0] + 1 :])
     script = words[scripts[0]]
-    if (
-        "megatron_fluid.run" not in start
-        and "import megatron_fluid" not in Path(script).read_text()
+    if "megatron_fluid.run" not in start and "import megatron_fluid" not in Path(script).read_text(
+        errors="replace"
     ):
         start += ["-m", "megatron_fluid.run"]
     ours = () if on else ("--fluid-",)
@@ -194,7 +198,8 @@ def _without(flags: Sequence[str], ours: tuple[str, ...]) -> list[str]:
 
 def _environment(on: bool) -> Mapping[str, str]:
     """Of a run. Without a GPU, "off" leaves CPU mode, without which Megatron does not start."""
-    environment = {**os.environ, "MEGATRON_FLUID_VERBOSE": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "MEGATRON_FLUID": "on", "MEGATRON_FLUID_VERBOSE": "1"}
+    environment["PYTHONUNBUFFERED"] = "1"
     if on:
         return environment
     if torch.cuda.is_available():
@@ -205,4 +210,5 @@ def _environment(on: bool) -> Mapping[str, str]:
     kept = {patch.name for patch in patches.PATCHES if patch.group == mode.GROUP}
     kept.add("dataset-helpers")  # Megatron's wheel lacks a file that it compiles
     others = ",".join(patch.name for patch in patches.PATCHES if patch.name not in kept)
-    return {**environment, "MEGATRON_FLUID_DISABLE_PATCH": others}
+    switches = {"MEGATRON_FLUID_CPU": "1", "MEGATRON_FLUID_DISABLE_PATCH": others}
+    return {**environment, **switches}

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_fluid.attention.overlap import gather_slower_reason, overlap_slower_reason
 from megatron_fluid.cli.models import Model, add_models, wanted_models
 from megatron_fluid.cli.terminal import paragraph, positive, wrapped_table, writing
 from megatron_fluid.errors import ConfigError
@@ -118,6 +117,8 @@ def parts_of(model: Model, machine: Machine) -> Iterator[Part]:
 
 
 def _attention(model: Model) -> Part:
+    from megatron_fluid.attention.overlap import gather_slower_reason, overlap_slower_reason
+
     if not model.kv_rank:
         reason = overlap_slower_reason(model.tensor)
         around = "exchanged between the projections"

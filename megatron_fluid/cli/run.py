@@ -52,6 +52,7 @@ def run(words: Sequence[str]) -> int:
     from megatron_fluid.patches.arguments import check_flags
 
     check_flags(wanted.training_script_args, parser.prog)
+    from torch.distributed import DistError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -69,6 +70,8 @@ def run(words: Sequence[str]) -> int:
         return int(failure.exitcode)
     except SignalException as stop:
         return 128 + int(stop.sigval)
+    except (AssertionError, DistError, ValueError) as error:  # a flag, or a port that is taken
+        parser.error(str(error))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import signal
 import subprocess
 import sys
 import textwrap
@@ -67,7 +68,8 @@ def run_command(
     command: Sequence[str], environment: Mapping[str, str], log: IO[str] | None = None
 ) -> int:
     """Run a command that the user gave, with its output in `log` if there is one; its exit status.
-    Ctrl-C, which the terminal sends to the command as well, is raised once the command has ended.
+    Ctrl-C, which the terminal sends to the command as well, and SIGTERM, which is passed on, are
+    raised once the command has ended.
 
     Raises:
         ConfigError: the command does not exist or is not executable.
@@ -77,12 +79,20 @@ def run_command(
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=errors)
     except OSError as error:
         raise ConfigError(f"COMMAND: cannot start {command[0]!r}: {error.strerror}") from error
+
+    def stop(number: int, _: object) -> None:
+        process.send_signal(number)
+        raise SystemExit(128 + number)
+
     with process:
+        before = signal.signal(signal.SIGTERM, stop)
         try:
             return process.wait()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             process.wait()  # a launcher that was killed would leave its ranks behind
             raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def wrapped_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -114,7 +114,8 @@ def _section(timeline: Timeline, end: float) -> str:
     )
     lanes = "\n".join(_lane(lane, end) for lane in timeline.lanes)
     notes = "".join(f"<p class=note>{html.escape(note)}</p>" for note in timeline.notes)
-    axis = f"<div class=label></div><div class=ticks>{'<span></span>' * _TICKS}</div>"
+    ticks = (f"<span>{end * i / _TICKS / 1e3:.2f} ms</span>" for i in range(_TICKS))  # no script
+    axis = f"<div class=label></div><div class=ticks>{''.join(ticks)}</div>"
     return (
         f"<section><h2>{title} <small>{device}</small></h2>\n<div class=figures>{figures}</div>\n"
         f"{lanes}\n<div class=lane>{axis}</div>{notes}</section>\n"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,12 @@ def read_document(path: Path) -> dict[str, Any]:
         events = document["traceEvents"] = list(document["traceEvents"])
         for event in events:
             if event.get("ph") == "X":
-                _ = float(event["ts"]) + float(event["dur"])  # what every reader takes for granted
+                # What every reader takes for granted.
+                _ = event["name"], event["ts"] + event["dur"] + 0.0
         return document
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError
+    ) as error:  # fmt: skip
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"trace {path}: cannot be read ({reason})") from None
 

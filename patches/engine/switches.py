@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["add_switches", "asked", "disabled", "disabled_by", "switched_off"]
+__all__ = ["SWITCHES", "add_switches", "asked", "disabled", "disabled_by", "switched_off"]
 
 _Environ = Mapping[str, str] | None  # None: this process's own
 _Argv = Sequence[str] | None
@@ -24,7 +24,7 @@ _DISABLE = "MEGATRON_FLUID_DISABLE_PATCH"
 
 # Text of --help by name, in its order. The flag of a switch is --fluid-NAME, its variable
 # MEGATRON_FLUID_NAME.
-_SWITCHES = {
+SWITCHES = {
     "allow_unsupported": "Try a megatron-core version outside the supported range; signatures are "
     "checked all the same.",
     "strict": "End with an error where megatron-core is of an unsupported version or a patch does "
@@ -44,7 +44,7 @@ def _variable(name: str) -> str:
 
 def add_switches(parser: argparse._ActionsContainer) -> None:
     """Declare the flags among the switches."""
-    for name, text in _SWITCHES.items():
+    for name, text in SWITCHES.items():
         flag = f"--fluid-{name.replace('_', '-')}"
         if name == "allow_unsupported":
             flag += "-megatron"

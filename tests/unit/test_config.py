@@ -113,7 +113,7 @@ def test_every_variable_that_the_sources_read_is_known() -> None:
     ]
     read = re.compile(r'"MEGATRON_FLUID_([A-Z_]+)"')
     found = {name for path in files for name in read.findall(path.read_text())}
-    found |= {name.upper() for name in switches._SWITCHES}
+    found |= {name.upper() for name in switches.SWITCHES}
     fields = {field.name.upper() for field in dataclasses.fields(FluidConfig)}
     assert found - fields - {"TIMEOUT"} == set(config._OTHER_VARIABLES)  # that is no variable
 
