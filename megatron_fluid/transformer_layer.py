@@ -217,7 +217,7 @@ class TransformerLayer(nn.Module):
 
     def sum_replicated_gradients(self, group: dist.ProcessGroup | None = None) -> None:
         """Add up the gradients of ``replicated_parameters`` over ``group``, by default the
-        context-parallel group.
+        context-parallel group, without one ``ep_group``.
 
         Every rank sees its rows alone, so a gradient of a weight that all ranks hold is a sum over
         ranks. Experts need nothing: their rank has seen the tokens of all ranks of ``ep_group``.
@@ -226,8 +226,9 @@ class TransformerLayer(nn.Module):
             ConfigError: a rank of ``group`` is not in ``ep_group``, over which experts are divided:
                 experts there have seen other tokens.
         """
-        group = self.cp_group if group is None else group
-        if group is not None and group.size() > 1 and self.ep_group.size() > 1:
+        default = self.ep_group if self.cp_group is None else self.cp_group
+        group = default if group is None else group
+        if group.size() > 1 and self.ep_group.size() > 1:
             ranks, experts = map(dist.get_process_group_ranks, (group, self.ep_group))
             if not set(ranks) <= set(experts):
                 allowed = f"a part of ep_group, {experts}: experts of other ranks have other tokens"

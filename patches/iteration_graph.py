@@ -120,7 +120,8 @@ class Overflow:
 
     def __init__(self, device: torch.device) -> None:
         self._words = torch.zeros(2, dtype=torch.int32, device=device)  # iterations; lacked room
-        self._told = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        on_gpu = device.type == "cuda"
+        self._told = torch.zeros(2, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         # The same memory, read without an operation of torch.
         self._on_host = (ctypes.c_int32 * 2).from_address(self._told.data_ptr())
         self._iterations = 0

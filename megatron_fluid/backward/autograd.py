@@ -16,6 +16,7 @@ it in another backward (recompute has its own).
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import operator
 import weakref
@@ -332,13 +333,14 @@ def gate_with(param: Tensor) -> ReadyGate | None:
 _replicated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # seen by _inside_ddp
 
 
-def _inside_ddp() -> bool:
+def _inside_ddp(params: Sequence[Tensor]) -> bool:
     """Whether this forward is inside torch's DDP, which reduces a gradient when it comes for the
     first time in a backward: there would be one for each use. A forward that is recomputed runs
-    outside of DDP's: in a backward it is taken for one of those seen."""
+    outside of DDP's: in a backward it is taken for one of those seen that have its parameters."""
     ddp = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
     if ddp is None:
-        return bool(_replicated) and _running() != -1
+        ours = set(map(id, params)) if _replicated and _running() != -1 else set()
+        return any(id(p) in ours for ddp in _replicated for p in ddp.parameters())
     _replicated.add(ddp)
     return True
 
@@ -348,8 +350,10 @@ def readiness_of(*groups: Sequence[Tensor]) -> Readiness:
     owners = [owner for group in groups if (owner := gradient_owner(group[0])) is not None]
     if not owners:
         # Their hooks want the sum of all uses, which autograd has and a delivery for each has not.
-        hooked = any(p._post_accumulate_grad_hooks for group in groups for p in group)
-        return Readiness(bypass=not (hooked or _inside_ddp()))
+        # And what a hook sends must come in one order on all ranks: queued ones run as time allows.
+        kinds = "_post_accumulate_grad_hooks", "_backward_hooks"
+        hooked = any(getattr(p, kind) for group in groups for p in group for kind in kinds)
+        return Readiness(bypass=not (hooked or _inside_ddp([*itertools.chain(*groups)])))
     owner = owners[0]
     if not owner.accepts():
         captured = owner.accepts_in_graphs() and all(map(_takes_main_grads, groups))

@@ -91,7 +91,9 @@ class ErrorWords:
     ) -> None:  # fmt: skip
         self.rank, self._operations = rank, operations
         self.device, self.timeout_s = device, timeout_s
-        self.words = torch.zeros(world_size, 2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.words = torch.zeros(
+            world_size, 2, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+        )
         # The same memory, read without an operation of torch.
         self._bytes = (ctypes.c_char * self.words.nbytes).from_address(self.words.data_ptr())
         self._none = bytes(self.words.nbytes)

@@ -132,6 +132,13 @@ class InferenceMoELayer(nn.Module):
             self._row_numbers = torch.arange(rows, dtype=torch.int32, device=device)
         synchronize(device)
 
+    def train(self, mode: bool = True) -> InferenceMoELayer:
+        """As of any module, but for a router that is the training layer's, which has its mode."""
+        if self._of() is None:
+            return super().train(mode)
+        self.training = mode
+        return self
+
     @property
     def ranks_of_calls(self) -> int:
         """How many ranks come to a call."""

@@ -154,6 +154,9 @@ _GATED = {
 }
 
 
+_NO_PARAMETERS = "a function without parameters, since they would get no gradient"
+
+
 @functools.cache
 def _variant(name: str, variant: Variant) -> Activation:
     """One object for each, so that equality tells it from a caller's own."""
@@ -161,10 +164,12 @@ def _variant(name: str, variant: Variant) -> Activation:
 
 
 def _of_callable(function: Callable[[Tensor], Tensor]) -> Activation:
-    with torch.no_grad():
-        gated = function(torch.zeros(1, 8)).shape[-1] == 4
     name = getattr(function, "__name__", type(function).__name__)
-    return Activation(name, gated, function)
+    with torch.enable_grad():
+        value = function(torch.zeros(1, 8))
+    if value.requires_grad:
+        raise ConfigError.of("activation", name, _NO_PARAMETERS)
+    return Activation(name, value.shape[-1] == 4, function)
 
 
 def resolve_activation(
@@ -183,7 +188,7 @@ def resolve_activation(
         variant: of a gated one that is given by its name.
 
     Raises:
-        ConfigError: an unknown name, neither a name nor a callable, or a module with parameters.
+        ConfigError: an unknown name, neither a name nor a callable, or a callable with parameters.
     """
     if variant != _PLAIN:
         if not isinstance(activation, str) or activation not in _GATES:
@@ -197,8 +202,7 @@ def resolve_activation(
         allowed = ", ".join(sorted(ACTIVATIONS)) + ", or a callable"
         raise ConfigError.of("activation", activation, allowed)
     if isinstance(found, torch.nn.Module) and next(found.parameters(), None) is not None:
-        allowed = "a function without parameters, since they would get no gradient"
-        raise ConfigError.of("activation", found, allowed)
+        raise ConfigError.of("activation", found, _NO_PARAMETERS)
     if isinstance(found, Activation):
         return found
     known = _KNOWN_CALLABLES.get(found)

@@ -98,7 +98,7 @@ def prepare(call: ExpertCall) -> tuple[Tensor, PlainExperts]:
     """
     x, w1, w2, biases = call.x, call.w1, call.w2, call.biases
     layout = w1.layout if isinstance(w1, ExpertWeights) else call.layout
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w1, w2 = x.to(dtype), in_dtype(w1, dtype), in_dtype(w2, dtype)
         if biases is not None:

@@ -80,7 +80,7 @@ class KeptLayout:
     reference to the weights, so that their memory can be freed between two calls.
 
     Attributes:
-        memory: address, storage's address, shape and strides of each weight tensor.
+        memory: address, storage's address, dtype, shape and strides of each weight tensor.
         stack: shape, strides and offset of one view of all experts' matrices, if there is one.
         reverse: whether that view has the experts in reverse order.
         shape: of one expert's matrix. [out, in]
@@ -317,14 +317,17 @@ def params_and_values(given: GivenWeights) -> tuple[tuple[Tensor, ...], tuple[Te
 
 
 def computed_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a call with tokens x is computed: autocast's if that is on."""
+    """The dtype in which a call with tokens x is computed: autocast's if that is on, which leaves
+    fp64 alone."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if casts else x.dtype
 
 
 def _memory_of(tensor: Tensor) -> tuple[object, ...]:
     # A tensor may come back to its address in another storage, where its offset is another one.
-    return tensor.data_ptr(), tensor.untyped_storage().data_ptr(), tensor.shape, tensor.stride()
+    where = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+    return *where, tensor.dtype, tensor.shape, tensor.stride()  # of a dtype each offset is another
 
 
 def _strided_view(matrices: Sequence[Tensor]) -> Tensor | None:
@@ -403,7 +406,9 @@ class RowGroups:
     def of_counts(cls, counts: Sequence[int], offsets: Tensor | None = None) -> RowGroups:
         """Make from each expert's number of rows. offsets: the attribute, if a tensor exists."""
         ends = list(itertools.accumulate(counts))
-        return cls(torch.tensor(ends, dtype=torch.int32) if offsets is None else offsets, ends)
+        if offsets is None:
+            offsets = torch.tensor(ends, dtype=torch.int32, device="cpu")
+        return cls(offsets, ends)
 
     @property
     def num_rows(self) -> int:

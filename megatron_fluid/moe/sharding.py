@@ -46,14 +46,18 @@ def group_of(group: Group) -> dist.ProcessGroup | None:
     """The process group of a DeviceMesh of one dimension; a process group or None as it is.
 
     Raises:
-        ConfigError: a mesh of several dimensions.
+        ConfigError: a mesh of several dimensions, or in another order than its group, by which
+            tokens find their experts: torch sorts the ranks of a group.
     """
     if not isinstance(group, DeviceMesh):
         return group
     if group.ndim != 1:
         allowed = 'one dimension, such as mesh["ep"]'
         raise ConfigError.of("ep_group", f"a mesh of {group.ndim} dimensions", allowed)
-    return group.get_group()
+    ranks, inside = group.mesh.tolist(), group.get_group()
+    if ranks != (ordered := dist.get_process_group_ranks(inside)):
+        raise ConfigError.of("ep_group", f"a mesh of ranks {ranks}", f"a mesh of ranks {ordered}")
+    return inside
 
 
 def is_sharded(param: Tensor) -> bool:

@@ -343,10 +343,12 @@ def test_a_norm_of_half_precision_experts_beside_fp32_is_that_of_fp32(
 
 
 @on_ranks(2)
-def test_a_mesh_of_two_dimensions_is_refused(rank: int, world: int) -> None:
+def test_a_mesh_of_two_dimensions_or_in_another_order_is_refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
-    with pytest.raises(ConfigError, match="ep_group: found 'a mesh of 2 dimensions'"):
-        MoELayer(SIZES, mesh)
+    turned = DeviceMesh("cpu", [1, 0], mesh_dim_names=("ep",))  # tokens would go by the group
+    for refused, found in ((mesh, "2 dimensions"), (turned, r"ranks \[1, 0\]")):
+        with pytest.raises(ConfigError, match=f"ep_group: found 'a mesh of {found}'"):
+            MoELayer(SIZES, refused)
 
 
 @on_ranks(2)

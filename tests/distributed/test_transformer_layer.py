@@ -22,7 +22,7 @@ from megatron_fluid.moe.sharding import local_part
 from tests.distributed.test_attention import OVERLAP, check_cases
 from tests.distributed.test_attention import _close as close
 from tests.support.attention_reference import reference_attention
-from tests.support.launch import on_ranks
+from tests.support.launch import on_ranks, world_group
 from tests.support.moe_layers import whole
 from tests.support.moe_reference import moe_reference
 
@@ -270,3 +270,27 @@ def test_sums_over_ranks_outside_of_the_experts_group_are_refused(rank: int, wor
         layer = TransformerLayer(8, 2, 16, 4, 2, ep_group=pair)
         with pytest.raises(ConfigError, match=r"found \[0, 1, 2\], allowed: a part of ep_group"):
             layer.sum_replicated_gradients(dist.group.WORLD)
+
+
+@on_ranks(2)
+def test_autocast_leaves_fp64_alone(rank: int, world: int) -> None:
+    """As torch's own operations do."""
+    group, x = world_group(), torch.ones(2, 1, 16, dtype=torch.float64).cumsum(2)
+    layer = TransformerLayer(16, 2, 8, 4, 2, ep_group=group, cp_group=group, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = layer(x)
+    torch.testing.assert_close(found, layer(x))
+
+
+@on_ranks(2)
+def test_without_a_context_parallel_group_gradients_are_summed_over_the_experts_ranks(
+    rank: int, world: int
+) -> None:
+    layer = TransformerLayer(16, 2, 8, 4, 2, ep_group=world_group())
+    layer(torch.full((2, 1, 16), rank + 1.0).cumsum(2)).sum().backward()
+    gradient = layer.input_layernorm.weight.grad
+    assert gradient is not None
+    total = gradient.clone()
+    dist.all_reduce(total)
+    layer.sum_replicated_gradients()
+    torch.testing.assert_close(gradient, total)

@@ -104,9 +104,11 @@ class NvlinkBuffers:
         self.combine_flags = workspace.flags("moe combine")
         on_gpu = device.type == "cuda"
         # Written by the plan, read by the host.
-        self.overflow = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
+        self.overflow = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         # The offsets, and the most tokens that a rank brings.
-        self.told = torch.zeros(self.local_experts + 1, dtype=torch.int32, pin_memory=on_gpu)
+        self.told = torch.zeros(
+            self.local_experts + 1, dtype=torch.int32, device="cpu", pin_memory=on_gpu
+        )
         words = (ctypes.c_int32 * self.told.numel()).from_address(self.told.data_ptr())
         told = memoryview(words).cast("B").cast("i")  # becomes a list without torch
         self._host_ends, self._host_most = told[:-1], told[-1:]

@@ -96,7 +96,9 @@ class ExactPlan:
         """
         table = self._offsets.get(device)
         if table is None:
-            table = torch.tensor(self.recv_counts, dtype=torch.int32).cumsum(1, dtype=torch.int32)
+            table = torch.tensor(self.recv_counts, dtype=torch.int32, device="cpu").cumsum(
+                1, dtype=torch.int32
+            )
             if device.type == "cuda":
                 table = table.pin_memory().to(device, non_blocking=True)
             self._offsets[device] = table
@@ -176,7 +178,7 @@ def _start_counts(
     host = torch.stack([mine, theirs])
     event: torch.cuda.Event | None = None
     if host.is_cuda:
-        pinned = torch.empty(host.shape, dtype=host.dtype, pin_memory=True)
+        pinned = torch.empty(host.shape, dtype=host.dtype, device="cpu", pin_memory=True)
         host, event = pinned.copy_(host, non_blocking=True), torch.cuda.Event()
         event.record()
 

@@ -317,6 +317,16 @@ def test_main_grad_gets_the_product_in_its_own_precision(
     )
 
 
+def test_a_tensor_hook_gets_the_sum_of_all_uses_in_autograds_order(
+    scheduler: WeightGradScheduler,
+) -> None:
+    weight, x, seen = nn.Parameter(torch.ones(3, 3)), torch.ones(2, 3), list[Tensor]()
+    weight.register_hook(seen.append)  # what it sends to other ranks must not wait in a queue
+    y = deferred_linear(deferred_linear(x, weight, "a", scheduler), weight, "b", scheduler)
+    y.sum().backward()
+    assert len(seen) == 1 and torch.equal(seen[0], torch.full((3, 3), 12.0))
+
+
 def test_many_gradients_are_delivered_by_one_backward_and_not_copied() -> None:
     params = [nn.Parameter(torch.zeros(3, 4)) for _ in range(5)]
     gradients = list(torch.arange(60.0).view(5, 3, 4).unbind(0))

@@ -145,6 +145,14 @@ def test_it_follows_the_training_layer_to_new_parameters_and_another_router(
 
 
 @on_ranks(1)
+def test_its_mode_leaves_the_training_layers_router_alone(rank: int, world: int) -> None:
+    """In eval the router would train no load-balancing loss."""
+    training = MoELayer(_CONFIG, dist.group.WORLD, dtype=torch.bfloat16)
+    layer = InferenceMoELayer.of(training, max_num_tokens=4).eval()
+    assert training.router.training and not layer.training
+
+
+@on_ranks(1)
 def test_what_cannot_be_is_refused_by_name(rank: int, world: int) -> None:
     weight1, weight2 = torch.zeros(2, 32, 8).bfloat16(), torch.zeros(2, 8, 16).bfloat16()
     sizes = {"max_num_tokens": 4, "experts_per_token": 1}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_fluid.comm.failed_waits import ErrorWords
 from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe import activations, experts, permute, router
@@ -59,6 +60,9 @@ def test_activations_from_callables() -> None:
         resolve("swish")
     with pytest.raises(ConfigError, match="activation: found 3"):
         resolve(3)  # type: ignore[arg-type]
+    slope = torch.nn.Parameter(torch.ones(()))
+    with pytest.raises(ConfigError, match="activation: found .*lambda.*without parameters"):
+        resolve(lambda h: h * slope)
 
 
 # ---- grouped GEMMs
@@ -123,6 +127,13 @@ def test_neighbours_in_memory_are_one_stack() -> None:
     assert ExpertWeights(apart[::-1], 3).stack is None
     assert ExpertWeights([apart[0], apart[2], apart[1]], 3).stack is None
     assert ExpertWeights([apart[0], apart[1], normal(2, 3)], 3).stack is None
+
+
+def test_weights_of_another_dtype_at_the_same_address_are_looked_at_again() -> None:
+    memory = torch.arange(32, dtype=torch.float32)
+    wide, narrow = memory[8:16].view(2, 2, 2), memory.view(torch.bfloat16)[16:24].view(2, 2, 2)
+    kept = ExpertWeights(wide, 2).kept
+    assert kept.fits(wide) and not kept.fits(narrow)
 
 
 def test_main_grads_of_another_dtype_at_the_same_addresses_are_checked_again() -> None:
@@ -284,6 +295,15 @@ def test_sums_of_low_precision_rows_are_wide() -> None:
     rows = torch.tensor([256.0, 1, 1, 1, 1, 1, 1, 1]).bfloat16().view(8, 1)
     found = permute.sum_of_rows(rows, permutation).item()
     assert found == torch.tensor(263.0).bfloat16().item()
+
+
+def test_what_the_host_reads_is_on_the_cpu_whatever_the_default_device() -> None:
+    cpu = torch.device("cpu")
+    with torch.device("meta"):  # of memory that cannot be pinned, as a GPU's
+        plan = ExactPlan(0, ((1, 2),), ((1, 2),))
+        assert plan.recv_offsets(0, cpu).device == cpu
+        assert RowGroups.of_counts([1, 2]).offsets.device == cpu
+        assert ErrorWords(0, 2, cpu, 1.0, []).words.device == cpu
 
 
 def test_plans_that_contradict_themselves() -> None:
