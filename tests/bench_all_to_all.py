@@ -41,12 +41,9 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def table(measured: Mapping[int, Rows], shape: str, tokens: int, eager: bool) -> list[str]:
-    """Lines of the table of one model shape and number of tokens a rank.
-
-    Args:
-        measured: rows of result files, by number of ranks; columns keep its order.
-        eager: show each call by itself, not calls in a CUDA graph.
-    """
+    """Lines of the table of one model shape and number of tokens a rank. `measured` are rows of
+    result files by number of ranks, in the columns' order. `eager` shows each call by itself, not
+    calls in a CUDA graph."""
     case = f"{shape}-{tokens}"
     cells: dict[str, dict[int, str]] = {}
     for mode in ("dispatch", "combine"):
@@ -116,11 +113,8 @@ def _suite_words(options: argparse.Namespace, transport: str, output: Path) -> l
 
 
 def _start(words: Sequence[str], launch: NodeLaunch | None, ranks: int) -> str:
-    """Run the suite on `ranks` ranks of this host, or on this node's part of the job.
-
-    Returns:
-        What went wrong: the last line that is an error, or "".
-    """
+    """Run the suite on `ranks` ranks of this host, or on this node's part of the job. Returns what
+    went wrong: the last line that is an error, or ""."""
     where = ["--standalone", "--nproc_per_node", str(ranks)]
     if launch is not None:
         where = ["--nnodes", str(launch.world_size // launch.local_size)]

@@ -1,8 +1,8 @@
 """Loaded before every test module: the machine is looked at before any of them changes what torch
 says of it, and every test gets its tier.
 
-Kernels run under Triton's interpreter where there is no GPU. Triton decides it when it is imported
-itself, and any test module may import it, so it is chosen here and nowhere below.
+Where there is no GPU, kernels run under Triton's interpreter. Triton decides it when any test
+module imports it, so it is chosen here and nowhere below.
 """
 
 import functools

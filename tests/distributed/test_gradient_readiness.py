@@ -1,8 +1,6 @@
-"""Overlapped reductions start when gradients are complete, whatever ran the layers: parameters are
-those of Megatron without this package, through its own DistributedDataParallel and optimizer, and
-reductions start as early.
-
-What the drawn sequences of test_training_sequences.py do not do, and one case of what they do.
+"""Overlapped reductions start when gradients are complete, whatever ran the layers: as early as in
+Megatron without this package, with the same parameters, through its own DistributedDataParallel and
+optimizer. What the drawn sequences of test_training_sequences.py leave out, and one case of theirs.
 """
 
 import dataclasses
@@ -26,23 +24,15 @@ type Action = tuple[str, dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training, and what is done in iterations `when`.
-
-    Attributes:
-        before, after: actions around such an iteration.
-        train: arguments of such an iteration.
-        setup: settings of the model.
-        alone: whether it is run on one expert-parallel rank, too: two replicas of all experts.
-        late: iterations whose reductions start after their backward.
-    """
+    """A training. `before` and `after` are actions around each iteration of `when`."""
 
     when: tuple[int, ...] = ()
     before: tuple[Action, ...] = ()
     after: tuple[Action, ...] = ()
-    train: dict[str, Any] = dataclasses.field(default_factory=dict)
-    setup: dict[str, Any] = dataclasses.field(default_factory=dict)
-    alone: bool = False
-    late: tuple[int, ...] = ()
+    train: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments of that iteration
+    setup: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the model
+    alone: bool = False  # also on one expert-parallel rank: two replicas of all experts
+    late: tuple[int, ...] = ()  # iterations whose reductions start after their backward
 
 
 def _regularised(when: str = "always") -> Action:

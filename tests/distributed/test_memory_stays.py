@@ -1,8 +1,7 @@
 """The memory of a rank does not grow with the iterations.
 
-Torch's flight recorder keeps the last 2,000 collectives of a process, about 1.2 KiB each: by that a
-rank's memory grows in its first thousand iterations, also without this package. It is made small
-here.
+Torch's flight recorder keeps a process's last 2,000 collectives, about 1.2 KiB each. A rank grows
+by that in its first thousand iterations, also without this package; it is made small here.
 """
 
 import ctypes

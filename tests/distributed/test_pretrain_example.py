@@ -1,9 +1,8 @@
 """examples/pretrain_gpt_moe.py as a user runs it: real text, checkpoint, resume, evaluation,
-summary.
+summary. Every test reads what such runs print and leave behind.
 
-Every test reads what such runs print and leave behind. That about Ctrl-C is started by
-`megatron-fluid run`; the others are forked (forked_program.py), because each start costs two
-imports of Megatron.
+`megatron-fluid run` starts that about Ctrl-C; the others are forked (forked_program.py), as each
+start costs two imports of Megatron.
 """
 
 import json

@@ -1,10 +1,10 @@
 """What people do between and within training steps, in drawn order: after each step the numbers are
 those of Megatron's own path, to fp32 rounding.
 
-A rule-based machine of Hypothesis asks long-lived ranks (tests/support/training_world.py), so that
-a sequence that fails is shrunk. Ten sequences always, of two ranks and of four (two
-expert-parallel groups of two, with two ranks for each expert); `MEGATRON_FLUID_TEST_DRAWS=200`
-draws as many, and FIRST:LAST takes the seeds FIRST to LAST, each of ten sequences.
+A rule-based machine of Hypothesis asks long-lived ranks (tests/support/training_world.py), so a
+failing sequence is shrunk. Ten sequences always, of two ranks and of four (two expert-parallel
+groups of two). `MEGATRON_FLUID_TEST_DRAWS=200` draws as many; FIRST:LAST takes those seeds, each of
+ten sequences.
 """
 
 import os

@@ -2,8 +2,7 @@
 names it, the last checkpoint loads, and the loss goes on as if nothing had happened. Numbers that
 are not finite end it, too.
 
-A few faults always; `MEGATRON_FLUID_TEST_DRAWS=20` (or FIRST:LAST) adds as many drawn ones, whose
-seeds are in their names.
+A few faults always; `MEGATRON_FLUID_TEST_DRAWS=20` (or FIRST:LAST) adds as many drawn by seed.
 """
 
 import functools
@@ -35,21 +34,13 @@ _OURS = re.compile(r"rank \d+: no answer from (peer (\d+)|its group)[^\n]*")
 
 @dataclass(frozen=True)
 class Fault:
-    """One rank that is lost.
+    """One rank that is lost."""
 
-    Attributes:
-        phase: one of PHASES; "last" is the forward of the last iteration.
-        rank: who.
-        frozen: stopped (SIGSTOP) in place of killed (SIGKILL).
-        iteration: counted from 1; without a meaning for the start and the last.
-        rank_holds_store: rank 0 holds the job's store, as without torchrun.
-    """
-
-    phase: str
+    phase: str  # of PHASES; "last" is the forward of the last iteration
     rank: int
-    frozen: bool = False
-    iteration: int = FIRST_SAVE + 1
-    rank_holds_store: bool = False
+    frozen: bool = False  # by SIGSTOP, else killed by SIGKILL
+    iteration: int = FIRST_SAVE + 1  # from 1; unused at the start and the last
+    rank_holds_store: bool = False  # rank 0 holds the job's store, as without torchrun
 
 
 def draw(seed: int) -> Fault:

@@ -1,10 +1,9 @@
 """A rank stops at a communication call: all others end, name it, and none computes wrong numbers.
 
-Ranks use every layer of this package over gloo in two lives: layers are made, compute twice forward
-and backward, and `close_group` frees what they share; then all of it again on the same group. A
-call is a word left in a store or taken from it, a collective, the start of a P2P transfer, an
-allocation or a rendezvous of symmetric memory (in files that the ranks map,
-tests/support/symmetric_files.py). One rank stops at its k-th.
+Ranks use every layer of this package over gloo in two lives of the same group. In each, layers are
+made and compute twice forward and backward; then `close_group` frees what they share. A call is a
+word left in a store or taken from it, a collective, the start of a P2P transfer, an allocation or a
+rendezvous of symmetric memory (mapped files, symmetric_files.py). One rank stops at its k-th.
 
 Six drawn stops always; `MEGATRON_FLUID_TEST_DRAWS=60` draws as many, FIRST:LAST takes those seeds.
 """
@@ -63,19 +62,12 @@ _COLLECTIVES = (
 
 @dataclass(frozen=True)
 class Stop:
-    """A rank that stops.
-
-    Attributes:
-        rank: who.
-        phase: of PHASES.
-        at: where in the phase, as a share of its calls: 0 the first, just under 1 the last.
-        frozen: stopped (SIGSTOP) in place of ended (os._exit).
-    """
+    """Where a rank stops."""
 
     rank: int
-    phase: str
-    at: float
-    frozen: bool
+    phase: str  # of PHASES
+    at: float  # share of the phase's calls: 0 the first, just under 1 the last
+    frozen: bool  # by SIGSTOP, else ended by os._exit
 
 
 def draw(seed: int) -> Stop:
@@ -88,19 +80,12 @@ def draw(seed: int) -> Stop:
 
 @dataclass
 class Life:
-    """What became of one rank.
+    """What became of one rank."""
 
-    Attributes:
-        values: what it computed, in order.
-        calls: communication calls by phase.
-        error: its traceback, "" if it went through.
-        ended_at: of the monotonic clock.
-    """
-
-    values: list[float]
-    calls: dict[str, int]
-    error: str
-    ended_at: float
+    values: list[float]  # that it computed, in order
+    calls: dict[str, int]  # for communication, by phase
+    error: str  # its traceback, "" if it went through
+    ended_at: float  # of the monotonic clock
 
 
 class _Calls:

@@ -1,8 +1,6 @@
 """The model builders of mcore-bridge (ms-swift's), of Megatron-Bridge and of verl, where they are
-installed, on two gloo ranks: with the package and without.
-
-They name Transformer Engine, which needs a GPU: empty classes take the place of those that the
-bridges name, and Megatron's local layer spec that of Transformer Engine's.
+installed, on two gloo ranks: with the package and without. They name Transformer Engine, which
+needs a GPU: empty classes take the place of its own, and Megatron's local layer spec of its spec.
 """
 
 import functools

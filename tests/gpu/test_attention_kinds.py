@@ -24,29 +24,21 @@ HIDDEN, HEADS, BATCH, DIM = 256, 16, 2, 64
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One module.
-
-    Attributes:
-        overlapped: whether its projections are, too.
-        te: Transformer Engine's spec in bf16, else the local one in fp32.
-        fused: gradients of the projections go to main_grad.
-        deferred: weight gradients wait for the scheduler.
-        recompute: the whole attention is recomputed.
-        engine: copy engines and several head groups, as for long sequences.
-        rotated: the part of a head that is rotated.
-    """
+    """One module: Transformer Engine's spec in bf16 (`te`) or the local one in fp32. Weight
+    gradients that are `deferred` wait for the scheduler; `engine` has copy engines and several head
+    groups, as for long sequences."""
 
     name: str
     settings: tuple[tuple[str, Any], ...] = ()
     kv_heads: int = 8
     latent: bool = False
-    overlapped: bool = True
+    overlapped: bool = True  # whether its projections are, too
     te: bool = True
-    fused: bool = False
+    fused: bool = False  # gradients of the projections go to main_grad
     deferred: bool = False
-    recompute: bool = False
+    recompute: bool = False  # the whole attention
     engine: bool = False
-    rotated: float = 1.0
+    rotated: float = 1.0  # the part of a head that is rotated
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,7 +1,5 @@
-"""Ranks over NVLink whose peer never comes, comes late, or dies: what their training steps do.
-
-Ranks may share a GPU.
-"""
+"""Ranks over NVLink, which may share a GPU, whose peer never comes, comes late, or dies: what their
+training steps do."""
 
 import os
 import time

@@ -2,8 +2,8 @@
 over peer rounds, over symmetric memory (on ranks that may share a GPU) and on one rank; with
 Megatron's experts or exchange beside this package's; fp8, single grouped parameters.
 
-Against an oracle in fp32 (Megatron's own layer with the same weights) the patched layer may not be
-further off than Megatron's own. Trained models follow each other's losses.
+Against an oracle in fp32, Megatron's own layer with the same weights, the patched layer may not be
+further off than Megatron's. Trained models follow each other's losses.
 """
 
 import contextlib
@@ -66,23 +66,14 @@ ENVIRONMENT = {"NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1", "NVTE_CUTEDSL_FUSED_GROU
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layer.
+    """A layer. Only the patched one gets `ours`, too: settings for single grouped parameters."""
 
-    Attributes:
-        model: settings of TransformerConfig.
-        te: whether its modules are Transformer Engine's.
-        fluid: settings of FluidConfig.
-        ours: further settings of the patched layer alone, which make single grouped parameters.
-        exchange: whose exchange it must report.
-        experts: "fused" with the exchange, "alone" behind one, or "megatron's", which a hook keeps.
-    """
-
-    model: dict[str, Any] = dataclasses.field(default_factory=dict)
-    te: bool = False
-    fluid: dict[str, Any] = dataclasses.field(default_factory=dict)
+    model: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of TransformerConfig
+    te: bool = False  # whether its modules are Transformer Engine's
+    fluid: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of FluidConfig
     ours: dict[str, Any] = dataclasses.field(default_factory=dict)
-    exchange: str = "local"
-    experts: str = "fused"
+    exchange: str = "local"  # which it must report
+    experts: str = "fused"  # or "alone", behind the exchange, or "megatron's", which a hook keeps
     dtype: torch.dtype = torch.bfloat16
 
 

@@ -1,15 +1,12 @@
 """The NVLink MoE path on real GPUs: torchrun --nproc_per_node 4 -m pytest
 tests/gpu/test_nvlink_moe.py
 
-Every test runs on all ranks, and what it asserts is the same on all of them (`agree`): a rank that
-failed alone would leave the others waiting in the tests that follow. The oracle gathers all tokens
-and all weights and computes the layer in fp32 with autograd.
+Every test runs on all ranks and asserts the same on all of them (`agree`): a rank that failed alone
+would leave the others waiting. The oracle computes the layer from all tokens and weights in fp32.
 """
 
 import dataclasses
 import itertools
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,10 +27,10 @@ from megatron_fluid.moe.nvlink.transport import NvlinkBackend, NvlinkTransport
 from megatron_fluid.moe.transport import LayerShape
 from tests.support.expert_calls import nvlink_moe
 from tests.support.fp8_reference import cast_rows, restore_rows
-from tests.support.machine import RANKS
 from tests.support.nvlink_calls import (
     CANDIDATES,
     KINDS,
+    NEEDS_TORCHRUN,
     SHAPES,
     Call,
     buffers_of,
@@ -48,18 +45,8 @@ from tests.support.nvlink_calls import (
 )
 
 HOPPER = torch.cuda.is_available() and is_hopper(0)
-pytestmark = [
-    pytest.mark.skipif(RANKS < 2, reason="needs two or more ranks on GPUs"),
-    pytest.mark.skipif(
-        "RANK" not in os.environ, reason="start with torchrun --nproc_per_node N -m pytest"
-    ),
-]
-
-
-@pytest.fixture(scope="module")
-def space() -> Iterator[SymmetricWorkspace]:
-    with symmetric_memory_of_the_job() as workspace:
-        yield workspace
+pytestmark = NEEDS_TORCHRUN
+space = pytest.fixture(symmetric_memory_of_the_job, scope="module")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -2,21 +2,17 @@
 made again, layers and microbatches in turn. Started as test_nvlink_moe.py is.
 """
 
-import os
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
-from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import Schedule
 from tests.support.expert_calls import nvlink_moe
-from tests.support.machine import RANKS
 from tests.support.nvlink_calls import (
     CANDIDATES,
+    NEEDS_TORCHRUN,
     SENT,
     agree,
     buffers_of,
@@ -28,18 +24,8 @@ from tests.support.nvlink_calls import (
     unequal,
 )
 
-pytestmark = [
-    pytest.mark.skipif(RANKS < 2, reason="needs two or more ranks on GPUs"),
-    pytest.mark.skipif(
-        "RANK" not in os.environ, reason="start with torchrun --nproc_per_node N -m pytest"
-    ),
-]
-
-
-@pytest.fixture(scope="module")
-def space() -> Iterator[SymmetricWorkspace]:
-    with symmetric_memory_of_the_job() as workspace:
-        yield workspace
+pytestmark = NEEDS_TORCHRUN
+space = pytest.fixture(symmetric_memory_of_the_job, scope="module")
 
 
 @pytest.mark.parametrize("schedule", CANDIDATES.values(), ids=CANDIDATES)
@@ -70,21 +56,11 @@ def changes(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
 def test_layers_microbatches_and_accumulation_do_not_mix(space: SymmetricWorkspace) -> None:
     """12 layers share one buffers; two forwards run before their backwards; gradients add up over
     both."""
-    tokens, hidden, ffn, experts, top_k = 64, 256, 64, 8, 2
-    buffers = NvlinkBuffers(space, tokens, hidden, top_k, experts, schedule=SENT)
+    shape = (64, 256, 64, 8, 2)
+    buffers = buffers_of(space, shape, SENT)
     batches = [
         [
-            make_call(
-                100 * layer + b,
-                "balanced",
-                space.rank,
-                space.world_size,
-                tokens,
-                hidden,
-                ffn,
-                experts,
-                top_k,
-            )
+            make_call(100 * layer + b, "balanced", space.rank, space.world_size, *shape)
             for b in (0, 1)
         ]
         for layer in range(12)

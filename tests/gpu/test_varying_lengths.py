@@ -1,8 +1,8 @@
 """`variable_seq_lengths` on GPUs: a model trains over NVLink with lengths drawn for each rank and
 microbatch, against Megatron's own path.
 
-Routing and Adam enlarge what two roundings differ by, so a third training shows by how much:
-Megatron's path from weights that are changed by 1e-5, as much as these experts may be off in fp32.
+Routing and Adam enlarge what two roundings differ by. A third training, Megatron's with weights off
+by 1e-5 (as much as these experts may be off in fp32), shows by how much.
 MEGATRON_FLUID_TEST_ITERATIONS=200 makes all three longer.
 """
 

@@ -37,11 +37,8 @@ def reference_attention(
     window: int | None = None, rotary: Rotary | None = None, norm_eps: float = 1e-6,
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Self-attention of the whole sequence x [S, B, H] -> [S, B, H], float32 or float64,
-    differentiable by autograd.
-
-    The meaning of every argument is that of attention.layer.SelfAttention.
-    """
+    """Self-attention of the whole sequence x [S, B, H] -> [S, B, H] in float32 or float64, for
+    autograd. Arguments mean what those of attention.layer.SelfAttention do."""
     length, batch, _ = x.shape
     n = num_heads // num_kv_heads
     packed = x @ weights.w_qkv.t()

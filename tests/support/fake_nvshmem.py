@@ -1,9 +1,6 @@
 """A fake NVSHMEM for Triton's interpreter: it delays puts, delivers them in any order that fences
-allow, and drops them.
-
-Signals are set or added to as NVSHMEM does it inside a host: SIGNAL_SET sets, every other operation
-adds.
-"""
+allow, and drops them. As in NVSHMEM inside a host, SIGNAL_SET sets a signal and any other operation
+adds to it."""
 
 import ctypes
 import random

@@ -1,9 +1,6 @@
 """Run a program on ranks as torchrun does, but forked from the server that has imported torch and
-Megatron-Core and armed the patches: what a program computes and prints, without two imports of
-Megatron for each run. Flags that patches look for when they are armed are refused.
-
-That it starts from a shell, and what an agent of torchrun does, is for tests with `subprocess`.
-"""
+Megatron-Core and armed the patches. Flags that patches look for when they are armed are refused.
+Whether it starts from a shell, and what torchrun's agent does, is for tests with `subprocess`."""
 
 import contextlib
 import os
@@ -24,15 +21,9 @@ def run_program(
     script: Path, ranks: int, flags: Sequence[str], folder: Path, variables: Mapping[str, str],
     timeout_s: float = 400.0,
 ) -> tuple[int, str]:  # fmt: skip
-    """Run `script` in `folder` on gloo ranks.
-
-    Args:
-        flags: what follows the program's name on its command line.
-        variables: of the environment, set before anything of ours is imported.
-
-    Returns:
-        The first exit status that is not 0, or 0, and what all ranks printed.
-    """
+    """Run `script` in `folder` on gloo ranks, with `flags` on its command line and environment
+    `variables` set before anything of ours is imported. Returns the first exit status that is not
+    0, or 0, and what all ranks printed."""
     if late := _TOO_LATE.intersection(flag.partition("=")[0] for flag in flags):
         raise ValueError(f"the patches are armed before the flags are read: {', '.join(late)}")
     with tempfile.TemporaryDirectory(prefix="program-") as logs:

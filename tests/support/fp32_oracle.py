@@ -79,12 +79,8 @@ def fp32_passes(right: nn.Module, stock: nn.Module, hidden: Tensor) -> dict[str,
 
 
 class Errors(NamedTuple):
-    """Relative errors of what is one tensor, or one kind of parameter of all experts.
-
-    Attributes:
-        theirs, ours: norms of what is off, over the norm of what is right.
-        elements: how many numbers they are.
-    """
+    """Relative errors of what is one tensor, or one kind of parameter of all experts: norms of what
+    is off, over the norm of what is right, and how many elements they are of."""
 
     theirs: float
     ours: float

@@ -1,7 +1,4 @@
-"""The fp8 blockwise casts of kernels/fp8_casts in plain torch, on any device, bit for bit.
-
-Shapes: as in kernels/fp8_casts.
-"""
+"""The fp8 blockwise casts of kernels/fp8_casts, and their shapes, in plain torch, bit for bit."""
 
 import itertools
 from collections.abc import Sequence
@@ -143,8 +140,8 @@ def scaled_grouped_product(
     """x[rows of e] @ w[e].T with the scales of both: e4m3 [N, K], scales [K / 128, >= N], e4m3 [El,
     J, K], scales [El, J / 128, K / 128] -> fp32 [N, J], zero in rows of no expert.
 
-    In plain torch: fp32 sums of 128 along the depth, each scaled and added in fp32. A tensor core
-    orders and truncates within the 128 on its own, so that the kernel differs by rounding.
+    fp32 sums of 128 along the depth, each scaled and added in fp32. A tensor core orders and
+    truncates within the 128 on its own, so the kernel differs by rounding.
     """
     out = x.new_zeros((x.shape[0], w.shape[1]), dtype=torch.float32)
     start = 0

@@ -59,15 +59,9 @@ def copies(optimizer: Any) -> tuple[list[tuple[Any, Any]], dict[Any, int]]:
 
 
 class ShardedOptimizer:
-    """What the patch reads of a distributed optimizer: fp32 shards, and where they are copied.
-
-    Args:
-        sizes: of the shards; the first half of them decays.
-        kind: dtype of the copies.
-        adam: makes the optimizer of two groups.
-        device: of all tensors.
-        settings: of `adam`.
-    """
+    """What the patch reads of a distributed optimizer: fp32 shards of `sizes`, and where they are
+    copied, in the dtype `kind`. The first half of the shards decays. `adam` makes the optimizer of
+    two groups, with `settings`."""
 
     shard_fp32_from_float16_groups: Any = ()
 

@@ -2,11 +2,9 @@
 
 Run as a module with Megatron's flags (tests/support/graph_jobs.py). GRAPH_RANK holds JSON:
 
-- "turns": two iterations, counted from 1. In the first, routers send every token to the first
-  experts, in the second to the last ones: one expert-parallel rank holds them. The flags have to
-  turn on expert biases.
-- "text": the folder for the tokens of real text, the sources of Python's library, which take the
-  place of mock data.
+- "turns": two iterations, counted from 1. Routers send every token to the first experts in the
+  first, to the last ones in the second. The flags have to turn on expert biases.
+- "text": a folder for the tokens of real text (Python's library) in place of mock data.
 - "dies": the replay of a CUDA graph, counted from 1, in which the last rank kills itself.
 """
 

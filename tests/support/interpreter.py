@@ -1,10 +1,7 @@
-"""Importing this makes Triton's interpreter leave out what it does over and over: the same results
-and errors in about a third of the time.
-
-At every call of a device function it patches triton.language once more; at every integer sum it
-takes six operations of its own to find an overflow; at every operation it writes the name of a
-block's type. A Triton whose interpreter is built otherwise is left as it is.
-"""
+"""Importing this makes Triton's interpreter leave out what it repeats: patching triton.language at
+each call of a device function, looking for overflow at each integer sum, writing a block's type's
+name at each operation. Results and errors are the same, in about a third of the time. A Triton
+whose interpreter is built otherwise is left as it is."""
 
 from typing import Any
 

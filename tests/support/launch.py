@@ -1,10 +1,8 @@
 """Run a function on N ranks, each a fresh process, from inside a test.
 
-One process has imported torch (and Megatron-Core, where there is no GPU). From it a template is
-forked for each test module (templates.py), which imports that module, and from that the module's
-ranks. So a world of four starts in a fraction of a second and still shares no state with the test
-before it. Every rank joins a process group, runs ``fn(rank, world_size, *args)`` and hands back
-what it returns.
+One process has imported torch (and Megatron-Core, where there is no GPU). A template is forked from
+it for each test module (templates.py) and imports that module; the module's ranks are forked from
+that. So ranks start fast and share no state with the test before. Every rank joins a process group.
 
     def body(rank: int, world_size: int, n: int) -> float: ...  # at module level: it goes by name
     results = run_ranks(body, 4, 128, timeout_s=60)             # results[rank]
@@ -84,19 +82,14 @@ def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0,
     backend: str = "gloo", env: Mapping[str, str] | None = None,
 ) -> list[Any]:  # fmt: skip
-    """Run ``fn(rank, world_size, *args)`` on `world_size` ranks and return their results in rank
-    order.
+    """The results of ``fn(rank, world_size, *args)`` on all ranks, in rank order.
 
     Args:
         fn: a module-level function; it and its arguments and results must be picklable.
-        world_size: number of ranks, 1 or more.
-        timeout_s: bound on the time from the last rank's start; also the process group's own
-            timeout.
-        backend: "gloo" (default; its ranks see no GPU), "nccl" (rank r takes GPU r; where there are
-            fewer GPUs, ranks share them and gloo's collectives replace NCCL's), or "" where `fn`
-            initialises the process group itself, or wants none.
-        env: environment variables set before `fn` is imported (the modules of the server are
-            older).
+        timeout_s: bound on the time from the last rank's start, and the process group's timeout.
+        backend: "gloo" (its ranks see no GPU), "nccl" (rank r takes GPU r; where there are fewer
+            GPUs, ranks share them and use gloo), or "": `fn` makes a group itself, or none.
+        env: environment variables set before `fn` is imported (but after the server's modules).
 
     Raises:
         RankError: when a rank raised, died or ran out of time.
@@ -113,13 +106,9 @@ def run_ranks(
 def on_ranks(
     world_size: int | None = None, **options: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test on `world_size` ranks: it takes its rank, their number, and then parameters of the
-    test, which must be picklable.
-
-    Args:
-        world_size: None where the test is parametrised by what it calls their number.
-        options: those of run_ranks.
-    """
+    """Run a test on `world_size` ranks. It takes its rank, their number, then its own parameters,
+    which must be picklable. Without `world_size` the test is parametrised by their number.
+    `options` are those of run_ranks."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         _, ranks, *taken = inspect.signature(body).parameters.values()
@@ -146,11 +135,9 @@ def run_ranks_outcomes(
 ) -> list[RankOutcome]:  # fmt: skip
     """As `run_ranks`, for tests in which ranks are meant to fail: never raises for what a rank did.
 
-    Once one rank has failed, the others have `grace_s` seconds to end by themselves; after that
-    they are killed. What `awaited` leaves out is killed once those ranks have ended. A test in
-    which survivors must notice a dead peer within a longer time passes it as ``timeout_s`` and lets
-    the dying rank call ``os._exit(0)``: that is recorded as an error, but
-    does not shorten the wait.
+    Once one rank has failed, the others have `grace_s` seconds to end; then they are killed. What
+    `awaited` leaves out is killed once those ranks have ended. ``os._exit(0)`` is recorded as an
+    error, but does not start `grace_s`: survivors then have all of `timeout_s` to notice it.
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; it must be at least 1")

@@ -57,50 +57,30 @@ WAYS = {
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One MoE layer, compared in double precision.
+    """One MoE layer, compared in double precision. What `ours` adds changes no number."""
 
-    Attributes:
-        model: settings of TransformerConfig.
-        ours: more of them for the patched layer alone, which change no number.
-        fluid: settings of FluidConfig; `moe_backend` is rounds unless they say otherwise.
-        lengths: sequence lengths of even and of odd ranks; the batch size is 2.
-        wanted: experts that all tokens prefer.
-        padded: tokens of padding at the end of the first sequence.
-        change: is called with both layers and the rank before the first forward.
-        way: which parts of this package must run, a name in `WAYS`.
-        exchange: whose exchange the layer must report.
-        why: how the reason begins for which a part is left to Megatron, or the parts are not fused.
-    """
-
-    model: Settings = dataclasses.field(default_factory=dict)
-    ours: Settings = dataclasses.field(default_factory=dict)
-    fluid: Settings = dataclasses.field(default_factory=dict)
-    lengths: tuple[int, int] = (6, 8)
-    wanted: tuple[int, ...] = ()
-    padded: int = 0
-    change: Callable[[Any, int], None] | None = None
-    way: str = "fused"
-    exchange: str = "rounds"
-    why: str = ""
+    model: Settings = dataclasses.field(default_factory=dict)  # settings of TransformerConfig
+    ours: Settings = dataclasses.field(default_factory=dict)  # of the patched layer alone
+    fluid: Settings = dataclasses.field(default_factory=dict)  # `moe_backend`: by default rounds
+    lengths: tuple[int, int] = (6, 8)  # of sequences of even and of odd ranks; the batch size is 2
+    wanted: tuple[int, ...] = ()  # experts that all tokens prefer
+    padded: int = 0  # tokens at the end of the first sequence
+    change: Callable[[Any, int], None] | None = None  # both, before the first forward
+    way: str = "fused"  # which parts of this package must run, a name in `WAYS`
+    exchange: str = "rounds"  # whose exchange the layer must report
+    why: str = ""  # start of the reason that a part is left to Megatron, or the parts are not fused
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A small GPT-MoE, trained by Megatron and by the patched layers.
-
-    Attributes:
-        options: arguments of `tiny_gpt.train`.
-        grouped: whether the experts are TEGroupedMLP.
-        linears: whether tensor-parallel linears must be overlapped, too.
-        other attributes: as in `Layer`.
-    """
+    """A small GPT-MoE, trained by Megatron and by the patched layers; else as in `Layer`."""
 
     model: Settings = dataclasses.field(default_factory=dict)
-    options: Settings = dataclasses.field(default_factory=dict)
+    options: Settings = dataclasses.field(default_factory=dict)  # of `tiny_gpt.train`
     fluid: Settings = dataclasses.field(default_factory=dict)
     ours: Settings = dataclasses.field(default_factory=dict)
-    grouped: bool = False
-    linears: bool = False
+    grouped: bool = False  # the experts are TEGroupedMLP
+    linears: bool = False  # tensor-parallel linears must be overlapped, too
     way: str = "fused"
     exchange: str = "rounds"
 

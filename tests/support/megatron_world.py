@@ -1,9 +1,8 @@
-"""A tiny GPT-MoE trained by Megatron-Core's own pipeline schedules, under any split of it over gloo
-ranks.
+"""A tiny GPT-MoE trained by stock Megatron-Core's own pipeline schedules, under any split of it
+over gloo ranks. What is under test is CPU mode.
 
 All splits start from one checkpoint, written by a run on one rank, and see the same global batch;
-so their losses and gradient norms must agree. Everything here is stock Megatron: what is under test
-is CPU mode.
+so their losses and gradient norms must agree.
 """
 
 import dataclasses
@@ -33,49 +32,35 @@ VOCABULARY, SEQUENCE, SEQUENCES, STEPS = 64, 16, 4, 3
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One split of one model.
+    """One split of one model. Sequence parallelism goes with tp > 1.
 
-    Attributes:
-        name: for messages.
-        tp, pp, cp, ep: parallel sizes; sequence parallelism goes with tp > 1.
-        vpp: model chunks of each pipeline stage, which the schedule interleaves.
-        model: settings of the TransformerConfig that change the mathematics; runs that share them
-            share a checkpoint.
-        how: settings of the TransformerConfig that do not.
-        distributed: settings of data parallelism and of the optimizer.
-        backend: who computes MoE layers, "megatron" or "rounds".
-        fused: overlapped attentions add their projections' gradients to main_grad themselves, as
-            with gradient accumulation fusion (for which Megatron's own linears need a CUDA
-            extension).
+    Runs that share `model` share a checkpoint. `fused`: overlapped attentions add their
+    projections' gradients to main_grad, as with gradient accumulation fusion (for which Megatron's
+    own linears need a CUDA extension).
     """
 
-    name: str
+    name: str  # for messages
     tp: int = 1
     pp: int = 1
     cp: int = 1
     ep: int = 1
-    vpp: int = 1
-    model: tuple[tuple[str, Any], ...] = ()
-    how: tuple[tuple[str, Any], ...] = ()
-    distributed: tuple[str, ...] = ()
-    backend: str = "megatron"
+    vpp: int = 1  # interleaved model chunks of each pipeline stage
+    model: tuple[tuple[str, Any], ...] = ()  # TransformerConfig: what changes the mathematics
+    how: tuple[tuple[str, Any], ...] = ()  # TransformerConfig: what does not
+    distributed: tuple[str, ...] = ()  # settings of data parallelism and of the optimizer
+    backend: str = "megatron"  # who computes MoE layers, or "rounds"
     fused: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Loss per token and gradient norm of every step; losses are NaN on ranks that do not hold the
-    last stage.
+    """What a rank saw of every step; losses are NaN where the last stage is not. `attention` says
+    how each self-attention of the rank is overlapped: "rounds" (latent: "collective") or None."""
 
-    attention: of each of this rank's self-attentions how it is overlapped, "rounds" (latent
-        attention: "collective") or None;
-    attention_calls: how many of their forwards were.
-    """
-
-    losses: list[float]
+    losses: list[float]  # per token
     gradient_norms: list[float]
     attention: list[str | None]
-    attention_calls: int
+    attention_calls: int  # overlapped forwards
 
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case], folder: str) -> dict[str, Run]:

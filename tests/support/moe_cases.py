@@ -1,9 +1,9 @@
 """Cases of overlapped MoE layers against the oracle: shared by pytest (spawned gloo ranks) and
 torchrun (GPUs or gloo).
 
-A case stacks layers with residual connections over fixed random routings. Every rank knows the
-inputs of all ranks, so it computes the whole oracle by itself, with all experts and no
-communication, and compares its own part: outputs, dX, dprobs, and every weight gradient.
+A case stacks layers with residual connections over fixed random routings. Every rank knows all
+inputs, so it computes the whole oracle by itself, with all experts and no communication. It
+compares its own part: outputs, dX, dprobs, and every weight gradient.
 """
 
 import dataclasses
@@ -31,34 +31,26 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 class Case:
     """One comparison.
 
-    Attributes:
-        routing: a name in ROUTINGS.
-        tokens: tokens of the largest rank; what the others have depends on the routing.
-        top_k, experts_per_rank, layers, microbatches, dx_chunks: as they say.
-        deferred: weight gradients through the scheduler.
-        activation: a name, or "callable" for one that only autograd can differentiate.
-        weights: "stacked", "tuple" (one parameter for each expert) or "in_out" (the transposed
-            layout).
-        train_tokens: whether the tokens of the first layer and the probabilities want gradients.
-        chunks: pieces in which tokens cross between hosts; None for the transport of one level.
+    Weights are "stacked", "tuple" (one parameter for each expert) or "in_out" (the transposed
+    layout). The activation "callable" is one that only autograd can differentiate.
     """
 
-    routing: str = "random"
-    tokens: int = 13
+    routing: str = "random"  # a name in ROUTINGS
+    tokens: int = 13  # of the largest rank; the others' number depends on the routing
     top_k: int = 2
     experts_per_rank: int = 2
     layers: int = 1
     microbatches: int = 1
     dx_chunks: int = 1
-    deferred: bool = False
+    deferred: bool = False  # weight gradients go through the scheduler
     activation: str = "swiglu"
     weights: str = "stacked"
     dtype: torch.dtype = torch.float64
-    train_tokens: bool = True
+    train_tokens: bool = True  # the first layer's tokens, and probabilities, want gradients
     seed: int = 0
     hidden: int = 16
     ffn: int = 24
-    chunks: int | None = None
+    chunks: int | None = None  # pieces of tokens between hosts; None: the transport of one level
 
     @property
     def gain(self) -> float:
@@ -258,12 +250,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def check_case(case: Case, group: dist.ProcessGroup, device: torch.device) -> float:
-    """Run one case on this rank. Returns its largest relative error.
-
-    Raises:
-        AssertionError: a quantity is off, or the tolerance is so wide that a lost row would not
-            have been seen.
-    """
+    """Run one case on this rank and return its largest relative error. It fails when a quantity is
+    off, or when the tolerance is so wide that a lost row would not have been seen."""
     rank, world = group.rank(), group.size()
     tolerance = TOLERANCE[case.dtype] * case.layers  # rounding errors grow with depth
     expected, found = oracle(case, world, rank), overlapped(case, group, device)

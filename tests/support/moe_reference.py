@@ -1,8 +1,6 @@
-"""The reference: a mixture of experts in plain torch, on one process, without any exchange,
-permutation or grouping.
-
-Every overlapped path is compared with it. It takes the tokens of all ranks and all experts'
-weights; autograd computes the backward.
+"""The reference that every overlapped path is compared with: a mixture of experts in plain torch,
+on one process, without exchange, permutation or grouping. It takes the tokens of all ranks and all
+experts' weights; autograd computes the backward.
 
 Legend: T tokens of all ranks, K top-k, E experts, H hidden, F1 / F widths of the experts.
 """
@@ -49,16 +47,9 @@ def moe_reference(
 ) -> Tensor:  # fmt: skip
     """out[t] = sum over k of fc2(act(fc1(x[t])) * p[t, k]) of expert ids[t, k], skipping ids of -1.
 
-    Args:
-        tokens: [T, H]
-        ids: [T, K] integers, -1 where a choice is dropped.
-        probs: [T, K], or None for ones.
-        w1, w2: all experts' weights, [E, F1, H] and [E, H, F].
-        activation: as for overlapped_moe.
-        biases: of fc1 [E, F1] and of fc2 [E, H], which is multiplied with p, too; or None.
-
-    Returns:
-        [T, H], differentiable with respect to tokens, probs, weights and biases.
+    Differentiable in `tokens` [T, H], `probs` [T, K] (None: ones), all experts' weights `w1`
+    [E, F1, H] and `w2` [E, H, F], and `biases` [E, F1] and [E, H]; p multiplies the second, too.
+    `ids` are [T, K]; `activation` is as for overlapped_moe.
     """
     act = resolve_activation(activation)
     out = torch.zeros_like(tokens)

@@ -2,13 +2,13 @@
 and comparisons on which all ranks agree.
 """
 
-import contextlib
 import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +18,7 @@ from megatron_fluid.moe.nvlink.buffers import NvlinkBuffers
 from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 from tests.support.expert_calls import nvlink_moe
 from tests.support.launch import take_gpu, world_group
+from tests.support.machine import RANKS
 from tests.support.moe_cases import relative_error
 from tests.support.moe_reference import moe_reference
 
@@ -32,11 +33,17 @@ CANDIDATES = {
 }
 difference = relative_error
 KINDS = ["balanced", "hot", "empty", "dropped", "uneven", "one rank", "nothing"]
+NEEDS_TORCHRUN = [
+    pytest.mark.skipif(RANKS < 2, reason="needs two or more ranks on GPUs"),
+    pytest.mark.skipif(
+        "RANK" not in os.environ, reason="start with torchrun --nproc_per_node N -m pytest"
+    ),
+]
+"""Marks of tests that every rank of a job runs."""
 
 
-@contextlib.contextmanager
 def symmetric_memory_of_the_job() -> Iterator[SymmetricWorkspace]:
-    """The symmetric memory of all ranks that torchrun started."""
+    """The symmetric memory of all ranks that torchrun started: for a fixture of a module."""
     rank = int(os.environ["RANK"])
     backend = take_gpu(int(os.environ.get("LOCAL_RANK", rank)), int(os.environ["WORLD_SIZE"]))
     device = torch.device("cuda", torch.cuda.current_device())
@@ -177,9 +184,9 @@ def unequal(found: Any, expected: Any) -> list[str]:
 def pooled_gaps(found: Result, expected: Result) -> dict[str, float]:
     """The relative Frobenius difference of each result over all ranks together. Collective.
 
-    A probability's gradient is one inner product, which a few live (token, k) can make as small as
-    one likes beside its own rounding. So it is held against its typical size, too: that of sqrt(H)
-    elements of an expert's output, about 0.5 each here.
+    A probability's gradient is one inner product, which few live (token, k) can make small beside
+    its rounding. So it is held against its typical size, too: sqrt(H) output elements of about 0.5
+    each.
     """
     right, sums = results(expected), []
     for name, value in results(found).items():

@@ -1,9 +1,7 @@
-"""Parse and check the flags of every recipe as a rank of an H100 node would, and print the results
-as JSON.
+"""Parse and check the flags of every recipe as a rank of an H100 node would, and print JSON.
 
-A program of its own: CPU mode, which tests are in, would adapt the flags. No GPU is needed: what
-Megatron asks the device for is answered here, and what needs Transformer Engine alone is taken out
-after Megatron has checked the flags.
+A program of its own, as the tests' CPU mode would adapt the flags. It answers what Megatron asks
+the device, and takes out what needs Transformer Engine alone after Megatron has checked the flags.
 """
 
 import json

@@ -140,14 +140,9 @@ def step(
     dtype: torch.dtype | None = None, packed: Any = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Outputs, input gradients and parameter gradients (or what was added to main_grad) of some
-    microbatches.
-
-    Args:
-        rows: this rank's, of ``length``.
-        angles: of all positions.
-        dtype: that the module computes in, if not the case's.
-        packed: PackedSeqParams; angles are then those of one sequence.
-    """
+    microbatches. `rows` are this rank's, of ``length``; `angles` those of all positions, with
+    `packed` (PackedSeqParams) of one sequence. The module computes in `dtype`, if not in the
+    case's."""
     part = angles if angles is None or packed is not None else angles[rows]
     more = {} if packed is None else {"packed_seq_params": packed}
     shape = length, BATCH if packed is None else 1, attention.config.hidden_size

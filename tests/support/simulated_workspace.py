@@ -11,14 +11,9 @@ class SimulatedWorkspace:
     """All ranks of a group in one process: `rank(r)` is rank r's Workspace.
 
     Run each step of an operation for every rank in turn: producers run before consumers, so no wait
-    spins. Buffers come from ordinary memory of `device` and are filled with a poison value.
-
-    Args:
-        world_size: number of ranks.
-        device: of the memory.
-        timeout_s: the bound on one wait.
-        watched: see Workspace; the ranks of a test fail on purpose, so not by default.
-        flag_words: see Workspace.
+    spins. Buffers come from ordinary memory of `device` and are filled with a poison value. A wait
+    ends after `timeout_s`. `watched` and `flag_words` are as in Workspace; not watched by default,
+    as ranks of a test fail on purpose.
     """
 
     def __init__(

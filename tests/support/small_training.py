@@ -61,15 +61,9 @@ def train(
     prepare: Callable[[int], None] | None = None, env: Mapping[str, str] | None = None,
     awaited: Sequence[int] | None = None,
 ) -> Training:  # fmt: skip
-    """Train on gloo ranks.
-
-    Args:
-        folder, name: where the output of each rank goes.
-        arguments: added to those of the program.
-        ranks: how many.
-        prepare: called on every rank first, with its number.
-        env, awaited: as for run_ranks_outcomes.
-    """
+    """Train on gloo ranks, with `arguments` added to the program's. Each rank's output goes to
+    `folder`, by `name`. `prepare` is called on every rank first, with its number. `env` and
+    `awaited` are as for run_ranks_outcomes."""
     outcomes = run_ranks_outcomes(
         *(_rank, ranks, list(arguments), str(folder / name), prepare),
         backend="", timeout_s=150.0, grace_s=60.0, awaited=awaited, env=env,

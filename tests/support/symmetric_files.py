@@ -1,8 +1,6 @@
 """Symmetric memory of ranks that are processes without a GPU: each buffer is a file that all map,
-so that interpreted kernels of several ranks really wait for each other.
-
-`rendezvous` waits for all ranks without a bound, as torch's does on GPUs.
-"""
+so that interpreted kernels of several ranks really wait for each other. `rendezvous` waits for all
+ranks without a bound, as torch's does on GPUs."""
 
 import contextlib
 import itertools
@@ -36,11 +34,7 @@ class _Torch:
 
 
 class SymmetricFiles:
-    """
-    Args:
-        folder: the ranks share it.
-        counted: wraps what stands for torch's calls.
-    """
+    """Symmetric memory in `folder`, which ranks share; `counted` wraps what stands for torch."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
 """A template is a process that has imported a test's module; the test's ranks are forked from it.
 
-The ranks of one module then share what was imported, copy-on-write, and nothing else: each is a
-process of its own that no test has used before. A template runs no test code beyond the import.
+Those ranks share what was imported, copy-on-write, and nothing else: no test has used their
+processes before, and a template runs no test code beyond the import.
 
-Templates themselves are forked from one that has imported third parties alone or, unless the
-environment is to change before, from one that has imported megatron_fluid, too, and armed its
+A template is itself forked from one that has imported third parties alone or, unless the
+environment is to change before, from one that has also imported megatron_fluid and armed its
 patches, which takes longer than all other imports of a test.
 """
 
@@ -78,15 +78,13 @@ class ForkedProcess:
 
 class Template:
     """The pytest process's end of a template, which ends with this object, as do all processes
-    that were forked from it.
+    that were forked from it. Several threads may ask at a time.
 
     Args:
         start: what it is forked from; None starts an interpreter.
         modules: imported before any fork. What cannot be imported fails the forked process, which
             imports it again.
         env: the environment variables that are set before the import.
-
-    Several threads may ask at a time.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Ranks as threads of one process over simulated symmetric memory.
 
-Threads take turns: one runs until it waits for the others in a barrier. So the interpreter and the
-simulated memory are never used by two at a time, and the rank that has yet to read a receive buffer
-sees when it is written too early.
+One thread runs until it waits for the others in a barrier, so no two use the interpreter or the
+memory at a time. A rank that has yet to read a receive buffer sees when it is written too early.
 """
 
 import threading

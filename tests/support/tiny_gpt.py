@@ -1,8 +1,5 @@
 """A GPT-MoE small enough to train in a test, through Megatron-Core's own model, data parallelism
-and optimizer.
-
-Everything here is stock Megatron; a test trains it twice, with and without the plug-in, and
-compares.
+and optimizer. All is stock Megatron; a test trains it with and without the plug-in, and compares.
 """
 
 import contextlib
@@ -173,14 +170,9 @@ def wrapped(
     models: Sequence[torch.nn.Module], config: TransformerConfig, *, distributed: bool = False,
     reduce: bool = False, gather: bool = False, bucket_size: int = 2000, **adam: Any,
 ) -> tuple[list[DistributedDataParallel], Any]:  # fmt: skip
-    """Megatron's data parallelism around each model, and one Adam optimizer of all.
-
-    Args:
-        distributed: whether the optimizer's state is sharded.
-        reduce, gather: whether gradients are reduced, and parameters gathered, beside the
-            computation.
-        adam: settings of OptimizerConfig.
-    """
+    """Megatron's data parallelism around each model, and one Adam optimizer of all, with the
+    settings `adam`. `distributed`: its state is sharded. `reduce`, `gather`: gradients are reduced,
+    parameters gathered, beside the computation."""
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed, overlap_grad_reduce=reduce,
         overlap_param_gather=gather, grad_reduce_in_fp32=config.bf16, bucket_size=bucket_size,
@@ -291,11 +283,8 @@ def grouped_spec(config: TransformerConfig) -> Any:
 
 def moe_layer(config: TransformerConfig, seed: int = 4321, grouped: bool = False) -> MoELayer:
     """One MoE layer of that configuration, alone; router weights large enough for a decided
-    routing.
-
-    Args:
-        grouped: with TEGroupedMLP (and GroupedLinear above) where the local spec has SequentialMLP.
-    """
+    routing. `grouped`: with TEGroupedMLP (and GroupedLinear above), not the local spec's
+    SequentialMLP."""
     tensor_parallel.random.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     torch.manual_seed(seed)
     spec = get_gpt_decoder_layer_specs(
@@ -317,10 +306,7 @@ def layer_step(
     layer: MoELayer, x: torch.Tensor, forward: Callable[[torch.Tensor], Any] | None = None
 ) -> dict[str, torch.Tensor]:
     """The output "y" of one pass, and the gradients of its squares' sum: "dx" and by parameter.
-
-    Args:
-        forward: takes the place of the layer's own; returns the output alone.
-    """
+    `forward` takes the place of the layer's own; it returns the output alone."""
     layer.zero_grad()
     x = x.clone().requires_grad_()
     y = layer(x)[0] if forward is None else forward(x)

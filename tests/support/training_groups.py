@@ -10,16 +10,8 @@ from torch import Tensor
 
 
 class Groups:
-    """The process groups of one half.
-
-    Args:
-        port: of the half's store.
-        rank, ranks: of this half.
-        bound_s: of a collective.
-
-    Attributes:
-        expert_ranks: of the groups that there are.
-    """
+    """The process groups of one half: `rank` of `ranks`, a store at `port`, collectives of at most
+    `bound_s`. `expert_ranks` is that of the groups that there are."""
 
     def __init__(self, port: int, rank: int, ranks: int, bound_s: float) -> None:
         self._bound = timedelta(seconds=bound_s)

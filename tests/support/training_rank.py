@@ -32,13 +32,8 @@ _STUCK_S = 150.0  # a rank that takes longer says where it stands, and ends
 
 
 class _Trainer:
-    """One rank of one half. Its public methods are what a test can ask for; what one gives, else
-    `done`, is the answer.
-
-    Args:
-        fluid: whether this half is megatron_fluid's.
-        groups: makes the process groups.
-    """
+    """One rank of one half, which is megatron_fluid's or not. Its public methods are what a test
+    can ask for; what one gives, else `done`, is the answer."""
 
     def __init__(self, fluid: bool, groups: Groups) -> None:
         self._fluid, self._groups = fluid, groups
@@ -68,13 +63,9 @@ class _Trainer:
         self, shapes: Sequence[Shape], uneven: bool = False, spoiled: bool = False,
         aborted: bool = False,
     ) -> Done:  # fmt: skip
-        """One iteration of a microbatch for each of `shapes`.
-
-        Args:
-            uneven: later ranks have more sequences.
-            spoiled: rank 0's loss is infinite.
-            aborted: before each microbatch come two forwards without a backward; one lives on.
-        """
+        """One iteration of a microbatch for each of `shapes`. `uneven`: later ranks have more
+        sequences. `spoiled`: rank 0's loss is infinite. `aborted`: before each microbatch come two
+        forwards without a backward; one lives on."""
         losses = self._microbatches(shapes, uneven, synced=True, spoiled=spoiled, aborted=aborted)
         self._finalize([self._ddp])
         if spoiled and not self._setup.distributed:
@@ -397,11 +388,8 @@ def _twice(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def serve(rank: int, world_size: int, ports: tuple[int, int, int]) -> None:
-    """Do what the test asks for until it asks for nothing more.
-
-    Args:
-        ports: of the stores of megatron_fluid's half, of Megatron's, and of the test.
-    """
+    """Do what the test asks for until it asks for nothing more. `ports` are of the stores of
+    megatron_fluid's half, of Megatron's, and of the test."""
     from megatron.core.tensor_parallel import layers
 
     logging.getLogger("megatron").setLevel(logging.WARNING)

@@ -2,9 +2,8 @@
 by Megatron's own path (every patch but CPU mode off). A test tells all of them what to do next
 (tests/support/training_rank.py) and compares what they hand back.
 
-Of 2N processes the first N are megatron_fluid's ranks and the others Megatron's; each half has a
-process group of its own. Errors are handed back too, so both halves may be expected to refuse the
-same thing.
+Of 2N processes the first N are megatron_fluid's, the others Megatron's; each half has a process
+group. Errors are handed back too, so both halves may be expected to refuse the same thing.
 """
 
 import dataclasses
@@ -34,29 +33,20 @@ PARTS = {
 class Setup:
     """A model and how it is trained.
 
-    Attributes:
-        expert_ranks: size of the expert-parallel groups.
-        optimizer: "plain", or "distributed", which has a loss scaler and skips steps that are not
-            finite.
-        overlap: the reduction of gradients ("reduce"), with the distributed optimizer also the
-            gathering of parameters ("reduce and gather"), or "none".
-        backend: `moe_backend`; "own" is rounds, or local with one expert-parallel rank.
-        recompute: Megatron's selective recomputation of these modules.
-        tied: both layers have the same experts, "in parts": one of their experts.
-        mtp: a multi-token-prediction layer that is called twice with the same weights.
-        fused: gradient accumulation fusion.
-        fluid: further settings of megatron_fluid.
+    A distributed optimizer has a loss scaler and skips steps that are not finite. With it, overlap
+    may also be "reduce and gather": of parameters, too. Experts that are tied "in parts" share one
+    of them.
     """
 
-    expert_ranks: int = 1
-    optimizer: str = "plain"
-    overlap: str = "none"
-    backend: str = "own"
-    recompute: tuple[str, ...] = ()
-    tied: bool | str = False
-    mtp: bool = False
-    fused: bool = False
-    fluid: tuple[tuple[str, Any], ...] = ()
+    expert_ranks: int = 1  # size of the expert-parallel groups
+    optimizer: str = "plain"  # or "distributed"
+    overlap: str = "none"  # or "reduce": of gradients
+    backend: str = "own"  # `moe_backend`; "own": rounds, or local with one expert-parallel rank
+    recompute: tuple[str, ...] = ()  # selectively, of these modules
+    tied: bool | str = False  # both layers have the same experts
+    mtp: bool = False  # a multi-token-prediction layer, called twice with the same weights
+    fused: bool = False  # gradient accumulation fusion
+    fluid: tuple[tuple[str, Any], ...] = ()  # further settings of megatron_fluid
 
     @property
     def distributed(self) -> bool:
@@ -69,28 +59,19 @@ Shape = tuple[int, int]
 
 @dataclasses.dataclass
 class Done:
-    """What one rank hands back: losses, the gradient norm, parameters; or a traceback.
-
-    Attributes:
-        started: reductions of gradients that had started when the last backward returned.
-        served: whether all MoE layers were overlapped.
-    """
+    """What one rank hands back: losses, the gradient norm, parameters; or a traceback."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     stepped: bool | None = None
     norm: float | None = None
     params: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     error: str = ""
-    started: int = 0
-    served: bool = False
+    started: int = 0  # reductions of gradients when the last backward returned
+    served: bool = False  # all MoE layers were overlapped
 
 
 class TrainingWorld:
-    """The test's end of both halves.
-
-    Args:
-        ranks: of each half.
-    """
+    """The test's end of both halves, each of `ranks` ranks."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks, self._number = ranks, 0

@@ -12,18 +12,15 @@ def whole_linear(
     mode: str, group: dist.ProcessGroup, tensors: dict[str, Tensor], upstream: Tensor,
     norm: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """This rank's output ("out") and gradients (by the names in `tensors`).
+    """This rank's output ("out") and gradients (by the names in `tensors`). `mode`:
 
-    Column: x ``[S / W, B, K]``, weight ``[N / W, K]``, bias ``[N / W]``, output ``[S, B, N / W]``;
-    row: x ``[S, B, K / W]``, weight ``[N, K / W]``, bias ``[N]``, output ``[S / W, B, N]``. What
-    every rank holds alike (the bias of rows, a norm's weights) has the gradient of this rank's
-    rows, as Megatron sums over ranks later.
+    column: x ``[S / W, B, K]``, weight ``[N / W, K]``, bias ``[N / W]``, output ``[S, B, N / W]``;
+    row: x ``[S, B, K / W]``, weight ``[N, K / W]``, bias ``[N]``, output ``[S / W, B, N]``.
 
-    Args:
-        mode: "column" or "row".
-        tensors: this rank's x and weight; where there are any, bias, gamma, beta.
-        upstream: gradient of this rank's output.
-        norm: of (x, gamma, beta).
+    `tensors` are this rank's x and weight; where there are any, bias, gamma, beta. What every rank
+    holds alike (the bias of rows, a norm's weights) has the gradient of this rank's rows, as
+    Megatron sums over ranks later. `upstream` is the output's gradient; `norm` takes x, gamma,
+    beta.
     """
     leaves = {
         name: [part.double().requires_grad_() for part in _every_rank(tensor, group)]

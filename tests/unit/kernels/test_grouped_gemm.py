@@ -1,9 +1,6 @@
 """Products of expert rows against one expert at a time, in fp32: empty experts, counts of all
-lengths, rows nobody owns.
-
-On a Hopper GPU by our own kernels, elsewhere expert by expert. That the kernels' source compiles is
-seen everywhere.
-"""
+lengths, rows nobody owns. On a Hopper GPU by our own kernels, elsewhere expert by expert. That the
+kernels' source compiles is seen everywhere."""
 
 import os
 import random

@@ -1,9 +1,6 @@
 """How the grouped GEMMs for Hopper (bf16, fp8, fp8 weight gradients) deal rows out to tiles: the
-sources' own code, compiled for the host.
-
-Every row of every expert must be in exactly one tile of each strip of features, whatever the
-counts; a GPU would only show it by wrong results.
-"""
+sources' own code, compiled for the host. Every row of every expert must be in exactly one tile of
+each strip of features, whatever the counts; a GPU would only show it by wrong results."""
 
 import ctypes
 import functools

@@ -133,12 +133,8 @@ def _steps(
     modules: Sequence[str], case: str, replay: bool = False, **overrides: Any
 ) -> dict[str, Any]:
     """Losses and gradients of every step, without an optimizer, and what the manager did in each.
-
-    Args:
-        modules: that are offloaded, none without.
-        case: of CASES, or a backend.
-        replay: each forward runs as in replays of CUDA graphs of attention: Megatron launches the
-            copies that it delays in the next layer.
+    `modules` are offloaded; `case` is of CASES, or a backend. `replay`: each forward runs as in
+    replays of CUDA graphs of attention, where Megatron launches delayed copies in the next layer.
     """
     backend, fields, settings = CASES.get(case, (case, {}, SWIGLU))
     settings = {"moe_grouped_gemm": True, "min_offloaded_tensor_size": 1, **settings, **overrides}

@@ -1,8 +1,6 @@
 """The overlapped forms of AllGather-GEMM and GEMM-ReduceScatter with all ranks in one process: what
-they compute, call after call, and what they refuse.
-
-The driver, the symmetric memory and the kernels are simulated; each phase of an operation runs for
-every rank in turn. Races are for tests/gpu/test_tensor_parallel.py.
+they compute, call after call, and what they refuse. Driver, symmetric memory and kernels are
+simulated; each phase runs for every rank in turn. Races are for tests/gpu/test_tensor_parallel.py.
 """
 
 import ctypes
