@@ -7,9 +7,8 @@ function a step, which launches one kernel.
 A streamed push and scatter work in chunks of tokens, at the same time. A combine has two forms:
 reduce_push sums a token's rows on the sending rank and sends the sum; sent_rows.py sends each row.
 
-A real rank runs the steps in order on the current stream; a test runs each step for all ranks of a
-SimulatedWorkspace in turn. The backward runs the same steps with the saved `RoutingHandle`, without
-publish and make_plan.
+A rank runs the steps in order on the current stream; a test runs each for all ranks of a
+SimulatedWorkspace in turn. The backward runs all but the first two with the saved handle.
 
 No buffer is overwritten too early, because all ranks launch the steps in the same order. A rank
 writes a peer's receive buffer only after a combine with that peer, so after the peer's scatter. It
@@ -103,9 +102,8 @@ class NvlinkBuffers:
         self.barrier_flags = workspace.flags("moe barrier")
         self.combine_flags = workspace.flags("moe combine")
         on_gpu = device.type == "cuda"
-        # Written by the plan, read by the host.
+        # Written by the plan, read by the host; told: the offsets, the most tokens of a rank.
         self.overflow = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
-        # The offsets, and the most tokens that a rank brings.
         self.told = torch.zeros(
             self.local_experts + 1, dtype=torch.int32, device="cpu", pin_memory=on_gpu
         )
