@@ -174,9 +174,8 @@ def prepare(words: Sequence[str], steps: int, on: bool) -> list[str]:
         raise ConfigError(f"COMMAND: found {found!r}, which names no file SCRIPT.py that exists")
     start, flags = list(words[: scripts[0]]), list(words[scripts[0] + 1 :])
     script = words[scripts[0]]
-    if "megatron_fluid.run" not in start and "import megatron_fluid" not in Path(script).read_text(
-        errors="replace"
-    ):
+    text = Path(script).read_text(errors="replace")
+    if "megatron_fluid.run" not in start and "import megatron_fluid" not in text:
         start += ["-m", "megatron_fluid.run"]
     ours = () if on else ("--fluid-",)
     flags = list(_without(flags, ours))

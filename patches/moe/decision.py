@@ -137,7 +137,8 @@ def part_reasons(
 
 
 def _forward_reason(layer: MoELayer) -> str | None:
-    """Why a layer is left alone as a whole: its class has a forward of its own; or None."""
+    """Why a layer is left alone as a whole, or None: nothing is sent, or its class has a forward of
+    its own."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     if layer.ep_group.size() > 1 and dist.get_backend(real_group(layer.ep_group)) == "fake":

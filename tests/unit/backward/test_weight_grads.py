@@ -389,3 +389,13 @@ def test_a_compiled_backward_computes_deferred_weight_gradients(
     finally:
         torch.compiler.reset()
     torch.testing.assert_close(weight.grad, expected)
+
+
+def test_a_recomputation_is_taken_for_that_of_the_ddp_that_has_its_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replicated, beside = nn.Linear(2, 2), nn.Linear(2, 2)
+    monkeypatch.setattr(autograd, "_replicated", {replicated})
+    monkeypatch.setattr(autograd, "_running", lambda: 0)
+    assert autograd._inside_ddp([replicated.weight])
+    assert not autograd._inside_ddp([beside.weight])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fluid.cli import main
-from megatron_fluid.cli.compare import prepare, read_log
+from megatron_fluid.cli.compare import _environment, prepare, read_log
 from megatron_fluid.profiling.compare_page import Comparison, Step, write_page
 
 # Writes Megatron's lines; with the package it is twice as fast. A script with that import is
@@ -135,3 +135,10 @@ def test_noise_of_the_runs_without_the_package_widens_what_agrees(tmp_path: Path
     careful = dataclasses.replace(comparison(1.0), caution="no GPU: times say nothing")
     page = write_page(careful, tmp_path)[0].read_text()
     assert page.startswith("<!doctype html>") and careful.caution in page
+
+
+def test_both_runs_are_told_what_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_FLUID", "off")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert _environment(True)["MEGATRON_FLUID"] == "on"
+    assert _environment(False)["MEGATRON_FLUID_CPU"] == "1"  # the flag --fluid-cpu is dropped

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -100,3 +101,18 @@ def test_an_interrupt_lets_a_command_end_before_it_is_raised(
     monkeypatch.setattr(profile, "_trace_layer", lambda *_: run_command(command, os.environ))
     assert main(["profile", "--output", str(tmp_path)]) == 130
     assert saved.exists() and capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.process
+def test_sigterm_ends_the_command_before_its_parent(tmp_path: Path) -> None:
+    ended = tmp_path / "ended"
+    child = "import pathlib, signal, sys, time\n"
+    child += f"end = lambda *_: sys.exit(pathlib.Path({str(ended)!r}).touch())\n"
+    child += "signal.signal(signal.SIGTERM, end); print('ready', flush=True); time.sleep(30)"
+    parent = "import os, sys; from megatron_fluid.cli.terminal import run_command\n"
+    parent += f"run_command([sys.executable, '-c', {child!r}], os.environ)"
+    run = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
+    with run:
+        assert run.stdout is not None and run.stdout.readline() == b"ready\n"
+        run.send_signal(signal.SIGTERM)
+    assert run.returncode == 128 + signal.SIGTERM and ended.exists()
