@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ __all__ = ["SHAPES", "TOKENS", "Call", "Case", "Clock", "row_of"]
 SHAPES = {"r1": (256, 8, 7168), "v2-lite": (64, 6, 2048)}
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
 _IN_A_ROW = 20
+_TURNS = 5  # of the variants that are launched one by one
 
 Call = Callable[[], object]
 
@@ -190,15 +191,32 @@ class Clock:
                 samples.append(start.elapsed_time(end) * 1e3 / _IN_A_ROW)
         return _slowest(samples, self.device)
 
-    def eager(self, pieces: Sequence[Call]) -> list[list[float]]:
-        """Samples of each piece, run one after another, ten rounds for each iteration."""
+    def eager(self, pieces: Sequence[Call], turns: int = 1) -> list[list[float]]:
+        """Samples of each piece, run one after another, ten rounds for each iteration, of which
+        this is one of so many turns."""
         for _ in range(10 if self.on_gpu else 1):
             for piece in pieces:
                 piece()
         self.meet()
-        rounds = self.iters * (10 if self.on_gpu else 1)
+        rounds = max(1, self.iters * (10 if self.on_gpu else 1) // turns)
         table = self._events(pieces, rounds) if self.on_gpu else self._seconds(pieces, rounds)
         return [_slowest(column, self.device) for column in zip(*table, strict=True)]
+
+    def in_turns(
+        self, variants: Mapping[str, Mapping[str, Call]]
+    ) -> dict[tuple[str, str], list[float]]:
+        """Samples of the modes of each variant, by (variant, mode): in turns, since what a host
+        takes for a call changes within seconds."""
+        names, found = list(variants), dict[tuple[str, str], list[float]]()
+        for turn in range(_TURNS):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                calls = variants[name]
+                for mode, samples in zip(
+                    calls, self.eager(list(calls.values()), _TURNS), strict=True
+                ):
+                    found.setdefault((name, mode), []).extend(samples)
+        return found
 
     @staticmethod
     def _events(pieces: Sequence[Call], rounds: int) -> list[list[float]]:

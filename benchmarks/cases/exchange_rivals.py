@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -184,6 +185,11 @@ EXCHANGES = {"deepep": deepep_calls, "nccl_ep": nccl_ep_calls}
 """Of training, by variant: (x, ids, probs, E) -> calls of modes, and the settings in words."""
 
 
+def _deepep_capacity(tokens: int, ranks: int) -> int:
+    """The least bound on a rank's tokens that DeepEP takes: a multiple of four over all ranks."""
+    return next(most for most in itertools.count(tokens) if most * ranks % 4 == 0)
+
+
 @functools.cache
 def _deepep_decoding(tokens: int, hidden: int, experts: int) -> Any:
     """One buffer for the largest case: NVSHMEM is started once a process."""
@@ -198,7 +204,9 @@ def deepep_decoding(
 ) -> Calls:
     """DeepEP's low-latency mode: bf16 x [T, H], cast to fp8 in its dispatch, returns in bf16.
     largest: tokens, hidden and experts of the process' largest case."""
-    buffer, tokens = _deepep_decoding(*largest), len(x)
+    ranks = dist.get_world_size()
+    tokens = _deepep_capacity(len(x), ranks)
+    buffer = _deepep_decoding(_deepep_capacity(largest[0], ranks), *largest[1:])
     buffer.clean_low_latency_buffer(tokens, x.shape[1], experts)
     choices = ids.long()
     dispatch = functools.partial(buffer.low_latency_dispatch, x, choices, tokens, experts)

@@ -9,17 +9,17 @@ scale per 128, come back as bf16. The capacity (max_num_tokens) is the case's to
 pplx-kernels' benchmark, unless --capacity says otherwise.
 
 Modes dispatch and combine: 20 calls captured in one CUDA graph, time of one. dispatch_eager and
-combine_eager: each call between two events, as pplx-kernels times. Compare within a mode. Those of
-the halves are dispatch_send_eager and so on; dispatch_split and combine_split are the two halves
-one after the other.
+combine_eager: each call between two events, as pplx-kernels times, the variants in turns. Compare
+within a mode. Those of the halves are dispatch_send_eager and so on; dispatch_split and
+combine_split are the two halves one after the other.
 
 Variants: fluid (weights travel with the dispatch), fluid_weights_at_combine (weights travel in
 combine, which costs an exchange), fluid_packed (packed bf16 rows, as a grouped GEMM wants them),
 torch_ata (NCCL all_to_all_single of [experts, tokens, row], rows of a byte an element there and of
-bf16 back), nvshmem_ata (torch's NVSHMEM all-to-all of the same, eager alone: it starts collectives
-of its own), deepep (low-latency mode, which also casts bf16 to fp8), nccl_ep (low-latency mode,
-bf16 both ways). Microseconds, the slowest rank; mean and deviation over the samples stand in each
-row's config.
+bf16 back), nvshmem_ata (torch's NVSHMEM all-to-all of the same, eager alone, as it starts
+collectives of its own; in a process of its own, before the others), deepep (low-latency mode, which
+also casts bf16 to fp8), nccl_ep (low-latency mode, bf16 both ways). Microseconds, the slowest rank;
+mean and deviation over the samples stand in each row's config.
 
 Mode gemm: a bf16 GEMM between the send and the receive half of a dispatch, and after both; what it
 loses to the bytes in flight is the difference.
@@ -38,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -85,16 +85,13 @@ def run_case(
             "fluid",
             clock.captured([calls[f"{mode}_send"], calls[f"{mode}_receive"]]),
         )
-    _add_eager(add, clock, "fluid", {mode: calls[mode] for mode in ("dispatch", "combine")})
     parts = ("dispatch_send", "dispatch_receive", "combine_send", "combine_receive")
-    _add_eager(add, clock, "fluid", {mode: calls[mode] for mode in parts})
+    for mode, samples in zip(parts, clock.eager([calls[mode] for mode in parts]), strict=True):
+        add(f"{mode}_eager", "fluid", samples)
     _add_gemm(add, calls, clock, options.gemm)
     late = case.calls(ata, False)
     late["dispatch"]()
     add("combine", "fluid_weights_at_combine", clock.captured([late["combine"]]))
-    clock.meet()
-    ata.check_errors()
-    ata.destroy()
     if case.tokens in (1, 128):
         packed, operations = case.open_packed(rank, world)
         for mode, call in operations.items():
@@ -102,23 +99,22 @@ def run_case(
         clock.meet()
         packed.check_errors()
         packed.destroy()
+    variants = {"fluid": {mode: calls[mode] for mode in ("dispatch", "combine")}}
     for variant, build in _rivals(case, options).items():
         rival = everywhere(variant, build)
         if rival is None:
             continue
+        variants[variant] = rival
         for mode, call in rival.items():
             samples = everywhere(f"{variant}, captured", lambda c=call: clock.captured([c]))
             if samples is not None:
                 add(mode, variant, samples)
-        _add_eager(add, clock, variant, rival)
-    return rows
-
-
-def _add_eager(
-    add: Callable[..., None], clock: Clock, variant: str, calls: Mapping[str, Call]
-) -> None:
-    for mode, samples in zip(calls, clock.eager(list(calls.values())), strict=True):
+    for (variant, mode), samples in clock.in_turns(variants).items():
         add(f"{mode}_eager", variant, samples)
+    clock.meet()
+    ata.check_errors()
+    ata.destroy()
+    return rows
 
 
 def _rivals(case: Case, options: argparse.Namespace) -> dict[str, Callable[[], dict[str, Call]]]:
