@@ -241,7 +241,8 @@ SUITES = {
         "times the bytes of the others, without a permutation; "
         "`_once` leaves the experts of a rank to the caller, a row to and from each rank; "
         "megatron_fluid's kernels take all of a GPU's SMs, and settings are DeepEP's, the fastest "
-        "of eight a direction with 24 or 48 SMs, then NCCL EP's mode, which was not searched",
+        "of eight a direction with 24 or 48 SMs, then NCCL EP's, the fastest of six numbers of "
+        "channels",
         others={"nccl": "NCCL's all-to-all", "deepep": "DeepEP", "nccl_ep": "NCCL EP"},
         ours={
             "copy_engine": "megatron_fluid by copy engine",
@@ -270,10 +271,9 @@ SUITES = {
     ),
     "all_to_all": Suite(
         what="decoding's all-to-all: a case is a model and the tokens a GPU brings, rows go in "
-        "fp8 and return in bf16; DeepEP's dispatch also casts them from bf16; captured, one CUDA "
-        "graph holds 20 calls, but 4 of others before 2026-11-28, whose share of the graph's start "
-        "is larger; `_eager` calls are launched one by one, megatron_fluid's as two kernels from "
-        "Python",
+        "fp8, NCCL EP's in bf16, and return in bf16; DeepEP's dispatch also casts them from bf16; "
+        "captured, one CUDA graph holds 20 calls; `_eager` calls are launched one by one, "
+        "megatron_fluid's as two kernels from Python",
         others={
             "torch_ata": "NCCL's all-to-all of padded buffers",
             "nvshmem_ata": "NVSHMEM's all-to-all of padded buffers",
