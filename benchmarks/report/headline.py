@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.harness.results import RESULTS
 from benchmarks.report.descriptions import SUITES
-from benchmarks.report.tables import age, best_of, by_case, documents, markdown, others_of, time_of
+from benchmarks.report.tables import age, best_of, by_case, documents, markdown, others_of
 from megatron_fluid.cli.models import MODELS
 
 __all__ = ["Compared", "between_hosts", "compared", "headline", "wire_shares"]
@@ -17,14 +17,20 @@ _GPUS = (1, 2)  # of the iterations that are shown
 
 
 class Compared(NamedTuple):
-    """The fastest of Megatron's variants and of ours in milliseconds, of one case of a file; held:
-    how much of the model was trained."""
+    """The rows of Megatron's and of our fastest variant, of one case of a file; held: how much of
+    the model was trained."""
 
     case: str
     held: str
-    megatron_ms: float
-    fluid_ms: float
+    megatron: Mapping[str, Any]
+    fluid: Mapping[str, Any]
     document: Mapping[str, Any]
+
+    @property
+    def gain(self) -> str:
+        """How many times faster; gains of a few per cent with one more digit."""
+        ratio = self.megatron["median_ms"] / self.fluid["median_ms"]
+        return f"{ratio:.2f}" if ratio < 1.2 else f"{ratio:.1f}"
 
     @property
     def where(self) -> str:
@@ -47,13 +53,14 @@ def _of_all_versions(folder: Path) -> Iterator[Compared]:
         if found is None or not found[1]["cuda"]:
             continue
         document = found[1]
-        for (case, mode), times in by_case(document["rows"]).items():
-            bf16 = {variant: ms for variant, ms in times.items() if not variant.endswith("fp8")}
-            others = others_of(suite, {v: t for v, t in bf16.items() if v.startswith("megatron")})
-            ours = [ms for variant, ms in bf16.items() if variant.startswith("fluid")]
+        bf16 = [r for r in document["rows"] if not r["variant"].endswith("fp8")]
+        for case, mode in by_case(bf16):
+            rows = [r for r in bf16 if (r["case"], r["mode"]) == (case, mode)]
+            others = [r for r in rows if r["variant"] in suite.others]
+            ours = [r for r in rows if r["variant"].startswith("fluid")]
             if mode == "train" and others and ours:
-                held = _layers(document, case)
-                yield Compared(case, held, min(others.values()), min(ours), document)
+                best = (min(some, key=lambda row: row["median_ms"]) for some in (others, ours))
+                yield Compared(case, _layers(document, case), *best, document)
 
 
 def _layers(document: Mapping[str, Any], case: str) -> str:
@@ -76,9 +83,11 @@ def headline(folder: Path = RESULTS) -> str:
     cells = [
         [
             ", ".join(filter(None, (line.case, line.held, line.where))),
-            time_of(line.megatron_ms),
-            time_of(line.fluid_ms),
-            f"**{line.megatron_ms / line.fluid_ms:.1f}**",
+            *(
+                "{median_ms:.0f} ms ({p10_ms:.0f} to {p90_ms:.0f})".format_map(row)
+                for row in (line.megatron, line.fluid)
+            ),
+            f"**{line.gain}**",
         ]
         for line in lines
     ]
@@ -89,7 +98,12 @@ def headline(folder: Path = RESULTS) -> str:
     source = "[commits, commands and every row](docs/results.md)"
     older = " Not measured again since the code changed."
     older = older if any(age(line.document) for line in lines) else ""
-    said = f"Measured {measured}, in bf16, experts balanced by {routing}: {source}."
+    counts = sorted({row["iters"] for line in lines for row in (line.megatron, line.fluid)})
+    samples = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    said = (
+        f"Medians of {samples} iterations (tenth to ninetieth percentile), measured {measured}, in "
+        f"bf16, experts balanced by {routing}: {source}."
+    )
     return f"{table}\n\n{said}{older}"
 
 
@@ -101,23 +115,23 @@ def between_hosts(folder: Path = RESULTS) -> str:
         return "Between hosts nothing was measured at this version: `make bench-hosts` does it."
     cases = by_case(document["rows"])
 
-    def gained(case: str) -> str:
+    def cells(case: str) -> list[str]:
         times = cases[case, "train"]
         ours, theirs = times["fluid"], min(others_of(SUITES["slow_wire"], times).values())
-        overlap = f"{times['fluid_no_overlap'] / ours:.2f} by overlap alone"
-        gain = f"{theirs / ours:.2f} times, {overlap}"
-        return f"{time_of(ours)} in place of {time_of(theirs)} ({gain})"
+        ratios = (f"{ms / ours:.2f}" for ms in (theirs, times["fluid_no_overlap"]))
+        return [f"{theirs:.0f} ms", f"{ours:.0f} ms", *ratios]
 
     what = {
-        "main-2x1-wire-1": "Megatron's own loop",
-        "moe-2x1-wire-1": "an MoE layer",
-        "moe-4x1-top8-wire-1": "one whose tokens choose eight experts on four hosts",
-        "layer-2x1-wire-1": "a transformer layer",
+        "main-2x1-wire-1": "Megatron's own loop, two hosts",
+        "moe-2x1-wire-1": "an MoE layer, two experts a token, two hosts",
+        "moe-4x1-top8-wire-1": "an MoE layer, eight experts a token, four hosts",
+        "layer-2x1-wire-1": "a transformer layer, two hosts",
     }
-    measured = [f"{words} took {gained(c)}" for c, words in what.items() if (c, "train") in cases]
+    measured = [[words, *cells(case)] for case, words in what.items() if (case, "train") in cases]
+    head = ["training step between hosts", "the fastest of the others", "megatron_fluid"]
     return (
-        "Between hosts, over a wire that takes as long as the computation, a training step: "
-        f"{', '.join(measured)}. Hosts played by one machine, on CPU cores "
+        f"{markdown([*head, 'times faster', 'by overlap alone'], measured)}\n\n"
+        "Hosts are played by one machine on CPU cores; their link takes as long as the computation "
         f"(`make bench-hosts`, {document['date'][:10]}, [several nodes](docs/several_nodes.md))."
     )
 

@@ -65,7 +65,8 @@ def draw_overview(folder: Path = RESULTS, chart: Path = CHART) -> Path:
     from matplotlib.figure import Figure
 
     lines = list(compared(folder))
-    best, ours = [line.megatron_ms for line in lines], [line.fluid_ms for line in lines]
+    best = [line.megatron["median_ms"] for line in lines]
+    ours = [line.fluid["median_ms"] for line in lines]
     words = [f"{n.case}, {n.where},\n{n.held}" for n in lines]
     matplotlib.rcParams["svg.hashsalt"] = "megatron_fluid"
     figure = Figure(figsize=(8, 0.8 + 0.66 * len(lines)), layout="constrained")
@@ -74,10 +75,8 @@ def draw_overview(folder: Path = RESULTS, chart: Path = CHART) -> Path:
     bars = axis.barh([p - 0.2 for p in places], best, 0.38, color=_OTHERS, edgecolor="0.3")
     axis.bar_label(bars, [f" {ms:.0f} ms" for ms in best], fontsize=9)
     bars = axis.barh([p + 0.2 for p in places], ours, 0.38, color=_OURS, edgecolor="0.1")
-    ratios = zip(ours, best, strict=True)
-    axis.bar_label(
-        bars, [f" {ms:.0f} ms, {b / ms:.1f} times as fast" for ms, b in ratios], fontsize=9
-    )
+    words_of = [f" {ms:.0f} ms, {n.gain} times as fast" for ms, n in zip(ours, lines, strict=True)]
+    axis.bar_label(bars, words_of, fontsize=9)
     axis.set_yticks(list(places), words)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.15 * max(best))
