@@ -70,6 +70,14 @@ def test_what_names_no_gpu_is_left_alone() -> None:
         torch.zeros(2, device="meta").cuda()
 
 
+def test_a_context_of_a_stream_may_be_entered_again() -> None:
+    """As Megatron's gradient reduction over several optimizer instances does."""
+    context = cpu_device.stream(cpu_device.current_stream())
+    for _ in range(2):
+        with context, context:
+            pass
+
+
 @no_gpu
 def test_the_mode_leaves_the_stack_from_under_others() -> None:
     cpu_device.switches.device_literals = True
