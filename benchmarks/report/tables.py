@@ -45,6 +45,7 @@ NOTHING = (
 )
 # How earlier files say what launch.sh does; a suite started so does not find its package.
 _TORCHRUN = re.compile(r"torchrun --nproc_per_node (\d+) benchmarks/(\w+)\.py")
+_ROUTINGS = {"real": "balanced by an auxiliary loss", "forced": "forced to balance"}
 _WORDS = {
     "fluid": "megatron_fluid",
     **dict.fromkeys(FLOORS, "the floor"),
@@ -219,6 +220,18 @@ def launched(command: str) -> str:
     return _TORCHRUN.sub(r"NPROC=\1 benchmarks/launch.sh \2", command)
 
 
+def _commands(document: Document) -> str:
+    """The commands of a file; those that differ by a case alone are one, with a list of cases."""
+    commands = launched(document["command"]).split(" && ")
+    found: dict[str, list[str]] = {}
+    for command in commands:
+        found.setdefault(re.sub(r"(?<=--cases )\S+", "CASE", command), []).append(command)
+    cases = [re.findall(r"--cases (\S+)", command) for command in commands]
+    if len(found) > 1 or len(commands) == 1 or any(len(case) != 1 for case in cases):
+        return f"`{' && '.join(commands)}`"
+    return f"`{next(iter(found))}`, CASE being {', '.join(case for [case] in cases)} in turn,"
+
+
 def _sentence(words: str) -> str:
     return f"{words[:1].upper()}{words[1:]}."
 
@@ -231,7 +244,7 @@ def _explanation(document: Document) -> str:
         what += f"The floor is {suite.floor}. "
     for name, usual in suite.told.items():
         values = dict.fromkeys(str(row["config"].get(name, usual)) for row in document["rows"])
-        if shown := ", ".join(filter(None, values)):
+        if shown := ", ".join(_ROUTINGS.get(value, value) for value in filter(None, values)):
             what += f"{name.capitalize()}: {shown}. "
     packages = {
         "torch": "torch",
@@ -240,7 +253,7 @@ def _explanation(document: Document) -> str:
     }
     versions = [f"{name} {document[key]}" for name, key in packages.items() if document[key]]
     origin = [
-        f"`{launched(document['command'])}` on {document['gpu']}",
+        f"{_commands(document)} on {document['gpu']}",
         document["date"][:10],
         f"commit {document['commit']}",
     ]

@@ -240,6 +240,11 @@ def test_a_page_says_what_else_a_reader_of_a_time_must_know(tmp_path: Path) -> N
     assert "| samples | host |\n" in page
     assert "| 7 | 3.00 ms | 32 MiB |" in page
     assert "Settings: 48 SMs. " in suite_page("dispatch_combine", tmp_path)
+    rows = of("olmoe", "train", {"fluid": 2.0})
+    command = "bench block --cases a --x && bench block --cases b --x"
+    on_gpus(tmp_path / "block.json", "block", rows, 2, command=command)
+    page = suite_page("block", tmp_path)
+    assert "by `bench block --cases CASE --x`, CASE being a, b in turn, on NVIDIA" in page
 
 
 def test_the_first_screen_shows_figures_of_older_code_alone_and_none_of_a_dirty_tree(
