@@ -40,6 +40,7 @@ GPU_ONLY: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("use_torch_fsdp2", (False,)),
     ("use_megatron_fsdp", (False,)),
     ("nccl_ub", (False,)),
+    ("optimizer_cpu_offload", (False,)),
 )
 
 # Other ways than a2a to exchange the same.

@@ -121,6 +121,8 @@ def test_compiled_functions_run_as_written_and_are_compiled_again_after() -> Non
 def test_what_it_cannot_do_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"fp8: found 'hybrid', allowed: None"):
         cpu_arguments.adapt_arguments(argparse.Namespace(fp8="hybrid"))
+    with pytest.raises(ConfigError, match=r"optimizer_cpu_offload: found True, allowed: False"):
+        cpu_arguments.adapt_arguments(argparse.Namespace(optimizer_cpu_offload=True))
     refuse = replacements.validate_yaml(lambda args, defaults: args)
     with pytest.raises(ConfigError, match="yaml_cfg: found 'model.yaml'"):
         refuse(argparse.Namespace(yaml_cfg="model.yaml"), {})
