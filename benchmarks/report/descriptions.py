@@ -236,13 +236,12 @@ SUITES = {
     ),
     "dispatch_combine": Suite(
         told={"tokens": "4096", "settings": ""},
-        what="tokens to their experts and back without any GEMM, the routing's tables made before; "
-        "NCCL's is one all-to-all of a row for each choice of an expert, at top-8 on two GPUs four "
-        "times the bytes of the others, without a permutation; "
-        "`_once` leaves the experts of a rank to the caller, a row to and from each rank; "
-        "megatron_fluid's kernels take all of a GPU's SMs, and settings are DeepEP's, the fastest "
-        "of eight a direction with 24 or 48 SMs, then NCCL EP's, the fastest of six numbers of "
-        "channels",
+        what="tokens to their experts and back without any GEMM, the routing's tables made before. "
+        "NCCL's is one all-to-all of a row for each choice of an expert: at top-8 on two GPUs four "
+        "times the bytes of the others, without a permutation. In `_once` a row goes to and from "
+        "each rank, which leaves the experts of a rank to the caller. megatron_fluid's kernels "
+        "take all of a GPU's SMs. Settings are DeepEP's, the fastest of eight a direction with 24 "
+        "or 48 SMs, then NCCL EP's, the fastest of six numbers of channels",
         others={"nccl": "NCCL's all-to-all", "deepep": "DeepEP", "nccl_ep": "NCCL EP"},
         ours={
             "copy_engine": "megatron_fluid by copy engine",
@@ -270,10 +269,10 @@ SUITES = {
         shown=lambda gpus: "(qwen3-30b-a3b|deepseek-v3) .*",
     ),
     "all_to_all": Suite(
-        what="decoding's all-to-all: a case is a model and the tokens a GPU brings, rows go in "
-        "fp8, NCCL EP's in bf16, and return in bf16; DeepEP's dispatch also casts them from bf16; "
-        "captured, one CUDA graph holds 20 calls; `_eager` calls are launched one by one, "
-        "megatron_fluid's as two kernels from Python",
+        what="decoding's all-to-all: a case is a model and the tokens a GPU brings. Rows go in "
+        "fp8 (NCCL EP's in bf16; DeepEP's dispatch also casts them from bf16) and return in bf16. "
+        "`dispatch` and `combine` are captured, 20 calls in one CUDA graph; `_eager` calls are "
+        "launched one by one, megatron_fluid's as two kernels from Python",
         others={
             "torch_ata": "NCCL's all-to-all of padded buffers",
             "nvshmem_ata": "NVSHMEM's all-to-all of padded buffers",
