@@ -5,6 +5,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.cases.all_to_all import Clock
+from benchmarks.cases.exchange_rivals import _deepep_capacity
 from benchmarks.cases.moe import MoECase
 from benchmarks.cases.moe_rivals import LigerCuteMoE, SonicMoE, TorchGroupedMoE, missing
 from tests.support.moe_reference import moe_reference
@@ -41,3 +43,22 @@ def test_torchs_grouped_gemm_computes_what_its_words_say() -> None:
 def test_a_library_that_is_missing_is_named() -> None:
     assert missing("sonic") == "sonicmoe is not importable (docs/rivals.md)"
     assert missing("torch_grouped") is None is missing("megatron_te_alltoall")
+
+
+def test_variants_of_decoding_are_launched_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, called, turns = Clock(CPU, 10), list[str](), list[str]()
+    monkeypatch.setattr(clock, "meet", lambda: turns.append(called[-1]))
+    monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
+    calls = {name: {"dispatch": lambda name=name: called.append(name)} for name in "ab"}
+    samples = clock.in_turns(calls)
+    assert turns == list("abbaabbaab")
+    assert {key: len(each) for key, each in samples.items()} == {
+        (name, "dispatch"): 10 for name in "ab"
+    }
+
+
+@pytest.mark.parametrize(("tokens", "ranks", "bound"), [(1, 2, 2), (1, 1, 4), (5, 4, 5), (3, 6, 4)])
+def test_deepeps_bound_on_tokens_is_the_least_that_it_takes(
+    tokens: int, ranks: int, bound: int
+) -> None:
+    assert _deepep_capacity(tokens, ranks) == bound
