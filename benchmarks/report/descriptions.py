@@ -271,8 +271,8 @@ SUITES = {
     "all_to_all": Suite(
         what="decoding's all-to-all: a case is a model and the tokens a GPU brings. Rows go in "
         "fp8 (NCCL EP's in bf16; DeepEP's dispatch also casts them from bf16) and return in bf16. "
-        "`dispatch` and `combine` are captured, 20 calls in one CUDA graph; `_eager` calls are "
-        "launched one by one, megatron_fluid's as two kernels from Python",
+        "`dispatch` and `combine` are 20 calls captured in one CUDA graph, `_eager` as many in a "
+        "row that are launched one by one, megatron_fluid's as two kernels from Python",
         others={
             "torch_ata": "NCCL's all-to-all of padded buffers",
             "nvshmem_ata": "NVSHMEM's all-to-all of padded buffers",

@@ -9,8 +9,8 @@ scale per 128, come back as bf16. The capacity (max_num_tokens) is the case's to
 pplx-kernels' benchmark, unless --capacity says otherwise.
 
 Modes dispatch and combine: 20 calls captured in one CUDA graph, time of one. dispatch_eager and
-combine_eager: each call between two events, as pplx-kernels times, the variants in turns. Compare
-within a mode. Those of the halves are dispatch_send_eager and so on; dispatch_split and
+combine_eager: as many launched one by one, the variants in turns. Compare within a mode. Those of
+the halves are dispatch_send_eager and so on, each call between two events; dispatch_split and
 combine_split are the two halves one after the other.
 
 Variants: fluid (weights travel with the dispatch), fluid_weights_at_combine (weights travel in
@@ -204,7 +204,7 @@ def _nvshmem_main(options: argparse.Namespace, rank: int, clock: Clock) -> None:
             def exchange(x: torch.Tensor = x, y: torch.Tensor = y) -> None:
                 torch.ops.symm_mem.nvshmem_all_to_all(x, y, world.group_name)
 
-            [found[f"{name} {mode}_eager"]] = clock.eager([exchange])
+            found[f"{name} {mode}_eager"] = clock.in_a_row(exchange, clock.iters)
     if rank == 0:
         Path(options.nvshmem_child).write_text(json.dumps(found))
 

@@ -1,6 +1,8 @@
 """Layers of other libraries get the weights of the layer that they are compared with, each in its
 own layout."""
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,6 +57,20 @@ def test_variants_of_decoding_are_launched_in_turns(monkeypatch: pytest.MonkeyPa
     assert {key: len(each) for key, each in samples.items()} == {
         (name, "dispatch"): 10 for name in "ab"
     }
+
+
+def test_an_eager_sample_is_the_mean_of_calls_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, called = Clock(CPU, 10), list[int]()
+    monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
+    monkeypatch.setattr(clock, "meet", lambda: None)
+    monkeypatch.setattr(clock, "on_gpu", True)
+
+    def events(pieces: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+        return [[float(piece() or 40.0) for piece in pieces] for _ in range(rounds)]
+
+    monkeypatch.setattr(clock, "_events", events)
+    assert clock.in_a_row(lambda: called.append(1), 3) == [2.0] * 3
+    assert len(called) == (10 + 3) * 20, "ten samples to warm up"
 
 
 @pytest.mark.parametrize(("tokens", "ranks", "bound"), [(1, 2, 2), (1, 1, 4), (5, 4, 5), (3, 6, 4)])
