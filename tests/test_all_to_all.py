@@ -52,9 +52,7 @@ def _on_every_rank(body: Callable[..., None], *arguments: Any) -> None:
     if isinstance(launch, NodeLaunch):
         _spawn_node(launch, body, arguments)
         return
-    run_ranks(
-        body, RANKS or _CPU_RANKS, *arguments, backend="nccl" if RANKS else "gloo", timeout_s=120
-    )
+    run_ranks(body, RANKS or _CPU_RANKS, *arguments, backend="nccl" if RANKS else "gloo")
 
 
 def _world_size() -> int:

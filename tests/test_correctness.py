@@ -88,7 +88,7 @@ def test_against_the_oracle(group: str, world: int) -> None:
     cases = CASES[group]
     if world in (1, 4):  # the whole tables run on an even and on an odd number of ranks
         cases = cases[world // 4 :: 3]
-    run_ranks(run_cases, world, cases, timeout_s=200)
+    run_ranks(run_cases, world, cases)
 
 
 def main() -> int:

@@ -58,7 +58,7 @@ def _measure(
     ("world", "options"), [(2, Options(head_groups=2, dx_chunks=3)), (4, Options(defer=False))]
 )
 def test_both_variants_agree_and_the_table_has_figures(world: int, options: Options) -> None:
-    results = run_ranks(_measure, world, EXACT, options, timeout_s=200)
+    results = run_ranks(_measure, world, EXACT, options)
     rows, differences = results[0]
     assert results[1][0] == rows, "ranks report different figures"
     wanted = {(m, v) for m in MODES for v in ("fluid", "rounds", "all_to_all")}

@@ -198,7 +198,7 @@ def check_cases(
     world: int, cases: Sequence[Any], **launch: Any,
 ) -> None:  # fmt: skip
     """compare(case, world, what body(rank, world, case) returned on each rank) for every case."""
-    ranks = run_ranks(_bodies, world, body, list(cases), timeout_s=200, **launch)
+    ranks = run_ranks(_bodies, world, body, list(cases), **launch)
     for index, case in enumerate(cases):
         try:
             compare(case, world, [results[index] for results in ranks])

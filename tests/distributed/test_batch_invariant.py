@@ -76,7 +76,7 @@ def _inference(rank: int, world: int) -> dict[str, Tensor]:
     for name, changes in LAYERS.items():
         training = _layer("auto", dtype="bf16", **changes)
         found[f"{name} training"] = bits_in_batches(training, rank, 72, torch.bfloat16)
-        layer = InferenceMoELayer.of(training, max_num_tokens=64, timeout_s=60.0)
+        layer = InferenceMoELayer.of(training, max_num_tokens=64)
         found[f"{name} inference"] = bits_in_batches(layer, rank, 72, torch.bfloat16)
         layer.destroy()
     return found

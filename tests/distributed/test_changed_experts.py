@@ -15,14 +15,13 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 
 from megatron_fluid import patches
+from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.moe import layer as moe_layer
 from megatron_fluid.patches.moe.expert_modules import linears_of, share_storage
 from tests.distributed.test_rank_agreement import outcome_of
 from tests.support import tiny_gpt
 from tests.support.launch import on_ranks, run_ranks
-
-TIMEOUT_S = 4.0
 
 
 class Adapter(torch.nn.Module):
@@ -241,7 +240,7 @@ def _both(rank: int, change: Callable[[Any], Any], first: bool) -> dict[str, Any
     found: dict[str, Any] = {}
     for on in (False, True):
         with contextlib.ExitStack() as stack:
-            calls = stack.enter_context(tiny_gpt.plug_in(on, moe_backend="auto", timeout_s=60.0))
+            calls = stack.enter_context(tiny_gpt.plug_in(on, moe_backend="auto"))
             layer = _built()
             if first:
                 _step(layer, rank)
@@ -280,7 +279,7 @@ def _changes(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def changes() -> list[dict[str, Any]]:
-    return run_ranks(_changes, 2, timeout_s=400)
+    return run_ranks(_changes, 2)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -312,32 +311,33 @@ def test_the_result_is_megatrons_whatever_became_of_the_experts_or_it_is_refused
         assert ("reset_layers() on all ranks" in case["refused"]) == bool(case["refused"])
 
 
-def _on_one_rank(rank: int, world_size: int) -> tuple[str, str, float]:
+def _on_one_rank(rank: int, world_size: int) -> list[tuple[str, str, float]]:
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
-    with tiny_gpt.plug_in(True, moe_backend="auto", timeout_s=TIMEOUT_S):
+    with tiny_gpt.plug_in(True, moe_backend="auto"):
         layer = _built()
-        outcome_of(layer)
+        before = outcome_of(layer)
         if rank == 1:
             wrapper(layer)
-        return outcome_of(layer)
+        shared_rounds(layer.ep_group, 4.0)
+        return [before, outcome_of(layer)]
 
 
 def test_a_change_on_one_rank_alone_is_an_error_by_name_on_all() -> None:
-    ranks = run_ranks(_on_one_rank, 2, timeout_s=120)
-    assert [kind for kind, *_ in ranks] == ["PeerTimeoutError", "ConfigError"]
-    for _, text, seconds in ranks:
-        assert seconds < 4 * TIMEOUT_S
+    ranks = run_ranks(_on_one_rank, 2)
+    assert [kind for (kind, *_), _ in ranks] == ["", ""]
+    assert [kind for _, (kind, *_) in ranks] == ["PeerTimeoutError", "ConfigError"]
+    for _, (_, text, _) in ranks:
         assert "MoE layer 1 (rank 1) was changed after its first forward: a module of " in text
 
 
-@on_ranks(2, timeout_s=240)
+@on_ranks(2)
 def test_experts_that_ddp_lays_out_in_reverse_after_a_forward_are_read_where_they_lie(
     rank: int, world_size: int
 ) -> None:
     tiny_gpt.parallel(expert_model_parallel_size=world_size)
     losses = []
     for on in (False, True):
-        with tiny_gpt.plug_in(on, moe_backend="auto", timeout_s=60.0):
+        with tiny_gpt.plug_in(on, moe_backend="auto"):
             model = tiny_gpt.gpt(tiny_gpt.config_of())
             tokens, _, positions = tiny_gpt.batch(rank, 0, 0)
             length = tiny_gpt.SEQUENCE

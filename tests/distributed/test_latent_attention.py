@@ -91,7 +91,7 @@ def _build(case: Case, ranks: int, groups: Any = None, backend: str = "auto") ->
 
 
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "collective"), (4, "rounds")])
-@on_ranks(timeout_s=200)
+@on_ranks()
 def test_it_is_that_of_the_whole_sequence(rank: int, ranks: int, backend: str) -> None:
     """Of projections up that are overlapped ("rounds"), or around the exchange of heads."""
     alone = start(ranks)

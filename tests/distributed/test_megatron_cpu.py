@@ -104,7 +104,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Run]]:
     found: dict[str, list[Run]] = {}
     for world_size, cases in ((1, REFERENCES), (2, TWO_RANKS), (4, FOUR_RANKS)):
         for some in itertools.batched(cases, 4):
-            ranks = run_ranks(run_cases, world_size, some, folder, timeout_s=240)
+            ranks = run_ranks(run_cases, world_size, some, folder)
             found.update({case.name: [runs[case.name] for runs in ranks] for case in some})
     return found
 

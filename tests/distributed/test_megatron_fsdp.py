@@ -66,7 +66,7 @@ def _mesh(data_group: Any, tensor_group: Any, ep_size: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@on_ranks(2, timeout_s=240)
+@on_ranks(2)
 def test_experts_under_megatron_fsdp_are_left_to_megatron_by_name(
     rank: int, world_size: int, fused: bool
 ) -> None:

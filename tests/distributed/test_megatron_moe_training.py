@@ -141,7 +141,7 @@ def _world(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> dict[int, list[dict[str, Any]]]:
-    return {n: run_ranks(_world, n, timeout_s=300) for n in (2, 4)}
+    return {n: run_ranks(_world, n) for n in (2, 4)}
 
 
 @pytest.mark.parametrize(("split", "name"), NAMES)

@@ -21,7 +21,7 @@ def _start(ranks: int) -> None:
     tiny_gpt.parallel(expert_model_parallel_size=ranks)
 
 
-@on_ranks(2, timeout_s=300)
+@on_ranks(2)
 def test_under_autocast_the_experts_are_megatrons_behind_our_exchange(
     rank: int, world_size: int
 ) -> None:
@@ -97,7 +97,7 @@ def _one_by_one(on: bool, delayed: bool = False) -> dict[str, Any]:
         return {"losses": losses, "grads": grads, "counts": calls}
 
 
-@on_ranks(2, timeout_s=300)
+@on_ranks(2)
 def test_phases_of_the_1f1b_overlap_called_one_by_one(rank: int, world_size: int) -> None:
     _start(world_size)
     stock = _one_by_one(False)

@@ -38,7 +38,7 @@ def _held() -> tuple[int, int, int]:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
-@on_ranks(2, timeout_s=300, env={"TORCH_FR_BUFFER_SIZE": "8", "TORCH_NCCL_TRACE_BUFFER_SIZE": "8"})
+@on_ranks(2, env={"TORCH_FR_BUFFER_SIZE": "8", "TORCH_NCCL_TRACE_BUFFER_SIZE": "8"})
 def test_iterations_leave_nothing_behind(rank: int, world: int) -> None:
     tiny_gpt.parallel(expert_model_parallel_size=world)
     with tiny_gpt.plug_in(True):

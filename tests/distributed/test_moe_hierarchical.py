@@ -31,7 +31,7 @@ def cases_body(rank: int, world: int, hosts: Sequence[int], cases: Sequence[Case
 @pytest.mark.parametrize("hosts", [TWO_OF_TWO, UNEVEN, INTERLEAVED, (0, 1, 2, 3), (0, 1)])
 def test_every_routing_equals_the_reference(hosts: tuple[int, ...]) -> None:
     cases = [Case(routing, chunks=chunks) for routing in ROUTINGS for chunks in (1, 2)]
-    run_ranks(cases_body, len(hosts), hosts, cases, timeout_s=240)
+    run_ranks(cases_body, len(hosts), hosts, cases)
 
 
 @pytest.mark.parametrize("hosts", [TWO_OF_TWO, UNEVEN])
@@ -46,7 +46,7 @@ def test_settings_of_a_training_equal_the_reference(hosts: tuple[int, ...]) -> N
         Case("random", chunks=2, dtype=torch.float32, hidden=64, ffn=48),
         Case("random", chunks=2, dtype=torch.bfloat16, hidden=64, ffn=48),
     ]
-    run_ranks(cases_body, len(hosts), hosts, cases, timeout_s=240)
+    run_ranks(cases_body, len(hosts), hosts, cases)
 
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 37, 32, 24, 16, 8

@@ -21,7 +21,7 @@ from megatron_fluid.moe.activations import resolve_activation
 from megatron_fluid.moe.router import load_balancing_loss, route
 from megatron_fluid.moe.sharding import is_sharded
 from tests.support.launch import on_ranks
-from tests.support.moe_layers import CONFIG, F64, LIMIT_S, close, group, tokens_of, whole
+from tests.support.moe_layers import CONFIG, F64, close, group, tokens_of, whole
 from tests.support.moe_reference import moe_reference
 
 
@@ -95,7 +95,7 @@ LAYERS = [
     [("one host", False), ("one host", True), ("two hosts", True), ("baseline", False)],
     ids=str,
 )
-@on_ranks(timeout_s=LIMIT_S)
+@on_ranks()
 def test_layers_against_plain_torch(rank: int, world: int, kind: str, deferred: bool) -> None:
     for extra in LAYERS:
         check_layer(rank, world, kind, deferred, extra)
@@ -103,7 +103,7 @@ def test_layers_against_plain_torch(rank: int, world: int, kind: str, deferred: 
 
 @pytest.mark.parametrize("folded", [False, True], ids=["stacked", "folded"])
 @pytest.mark.parametrize(("world", "train"), [(1, True), (2, False), (3, True)])
-@on_ranks(timeout_s=LIMIT_S)
+@on_ranks()
 def test_the_seeds_function(rank: int, world: int, folded: bool, train: bool) -> None:
     local, hidden, ffn, experts = 2, 8, 12, 2 * world
     generator = torch.Generator().manual_seed(5)

@@ -16,7 +16,7 @@ from megatron_fluid.comm.p2p_rounds import shared_rounds
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from tests.support.expert_calls import start_rounds
 from tests.support.launch import on_ranks
-from tests.support.moe_layers import CONFIG, F64, LIMIT_S, close, group, layer_of, tokens_of
+from tests.support.moe_layers import CONFIG, F64, close, group, layer_of, tokens_of
 
 
 class Recomputed(nn.Module):
@@ -32,7 +32,7 @@ class Recomputed(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [MoELayer, MoEBaseline, SelfAttention, TransformerLayer])
-@on_ranks(2, timeout_s=LIMIT_S)
+@on_ranks(2)
 def test_distributed_data_parallel(rank: int, world: int, kind: type[nn.Module]) -> None:
     """Two replicas of one rank each: torch's DistributedDataParallel averages, deferred or not."""
     single = [dist.new_group([r]) for r in range(world)][rank]
@@ -61,7 +61,7 @@ def test_distributed_data_parallel(rank: int, world: int, kind: type[nn.Module])
             close(p.grad, wanted)
 
 
-@on_ranks(2, timeout_s=LIMIT_S)
+@on_ranks(2)
 def test_backward_for_some_inputs_only(rank: int, world: int) -> None:
     """backward(inputs=...) may leave out the node that waits for dX: the exchange must still
     end."""
@@ -82,7 +82,7 @@ def test_backward_for_some_inputs_only(rank: int, world: int) -> None:
     )
 
 
-@on_ranks(2, timeout_s=LIMIT_S)
+@on_ranks(2)
 def test_other_work_runs_while_dx_travels(rank: int, world: int) -> None:
     """What is recorded between start and finish runs its backward before dX is waited for."""
     rounds = shared_rounds(group())
@@ -103,7 +103,7 @@ def test_other_work_runs_while_dx_travels(rank: int, world: int) -> None:
     assert order == ["other work, dX travels: True", "dX, dX travels: False"]
 
 
-@on_ranks(2, timeout_s=LIMIT_S)
+@on_ranks(2)
 def test_experts_that_thaw_between_forward_and_backward_get_none(rank: int, world: int) -> None:
     """As autograd gives none to what was frozen in the forward."""
     layer, x = MoELayer(CONFIG, group(), dtype=F64), tokens_of(rank + 1)
@@ -117,7 +117,7 @@ def test_experts_that_thaw_between_forward_and_backward_get_none(rank: int, worl
         assert layer.weight1.grad is not None and layer.weight2.grad is None
 
 
-@on_ranks(2, timeout_s=LIMIT_S)
+@on_ranks(2)
 def test_a_checkpoint_that_has_all_it_needs_is_no_failure(rank: int, world: int) -> None:
     """torch ends a recomputation by an exception: ranks that wait for this one must not end."""
     layer = MoELayer(CONFIG, group(), dtype=F64)
@@ -126,7 +126,7 @@ def test_a_checkpoint_that_has_all_it_needs_is_no_failure(rank: int, world: int)
     told.assert_not_called()
 
 
-@on_ranks(2, timeout_s=LIMIT_S)
+@on_ranks(2)
 def test_anomaly_detection_finds_no_nan_in_gradients_that_travel(rank: int, world: int) -> None:
     layer = MoELayer(CONFIG, group(), dtype=F64).requires_grad_(False)  # of DTensors torch has none
     x = tokens_of(rank + 1).requires_grad_()

@@ -16,10 +16,10 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from tests.support.expert_calls import overlapped_moe
 from tests.support.launch import on_ranks
-from tests.support.moe_layers import CONFIG, F64, LIMIT_S, group
+from tests.support.moe_layers import CONFIG, F64, group
 
 
-@on_ranks(2, timeout_s=LIMIT_S)
+@on_ranks(2)
 def test_a_layer_names_the_setting_that_is_wrong(rank: int, world: int) -> None:
     experts = "num_experts: found 7, allowed: a multiple of the 2 expert-parallel ranks"
     with pytest.raises(ConfigError, match=experts):
@@ -37,7 +37,7 @@ def test_a_layer_names_the_setting_that_is_wrong(rank: int, world: int) -> None:
             )
 
 
-@on_ranks(2, timeout_s=LIMIT_S)
+@on_ranks(2)
 def test_calls_name_the_argument_that_is_wrong_and_the_group_still_works(
     rank: int, world: int
 ) -> None:

@@ -65,7 +65,7 @@ def rows_of(rank: int, ranks: int, lengths: Sequence[int] = LENGTHS) -> Tensor:
 
 
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "collective"), (4, "rounds")])
-@on_ranks(timeout_s=200)
+@on_ranks()
 def test_it_is_that_of_the_whole_pack(rank: int, ranks: int, backend: str) -> None:
     """Of projections that are overlapped ("rounds"), or around the exchange of heads."""
     alone = start(ranks)

@@ -5,7 +5,6 @@ forward, whatever one of them finds in its modules; and what comes upon them lat
 import copy
 import re
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -147,7 +146,7 @@ def test_without_the_forwards_patch_nothing_is_said_to_be_overlapped_but_a_specs
     assert self_attention.overlapped(of_spec) == "rounds"
 
 
-def _changed_after(rank: int, ranks: int) -> tuple[str, float]:
+def _changed_after(rank: int, ranks: int) -> str:
     start(ranks)
     for found, change in LATER.items():
         both = Pair(rank, ranks)
@@ -169,18 +168,16 @@ def _changed_after(rank: int, ranks: int) -> tuple[str, float]:
     shared_rounds(both.ours.pg_collection.cp, 4.0)
     if rank:
         both.ours.linear_qkv.register_forward_hook(_hook)
-    began = time.monotonic()
     with pytest.raises(ConfigError if rank else PeerTimeoutError) as alone:
         both.ours(both.x, None, rotary_pos_emb=both.angles)
-    return str(alone.value), time.monotonic() - began
+    return str(alone.value)
 
 
 def test_a_change_after_the_first_forward_is_an_error_by_name_until_layers_are_reset() -> None:
-    (waited, seconds), (changed, _) = run_ranks(_changed_after, 2)
+    waited, changed = run_ranks(_changed_after, 2)
     assert waited.startswith("rank 0: no answer from peer 1 in attention of layer 1")
     for text in (waited, changed):
         assert "(rank 1) was changed after its first forward: a hook is registered on" in text
-    assert seconds < 20
 
 
 @pytest.mark.parametrize(

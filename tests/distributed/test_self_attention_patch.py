@@ -124,10 +124,10 @@ KINDS = [
 def test_outputs_and_every_gradient_are_those_of_todays_path_and_of_the_whole_sequence(
     ranks: int, cases: list[Case]
 ) -> None:
-    run_ranks(_compare, ranks, cases, timeout_s=200)
+    run_ranks(_compare, ranks, cases)
 
 
-@on_ranks(2, timeout_s=120)
+@on_ranks(2)
 def test_dropout_draws_what_it_draws_around_the_exchanged_core_attention(
     rank: int, ranks: int
 ) -> None:
@@ -163,7 +163,7 @@ def test_dropout_draws_what_it_draws_around_the_exchanged_core_attention(
         assert error_of(others["y 0"], before["y 0"], case.dtype) > 1e-3, case
 
 
-@on_ranks(2, timeout_s=120)
+@on_ranks(2)
 def test_a_changed_p_of_dropout_takes_effect_in_the_next_forward_and_its_backward(
     rank: int, ranks: int
 ) -> None:

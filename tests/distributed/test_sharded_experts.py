@@ -103,7 +103,7 @@ def trained(
     return optimizers
 
 
-@on_ranks(4, timeout_s=200)
+@on_ranks(4)
 def test_training_with_clipping_and_adam_equals_one_process(rank: int, world: int) -> None:
     one = alone(rank, world)
     for adam in ({}, {"foreach": True}, {"fused": True}):
@@ -187,7 +187,7 @@ def test_checkpoints_load_on_other_numbers_of_ranks_bit_for_bit(
     [(True, False), (False, True)],
     ids=["bf16, kept", "fp32, from meta, resharded"],
 )
-@on_ranks(4, timeout_s=200)
+@on_ranks(4)
 def test_fully_shard_over_data_and_expert_parallel_ranks(
     rank: int, world: int, half: bool, wide: bool
 ) -> None:

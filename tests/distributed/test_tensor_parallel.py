@@ -92,7 +92,7 @@ def check_case(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@on_ranks(timeout_s=100)
+@on_ranks()
 def test_values_and_gradients_equal_one_process(rank: int, ranks: int) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for transpose_b in (False, True):

@@ -116,7 +116,7 @@ def gradients(
         ("inductor", 1, ("MoELayer",)),  # it compiles what is around a part
     ],
 )
-@on_ranks(timeout_s=400)
+@on_ranks()
 def test_a_compiled_model_equals_the_model_as_written(
     rank: int, world: int, backend: str, names: tuple[str, ...]
 ) -> None:
@@ -147,7 +147,7 @@ def test_a_compiled_model_equals_the_model_as_written(
 
 
 @pytest.mark.parametrize("name", PARTS)
-@on_ranks(2, timeout_s=200)
+@on_ranks(2)
 def test_transforms_and_gradients_of_gradients_are_refused_by_name(
     rank: int, world: int, name: str
 ) -> None:
@@ -185,7 +185,7 @@ def test_transforms_and_gradients_of_gradients_are_refused_by_name(
 
 
 @pytest.mark.parametrize("name", [name for name in PARTS if name != "AllToAll"])
-@on_ranks(2, timeout_s=200)
+@on_ranks(2)
 def test_checkpoints_kept_graphs_autocast_and_inference_equal_a_plain_step(
     rank: int, world: int, name: str
 ) -> None:

@@ -59,7 +59,7 @@ def _nvlink(folder: str, sizes: list[int]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@on_ranks(2, timeout_s=300, env={"TRITON_INTERPRET": "1"})
+@on_ranks(2, env={"TRITON_INTERPRET": "1"})
 def test_over_nvlink_any_token_counts_give_megatrons_results(
     rank: int, world_size: int, tmp_path: Path, recompute: bool
 ) -> None:

@@ -251,7 +251,7 @@ def test_a_failure_in_the_last_iteration_is_the_exit_status(device: str) -> None
     root = Path(__file__).parents[2]
     ended = subprocess.run(
         [sys.executable, "-c", LAST_ITERATION, device], cwd=root, capture_output=True, text=True,
-        timeout=300,
+        timeout=600,
     )  # fmt: skip
     assert "training is over" in ended.stdout
     assert ended.returncode == 75, ended.stderr

@@ -19,17 +19,16 @@ from megatron_fluid import (
 )
 from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.comm.waits import explain
-from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll
 from megatron_fluid.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from tests.support.agreements import FrozenStore, joined, on_all
-from tests.support.launch import run_ranks, run_ranks_outcomes
+from tests.support.launch import HANG_S, run_ranks, run_ranks_outcomes
 from tests.support.moe_layers import CONFIG, F64, group
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="gloo ranks")
 
-REFUSING, TIMEOUT_S = 1, 90.0
+REFUSING = 1
 
 
 class Broken(ValueError):
@@ -92,7 +91,7 @@ def _attention(rank: int) -> Callable[[bool], Any]:
 
 def _low_latency(rank: int) -> Callable[[bool], Any]:
     world = group().size()
-    low = AllToAll.intranode(*(4, world, 1, rank, world, 1, 16, 32, 0), timeout_s=TIMEOUT_S)
+    low = AllToAll.intranode(*(4, world, 1, rank, world, 1, 16, 32, 0))
 
     def call(fits: bool) -> None:
         ids = torch.full((4, 1), (rank + 1) % world, dtype=torch.int32)
@@ -129,7 +128,6 @@ FIRST = ("rounds", "given splits", "low latency", "gather matmul")
 
 def _body(rank: int, world: int, kind: str, first: bool) -> None:
     torch.set_num_threads(1)
-    set_config(FluidConfig(timeout_s=TIMEOUT_S))
     call = KINDS[kind](rank)
     if not first:
         call(True)
@@ -145,7 +143,7 @@ def _body(rank: int, world: int, kind: str, first: bool) -> None:
 )
 def test_all_others_end_with_the_message_of_the_rank_that_refused(kind: str, first: bool) -> None:
     world = 4 if kind == "hierarchical" else 2
-    outcomes = run_ranks_outcomes(_body, world, kind, first, timeout_s=TIMEOUT_S, grace_s=30.0)
+    outcomes = run_ranks_outcomes(_body, world, kind, first, grace_s=HANG_S)
     refused = outcomes[REFUSING]
     assert refused.error is not None and "9" in refused.error, refused.error
     message = refused.error.strip().splitlines()[-1].partition(": ")[2]
@@ -158,7 +156,6 @@ def test_all_others_end_with_the_message_of_the_rank_that_refused(kind: str, fir
 
 
 def _alone(rank: int, world: int) -> None:
-    set_config(FluidConfig(timeout_s=TIMEOUT_S))
     one = [dist.new_group([each]) for each in range(world)][rank]
     whole = MoELayer(CONFIG, dist.group.WORLD, dtype=F64)
     if rank == REFUSING:
@@ -172,7 +169,7 @@ def _alone(rank: int, world: int) -> None:
 
 
 def test_an_error_that_a_rank_catches_in_a_call_of_its_own_ends_no_other() -> None:
-    run_ranks(_alone, 2, timeout_s=TIMEOUT_S)
+    run_ranks(_alone, 2)
 
 
 # ---- what a report does, in one process

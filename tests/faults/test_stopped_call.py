@@ -30,7 +30,7 @@ from megatron_fluid.comm.agreement import agreement
 from megatron_fluid.comm.symmetric import SymmetricWorkspace
 from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.low_latency import AllToAll
-from tests.support.launch import RankOutcome, run_ranks_outcomes, world_group
+from tests.support.launch import HANG_S, RankOutcome, run_ranks_outcomes, world_group
 from tests.support.symmetric_files import SymmetricFiles
 
 pytest.importorskip("triton")
@@ -48,7 +48,7 @@ else:
     SEEDS = range(max(6, int(_DRAWS or 0)))
 
 
-RANKS, BOUND_S, LIMIT_S = 3, 6.0, 90.0
+RANKS, BOUND_S = 3, 6.0
 PHASES = tuple(
     f"{what}, life {life}" for life in (1, 2) for what in ("start", "iterations", "close")
 )
@@ -139,7 +139,7 @@ def run(stop: Stop | None, calls: list[dict[str, int]] | None, folder: Path) -> 
     awaited = [r for r in range(RANKS) if stop is None or r != stop.rank]
     return run_ranks_outcomes(
         *(_rank, RANKS, stop, calls, str(folder)),
-        timeout_s=LIMIT_S, grace_s=LIMIT_S, awaited=awaited,
+        grace_s=HANG_S, awaited=awaited,
     )  # fmt: skip
 
 

@@ -161,7 +161,7 @@ def test_a_model_that_a_framework_builds_gives_megatrons_results(builder: str) -
     package, _ = BUILDERS[builder]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    for found in run_ranks(_built, 2, builder, timeout_s=300):
+    for found in run_ranks(_built, 2, builder):
         assert found["backends"] == [("rounds", None)] * 2
         assert found["calls"] == 2
         torch.testing.assert_close(found["True"], found["False"], rtol=1e-4, atol=1e-6)

@@ -42,7 +42,7 @@ def _own_forward(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_a_layer_with_a_forward_of_its_own_is_named_and_left_alone() -> None:
     reason = "OwnForward.forward is its own, and megatron_fluid leaves it alone"
-    for found in run_ranks(_own_forward, 2, timeout_s=200):
+    for found in run_ranks(_own_forward, 2):
         assert found["reasons"] == (("megatron", reason), reason)
         assert ("overlapped MoE layer", False, reason, 1) in found["report"]
         assert found["calls"] == 0
@@ -89,7 +89,7 @@ def _look(layer: Any) -> None:
 
 
 def test_memory_of_weights_may_go_and_come_between_calls() -> None:
-    for found in run_ranks(_offloaded, 2, timeout_s=200):
+    for found in run_ranks(_offloaded, 2):
         assert found["calls"] == 3
         torch.testing.assert_close(found["True"], found["False"], rtol=1e-4, atol=1e-5)
 
@@ -106,7 +106,7 @@ def _first_forward(rank: int, world_size: int) -> list[str]:
 
 def test_the_start_up_lines_come_in_the_first_forward_where_another_loop_builds_the_model() -> None:
     """Once, on rank 0, and with the settings that only Megatron's loop reads."""
-    first, other = run_ranks(_first_forward, 2, timeout_s=200)
+    first, other = run_ranks(_first_forward, 2)
     versions, on, off, whose = first
     assert versions.startswith("megatron_fluid ")
     assert on == "  on:  MoE layer (2): rounds, 2 expert-parallel ranks"
@@ -152,7 +152,7 @@ PHASES = {"activation_func": torch.tanh, "gated_linear_unit": False}
 def test_layers_follow_groups_that_are_destroyed_and_made_again(
     settings: dict[str, Any], fused: int
 ) -> None:
-    for found in run_ranks(_asleep_between_steps, 2, settings, timeout_s=200):
+    for found in run_ranks(_asleep_between_steps, 2, settings):
         assert found["backend"] == ("rounds", None)
         assert found["calls"] == fused
         assert found["groups"] <= 2, "what destroyed groups kept is dropped"
@@ -180,6 +180,6 @@ def _attention(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_attention_follows_its_context_parallel_group() -> None:
-    for found in run_ranks(_attention, 2, timeout_s=200):
+    for found in run_ranks(_attention, 2):
         assert not found["same group"]
         torch.testing.assert_close(*found["outputs"], rtol=0, atol=0)

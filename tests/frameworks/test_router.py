@@ -53,7 +53,7 @@ def _patched(rank: int, world_size: int, who: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("who", ["replay", "count", "expert bias", "function"])
 def test_what_patched_methods_of_the_router_return_decides(who: str) -> None:
-    (found,) = run_ranks(_patched, 1, who, timeout_s=200, env={"TRITON_INTERPRET": "1"})
+    (found,) = run_ranks(_patched, 1, who, env={"TRITON_INTERPRET": "1"})
     assert found["calls"] == 1
     torch.testing.assert_close(found["True"], found["False"], rtol=1e-4, atol=1e-5)
     assert found["shapes"] <= {torch.Size([TOKENS, EXPERTS])}
@@ -75,6 +75,6 @@ def _more(rank: int, world_size: int) -> list[str]:
 
 def test_more_experts_of_a_token_than_there_is_room_for_are_refused() -> None:
     """Fused, and phase by phase."""
-    (said,) = run_ranks(_more, 1, timeout_s=200, env={"TRITON_INTERPRET": "1"})
+    (said,) = run_ranks(_more, 1, env={"TRITON_INTERPRET": "1"})
     assert all("chose more experts than moe_router_topk=3" in text for text in said)
     assert len(said) == 2

@@ -44,7 +44,7 @@ CHILDREN = """
             queue = context.Queue()
             child = context.Process(target=look, args=(queue,))
             child.start()
-            print(method, queue.get(timeout=60))
+            print(method, queue.get(timeout=600))
             child.join()
 """
 

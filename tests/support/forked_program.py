@@ -12,14 +12,14 @@ from pathlib import Path
 
 import megatron_fluid  # noqa: F401 (its patches are in place before ranks are forked)
 from tests.support.fresh_program import exit_status
-from tests.support.launch import run_ranks_outcomes
+from tests.support.launch import HANG_S, run_ranks_outcomes
 
 _TOO_LATE = {"--fluid-cpu", "--fluid-disable-patch", "--fluid-allow-unsupported-megatron"}
 
 
 def run_program(
     script: Path, ranks: int, flags: Sequence[str], folder: Path, variables: Mapping[str, str],
-    timeout_s: float = 400.0,
+    timeout_s: float = HANG_S,
 ) -> tuple[int, str]:  # fmt: skip
     """Run `script` in `folder` on gloo ranks, with `flags` on its command line and environment
     `variables` set before anything of ours is imported. Returns the first exit status that is not

@@ -5,7 +5,7 @@ it for each test module (templates.py) and imports that module; the module's ran
 that. So ranks start fast and share no state with the test before. Every rank joins a process group.
 
     def body(rank: int, world_size: int, n: int) -> float: ...  # at module level: it goes by name
-    results = run_ranks(body, 4, 128, timeout_s=60)             # results[rank]
+    results = run_ranks(body, 4, 128)                           # results[rank]
 
     @on_ranks(4)                                                # a test that runs on every rank
     def test_another(rank: int, world_size: int) -> None: ...
@@ -43,6 +43,7 @@ from tests.support.templates import Template, template_for
 
 _UNPATCHED = "tests.support.before_patches"  # looks at Megatron before it imports the package
 _choosing = threading.Lock()
+HANG_S = 600.0  # a rank that has not ended by then hangs, however busy the machine is
 _GRACE_S = 5.0  # after one rank failed, the others get this long to fail by themselves and say why
 
 
@@ -79,7 +80,7 @@ def world_group() -> dist.ProcessGroup:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0,
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = HANG_S,
     backend: str = "gloo", env: Mapping[str, str] | None = None,
 ) -> list[Any]:  # fmt: skip
     """The results of ``fn(rank, world_size, *args)`` on all ranks, in rank order.
@@ -129,7 +130,7 @@ def on_ranks(
 
 
 def run_ranks_outcomes(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0,
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = HANG_S,
     backend: str = "gloo", env: Mapping[str, str] | None = None, grace_s: float = _GRACE_S,
     awaited: Sequence[int] | None = None,
 ) -> list[RankOutcome]:  # fmt: skip

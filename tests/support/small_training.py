@@ -66,7 +66,7 @@ def train(
     `awaited` are as for run_ranks_outcomes."""
     outcomes = run_ranks_outcomes(
         *(_rank, ranks, list(arguments), str(folder / name), prepare),
-        backend="", timeout_s=150.0, grace_s=60.0, awaited=awaited, env=env,
+        backend="", grace_s=60.0, awaited=awaited, env=env,
     )  # fmt: skip
     return Training(outcomes, [_log(folder / f"{name}-{r}") for r in range(ranks)])
 

@@ -21,7 +21,7 @@ class _Turns:
     """One thread at a time; a barrier gives the turn to the others."""
 
     def __init__(self, world: int) -> None:
-        self.lock, self.threads = threading.Lock(), threading.Barrier(world, timeout=60)
+        self.lock, self.threads = threading.Lock(), threading.Barrier(world, timeout=600)
 
     def barrier(self) -> None:
         self.lock.release()

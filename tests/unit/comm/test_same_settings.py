@@ -30,7 +30,7 @@ def _moe(layer: type = MoELayer, dtype: torch.dtype = torch.float32, **fields: A
 @on_ranks(2)
 def test_every_rank_names_the_settings_that_differ(rank: int, world: int) -> None:
     group, started = world_group(), time.monotonic()
-    own: dict[str, Any] = {"timeout_s": 50.0 + rank, "profile_dir": f"/host{rank}"}
+    own: dict[str, Any] = {"timeout_s": 500.0 + rank, "profile_dir": f"/host{rank}"}
 
     def check(said: str, call: Callable[[], object]) -> None:
         with pytest.raises(ConfigError, match=said) as caught:
@@ -66,7 +66,7 @@ def test_every_rank_names_the_settings_that_differ(rank: int, world: int) -> Non
         check(f"MoELayer: FluidConfig.{version}", _moe)
         check(f"overlapped MoE layer: {version}", lambda: agree("1"))
     agree("2")
-    assert time.monotonic() - started < 30, "differences are not waited for"
+    assert time.monotonic() - started < 250, "differences are not waited for"
 
 
 @on_ranks(2)

@@ -1,6 +1,5 @@
 """The fallback over collectives: waits that take too long, and odd tensors."""
 
-import time
 from typing import Any
 
 import pytest
@@ -22,17 +21,22 @@ def _open(
     rank: int, world: int, hidden: int = 16, scale_bytes: int = 0, itemsize: int = 2, **named: Any
 ) -> AllToAll:
     """Of 4 tokens, 2 experts, top-1."""
-    named = {"transport": "gloo", "timeout_s": 30.0, **named}
+    named = {"transport": "gloo", **named}
     build = AllToAll.internode if "+" in named["transport"] else AllToAll.intranode
     return build(4, 2, 1, rank, world, 1, hidden, hidden * itemsize, scale_bytes, **named)
 
 
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
 @on_ranks(2)
 def test_after_a_timeout_over_gloo_every_call_raises_it_again(rank: int, world: int) -> None:
+    dist.barrier()  # the bound is for a late call, not for a process that starts late
     ata = _open(rank, world, timeout_s=1.0)
     ids, x = torch.full((4, 1), 1 - rank, dtype=torch.int32), torch.ones(4, 16)
     if rank == 1:
-        time.sleep(2)
+        _store().wait(["rank 0 has failed"])
     said = []
     for _ in range(2):
         try:
@@ -40,6 +44,7 @@ def test_after_a_timeout_over_gloo_every_call_raises_it_again(rank: int, world: 
             receive(ata)
         except PeerTimeoutError as error:
             said.append(str(error))
+    _store().set("rank 0 has failed", "")
     with pytest.raises(PeerTimeoutError, match="dispatch"):
         ata.check_errors()
     assert rank == 1 or (len(said) == 2 and said[0] == said[1])
@@ -84,13 +89,13 @@ def test_what_is_built_in_inference_mode_works_outside_it(
 def test_a_round_that_timed_out_is_not_done_and_fails_again(rank: int, world: int) -> None:
     rounds = P2PRounds(dist.group.WORLD, timeout_s=1.0)
     if rank == 1:
-        time.sleep(4)
-        return
+        return _store().wait(["rank 0 has failed"])
     pending = rounds.start("rows", 0, [torch.ones(4)], [torch.full((4,), -1.0)])
     for _ in range(2):
         with pytest.raises(PeerTimeoutError):
             pending.wait()
         assert not pending.done()
+    _store().set("rank 0 has failed", "")
 
 
 @on_ranks(2)
@@ -163,7 +168,7 @@ def test_with_batch_invariant_rows_are_summed_in_the_order_of_k(
     rank: int, world: int, dp_size: int
 ) -> None:
     sizes = _SIZES | _BYTES | {"rank": rank, "world_size": world, "dp_size": dp_size}
-    ata = AllToAll.intranode(**sizes, transport="gloo", timeout_s=30.0)
+    ata = AllToAll.intranode(**sizes, transport="gloo")
     x, ids, weights = _tokens_of(rank // dp_size)
     with pytest.raises(ConfigError, match="weights: dispatch got some, but with batch_invariant"):
         send(ata, x, ids, weights)

@@ -47,7 +47,7 @@ def test_it_computes_what_the_training_layer_does(
     rank: int, world: int, changes: dict[str, object]
 ) -> None:
     training = MoELayer(_CONFIG | changes, dist.group.WORLD, dtype=torch.bfloat16).eval()
-    layer = InferenceMoELayer.of(training, max_num_tokens=9, group=dist.group.WORLD, timeout_s=20.0)
+    layer = InferenceMoELayer.of(training, max_num_tokens=9, group=dist.group.WORLD)
     text = f"max_num_tokens=9, ranks={world}, rank={rank}, transport=gloo, torch.bfloat16"
     assert text in repr(layer)
     assert f"rank={rank}, transport=gloo, cpu)" in repr(layer.all_to_all)
@@ -69,9 +69,7 @@ def test_routing_may_come_from_outside_with_masks_and_a_bound(rank: int, world: 
     generator = torch.Generator().manual_seed(1)
     weight1 = torch.randn(2, 2 * 16, 8, generator=generator).to(torch.bfloat16)
     weight2 = torch.randn(2, 8, 16, generator=generator).to(torch.bfloat16)
-    layer = InferenceMoELayer(
-        weight1, weight2, None, max_num_tokens=6, experts_per_token=2, timeout_s=20.0
-    )
+    layer = InferenceMoELayer(weight1, weight2, None, max_num_tokens=6, experts_per_token=2)
     tokens = torch.randn(6, 8, generator=generator).to(torch.bfloat16)
     ids = torch.tensor([[0, 2], [3, -1], [-1, -1], [1, 1], [2, 0], [3, 1]], dtype=torch.int32)
     probs = torch.rand(6, 2, generator=generator)

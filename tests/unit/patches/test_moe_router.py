@@ -164,7 +164,7 @@ def _step(layer: Any, forward: Any = None) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["separate", "one storage", "reversed"])
-@on_ranks(1, timeout_s=300)
+@on_ranks(1)
 def test_a_layer_over_nvlink_is_megatrons_and_notices_parameters_that_change_in_place(
     rank: int, world: int, kind: str
 ) -> None:

@@ -131,7 +131,7 @@ def _alive_after(layer: Any, parameters: list[torch.nn.Parameter], train: bool) 
     return sum(array() is not None for array in arrays)
 
 
-@on_ranks(1, timeout_s=300, env={"TRITON_INTERPRET": "1"})
+@on_ranks(1, env={"TRITON_INTERPRET": "1"})
 def test_weights_that_move_between_calls_leave_no_memory_behind(rank: int, world: int) -> None:
     tiny_gpt.parallel(expert_model_parallel_size=1)
 

@@ -90,7 +90,7 @@ def looked_at(page: Path, width: int) -> dict[str, Any]:
         [str(BROWSER), *words, f"--window-size={width},900", "--dump-dom", copy.as_uri()],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     found = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)
     assert found, done.stdout[-500:] + done.stderr[-2000:]
