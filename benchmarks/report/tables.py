@@ -255,10 +255,20 @@ def _explanation(document: Document) -> str:
     origin = [
         f"{_commands(document)} on {document['gpu']}",
         document["date"][:10],
-        f"commit {document['commit']}",
+        f"commit {document['commit']}{_other_commits(document)}",
     ]
     measured = f"{what}Measured by {', '.join([*origin, *versions])}."
     return f"{measured} {_absent(document)}{_paced(document)}{age(document)}".strip()
+
+
+def _other_commits(document: Document) -> str:
+    """Of rows that were measured at another commit with the same measured code."""
+    found = {
+        (row["case"], row["config"]["measured"], row["config"]["commit"]): None
+        for row in document["rows"]
+        if "commit" in row["config"]
+    }
+    return "".join(f" (of {case} {date}, {commit})" for case, date, commit in found)
 
 
 def _paced(document: Document) -> str:
@@ -396,7 +406,7 @@ def suite_page(name: str, folder: Path = RESULTS) -> str:
             line = [row["case"], row["mode"], row["variant"], time_of(row["median_ms"]), spread]
             line.append(str(row["iters"]))
             config = row["config"]
-            line += [shown(config[key]) if config.get(key) else "" for _, key, shown in more]
+            line += ["" if config.get(key) is None else shown(config[key]) for _, key, shown in more]
             lines.append(line)
         head = ["case", "mode", "variant", "median", "p10 to p90", "samples"]
         words = [f"## {title}", _explanation(document), summary_table(document)]
