@@ -33,6 +33,11 @@ class Compared(NamedTuple):
         return f"{ratio:.2f}" if ratio < 1.2 else f"{ratio:.1f}"
 
     @property
+    def date(self) -> str:
+        """When it was measured: of rows that were added to a file later, their own."""
+        return str(self.fluid["config"].get("measured", self.document["date"][:10]))
+
+    @property
     def where(self) -> str:
         """How many GPUs of which kind."""
         return f"{self.document['gpus']} {self.document['gpu'].removeprefix('NVIDIA ')}"
@@ -78,7 +83,7 @@ def headline(folder: Path = RESULTS) -> str:
     """A few rows for the README's first screen, a training step each."""
     lines = list(compared(folder))
     head = ["training iteration, best against best", "Megatron + Transformer Engine"]
-    dates = sorted(line.document["date"][:10] for line in lines)
+    dates = sorted(line.date for line in lines)
     measured = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     cells = [
         [

@@ -39,7 +39,8 @@ def iterations(folder: Path = RESULTS) -> str:
             if megatron is None or fluid is None or any(where.items() <= f.items() for f in found):
                 continue
             found.append(where | {
-                "gpu": document["gpu"].removeprefix("NVIDIA "), "date": document["date"][:10],
+                "gpu": document["gpu"].removeprefix("NVIDIA "),
+                "date": fluid["config"].get("measured", document["date"][:10]),
                 "layers": fluid["config"]["layers"], "experts": fluid["config"]["experts"],
                 "routing": fluid["config"].get("routing", "forced"),
                 "graph": "whole_graph" in fluid["variant"],

@@ -280,7 +280,7 @@ def _paced(document: Document) -> str:
     suite, found = SUITES[document["suite"]], []
     for case, mode, label, times in _by_precision(by_case(document["rows"])):
         best = min(others_of(suite, times).items(), key=lambda item: item[1], default=("", 0.0))
-        if host.get((case, mode, best[0]), 0.0) >= best[1] > 0:
+        if host.get((case, mode, best[0]), 0.0) >= 0.99 * best[1] > 0:
             found.append(f"{case} {label}".replace(",", " in"))
     words = "The host, not the GPU, sets the pace of the fastest of the others in"
     return f"{words} {', '.join(found)}. " if found else ""
@@ -406,7 +406,9 @@ def suite_page(name: str, folder: Path = RESULTS) -> str:
             line = [row["case"], row["mode"], row["variant"], time_of(row["median_ms"]), spread]
             line.append(str(row["iters"]))
             config = row["config"]
-            line += ["" if config.get(key) is None else shown(config[key]) for _, key, shown in more]
+            line += [
+                "" if config.get(key) is None else shown(config[key]) for _, key, shown in more
+            ]
             lines.append(line)
         head = ["case", "mode", "variant", "median", "p10 to p90", "samples"]
         words = [f"## {title}", _explanation(document), summary_table(document)]
