@@ -19,13 +19,15 @@ _NOT_TIMED = tuple(
     ROOT.joinpath(*folder)
     for folder in (("benchmarks", "report"), ("megatron_fluid", "cli"), ("patches", "cpu"))
 )
+_BUILD, _CHECK = ("__init__", "__post_init__"), ("check_fields", "check_setting")
 # What a suite's program starts by name.
 _STARTED = {"pretrain": ("benchmarks.cases.pretrain_rank", _WING), "recipes": (_WING,)}
 
 
 def fingerprint(suite: str) -> str | None:
-    """Return a hash of the code that `suite` measures, None where there is no such suite. Comments
-    and docstrings of Python files do not count."""
+    """Return a hash of the code that `suite` measures, None where there is no such suite. Of Python
+    files comments and docstrings do not count, nor checks of settings: a measured run passed them.
+    """
     files = measured_files(suite)
     if not files:
         return None
@@ -42,7 +44,37 @@ def _code(text: bytes) -> bytes:
     for node in ast.walk(tree):
         if isinstance(node, holds) and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
-    return ast.unparse(tree).encode()
+    return ast.unparse(_WithoutChecks().visit(tree)).encode()
+
+
+class _WithoutChecks(ast.NodeTransformer):
+    """Leaves out the checks of settings, which are made when an object is built: of the functions
+    in _BUILD every `if` without `else` that raises, and may name values for the message before,
+    loops of nothing else, and calls of the functions in _CHECK; and these."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
+        if node.name in _CHECK:
+            return None
+        self.generic_visit(node)
+        if node.name in _BUILD:
+            node.body = [part for part in node.body if not _checks(part)] or [ast.Pass()]
+        return node
+
+
+def _checks(node: ast.stmt) -> bool:
+    """Whether a statement does nothing but check."""
+    if isinstance(node, ast.Expr):
+        called = node.value.func if isinstance(node.value, ast.Call) else None
+        return isinstance(called, ast.Attribute) and called.attr in _CHECK
+    if isinstance(node, ast.For):
+        named = [isinstance(part, ast.Assign) for part in node.body]
+        inner = (part for part, is_name in zip(node.body, named, strict=True) if not is_name)
+        return not all(named) and not node.orelse and all(map(_checks, inner))
+    if not isinstance(node, ast.If) or node.orelse:
+        return False
+    binds = any(isinstance(part, ast.NamedExpr) for part in ast.walk(node.test))
+    named = [isinstance(part, ast.Assign) for part in node.body[:-1]]
+    return not binds and all(named) and isinstance(node.body[-1], ast.Raise)
 
 
 def measured_files(suite: str) -> list[Path]:

@@ -317,3 +317,31 @@ def test_every_command_that_is_shown_starts_a_program_that_is_here(path: Path) -
             assert (ROOT / words[3]).is_file() and words[3].startswith("tests/")
         else:
             assert words[0] == "benchmarks/launch.sh" and words[1] in programs
+
+
+def test_a_table_stays_current_when_checks_of_settings_change_and_nothing_else() -> None:
+    text = """
+class Config:
+    def __post_init__(self) -> None:
+        {check}
+        self.half = self.size // 2
+
+    def check_fields(self) -> None:
+        {more}
+
+    def call(self) -> int:
+        {hot}
+        return self.half
+"""
+
+    def code(check: str = "pass", more: str = "pass", hot: str = "pass") -> bytes:
+        return measured_code._code(text.format(check=check, more=more, hot=hot).encode())
+
+    refused = "if self.size < 1: raise ValueError(self.size)"
+    assert code() == code(more=refused)
+    for check in (refused, "self.check_fields()", f"for name in 'ab':\n            {refused}"):
+        assert code(check).replace(b"        pass\n", b"") == code().replace(b"        pass\n", b"")
+    assert code() != code(hot=refused), "it costs time in every call"
+    assert code() != code("if self.size < 1: self.size = 1")
+    assert code() != code("if (n := self.size) < 1: raise ValueError(n)")
+    assert code() != code(f"{refused}\n        else: self.size = 2")
