@@ -104,6 +104,28 @@ class FieldsConfig:
             raise ConfigError(f"config: {', '.join(missing)} not found, needed besides {names}")
         return cls(**values)
 
+    def check_fields(self) -> None:
+        """Refuse a field declared as a number, a bool, a text, or None besides, that is something
+        else.
+
+        Raises:
+            ConfigError: such a field, or a number that is not finite.
+        """
+        kinds = {"int": int, "float": int | float, "bool": bool, "str": str, "None": type(None)}
+        words = dict.fromkeys(kinds, "None") | {"int": "an integer", "float": "a finite number"}
+        words |= {"bool": "True or False", "str": "a text"}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            declared = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+            value, names = getattr(self, field.name), declared.split(" | ")
+            if not kinds.keys() >= set(names):
+                continue
+            fits = any(isinstance(value, kinds[name]) for name in names)
+            if isinstance(value, bool):
+                fits = "bool" in names
+            if not fits or (isinstance(value, float) and not abs(value) < float("inf")):
+                allowed = ", or ".join(words[name] for name in names)
+                raise ConfigError.of(field.name, value, allowed)
+
 
 def _closest(unknown: Iterable[str], known: Iterable[str]) -> str:
     """The names that may have been meant, to follow a list of all; "" if none is near."""
@@ -277,8 +299,9 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
     if name in CHOICES:
         fits, allowed = value in CHOICES[name], ", ".join(CHOICES[name])
     elif name == "dx_chunks":
-        fits = isinstance(value, int) and value >= 1 and value is not True
-        allowed = "an integer of at least 1"
+        # Each piece is a message, an empty one as well.
+        fits = isinstance(value, int) and 1 <= value <= 1024 and value is not True
+        allowed = "an integer from 1 to 1024"
     elif name == "timeout_s":
         # Above a year, clocks of torch and of kernels overflow.
         fits = value is None or (
@@ -290,7 +313,10 @@ def check_setting(name: str, value: object, where: str | None = None) -> None:
         fits = value is None or (bool(text) and operator.le(*profile_range(str(value))))
         allowed = "FIRST:LAST, two steps counted from 1, such as 10:12"
     elif name == "machine":
-        fits, allowed = isinstance(value, str) and bool(value), f"{', '.join(_MACHINES)} or a file"
+        # A path that is not there may be on the rank that reads it.
+        fits = isinstance(value, str) and (value in _MACHINES or "/" in value or "." in value)
+        fits = fits or (isinstance(value, str) and os.path.isfile(value))
+        allowed = f"{', '.join(_MACHINES)} or a file"
     elif name == "profile_dir":
         fits, allowed = value is None or (isinstance(value, str) and bool(value)), "a folder"
     else:

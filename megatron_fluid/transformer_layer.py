@@ -92,6 +92,10 @@ class TransformerLayerConfig(FieldsConfig):
     router_dtype: str | None = None
 
     def __post_init__(self) -> None:
+        self.check_fields()
+        if self.rotary_dim is not None and self.rotary_dim < 2:
+            allowed = "even numbers of at least 2, or None for head_dim"
+            raise ConfigError.of("rotary_dim", self.rotary_dim, allowed)
         if self.norm not in _NORMS:
             raise ConfigError.of("norm", self.norm, ", ".join(_NORMS))
         heads = self.num_attention_heads

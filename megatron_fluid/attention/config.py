@@ -66,6 +66,16 @@ class AttentionConfig(FieldsConfig):
     overlap: bool = True
 
     def __post_init__(self) -> None:
+        self.check_fields()
+        if self.rotary is not None and not isinstance(self.rotary, Rotary):
+            raise ConfigError.of("rotary", self.rotary, "a Rotary, or None")
+        if self.norm_eps < 0.0:
+            raise ConfigError.of("norm_eps", self.norm_eps, "0 or more")
+        if self.scale is not None and not self.scale > 0.0:
+            raise ConfigError.of("scale", self.scale, "a number above 0, or None")
+        for name in ("hidden_size", "head_dim", "num_kv_heads", "head_groups"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError.of(name, getattr(self, name), "an integer of at least 1")
         if self.head_dim is None:
             if self.num_heads < 1 or self.hidden_size % self.num_heads:
                 allowed = f"divisors of hidden_size {self.hidden_size}"
@@ -89,6 +99,6 @@ class AttentionConfig(FieldsConfig):
         if self.exchange == "symmetric" and not self.overlap:
             raise ConfigError.of("exchange", self.exchange, "auto or rounds with overlap=False")
         chunks = 1 if self.dx_chunks is None else self.dx_chunks
-        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-            raise ConfigError.of("dx_chunks", chunks, "an integer of at least 1")
+        if not 1 <= chunks <= 1024:
+            raise ConfigError.of("dx_chunks", chunks, "1 to 1024, or None")
         SequenceLayout(0, 1, self.sequence_layout)

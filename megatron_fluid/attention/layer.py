@@ -98,6 +98,9 @@ class SelfAttention(nn.Module):
         self.config = config = AttentionConfig.of(*shape, **fields)
         hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
         assert dim is not None and config.num_kv_heads is not None
+        if isinstance(group, int):  # torch's answer to a rank outside a new group
+            allowed = "a process group that this rank is in, or None"
+            raise ConfigError.of("group", group, allowed)
         self.group, self.name = group, name
         world = 1 if group is None else group.size()
         self.head_groups = config.head_groups

@@ -215,6 +215,9 @@ class SequenceLayout:
     kind: str = "contiguous"
 
     def __post_init__(self) -> None:
+        # A table by length must never find the 4.0 of another call in the place of a 4.
+        if isinstance(self.length, bool | Tensor) or not hasattr(self.length, "__index__"):
+            raise ConfigError.of("sequence_length", self.length, "an integer, or None")
         if self.kind not in ("contiguous", "zigzag"):
             raise ConfigError.of("sequence_layout", self.kind, "'contiguous', 'zigzag'")
         if self.length < 0 or self.world < 1:

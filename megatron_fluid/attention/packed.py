@@ -66,10 +66,10 @@ class Rotary:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        if self.dim < 2 or self.dim % 2:
+        if not isinstance(self.dim, int) or self.dim < 2 or self.dim % 2:
             raise ConfigError.of("rotary_dim", self.dim, "even numbers of at least 2")
-        if not self.theta > 0:
-            raise ConfigError.of("rope_theta", self.theta, "numbers above 0")
+        if not isinstance(self.theta, int | float) or not 0 < self.theta < float("inf"):
+            raise ConfigError.of("rope_theta", self.theta, "finite numbers above 0")
 
     def table(self, length: int, device: torch.device, dtype: torch.dtype) -> RotaryTable:
         """Cosines and sines of positions 0 .. length - 1 for activations of ``dtype``: float32, or

@@ -102,12 +102,17 @@ class MoEConfig(FieldsConfig):
     batch_invariant: bool | None = None
 
     def __post_init__(self) -> None:
+        self.check_fields()
+        if self.dx_chunks is not None and self.dx_chunks > 1024:
+            raise ConfigError.of("dx_chunks", self.dx_chunks, "1 to 1024, or None")
+        if self.scaling is not None and not self.scaling > 0.0:
+            raise ConfigError.of("scaling", self.scaling, "a number above 0, or None")
         least = dict.fromkeys(("hidden_size", "ffn_hidden_size", "num_experts", "top_k"), 1)
         if self.dx_chunks is not None:
             least["dx_chunks"] = 1
         for name, smallest in {**least, "shared_ffn_hidden_size": 0}.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+            if value < smallest:
                 none = ", or None" if name == "dx_chunks" else ""
                 raise ConfigError.of(name, value, f"an integer of at least {smallest}{none}")
         backends = [n for n in CHOICES["moe_backend"] if n not in ("experts", "megatron")]
@@ -127,7 +132,9 @@ class MoEConfig(FieldsConfig):
         if factor is not None and self.graph:
             raise ConfigError.of("capacity_factor", factor, "None with graph=True")
         if self.recompute is not None and (
-            isinstance(self.recompute, str) or not set(self.recompute) <= {"rows", "hidden"}
+            isinstance(self.recompute, str)
+            or not isinstance(self.recompute, Collection)
+            or any(name not in ("rows", "hidden") for name in self.recompute)
         ):
             raise ConfigError.of("recompute", self.recompute, "some of rows, hidden, or None")
         for name in ("aux_loss_coefficient", "init_std"):

@@ -229,14 +229,17 @@ REFUSED: dict[str, tuple[dict[str, Any], ...]] = {
     "num_heads": ({"num_attention_heads": 3},),
     "num_kv_heads": ({"num_kv_heads": 3},),
     "num_experts": ({"num_experts": 3},),
-    "norm": ({"norm": "batchnorm"},),
+    "norm": ({"norm": "batchnorm"}, {"norm": []}),
+    "causal": ({"causal": 0}, {"causal": "no"}),
+    "overlap": ({"overlap": "false"},),
+    "rope_theta": ({"rope_theta": "1e4"}, {"rope_theta": -1.0}),
     "sequence_layout": ({"sequence_layout": "striped"},),
     "kernel": ({"attention_kernel": "magic"}, {"attention_kernel": "te"}),
     "head_groups": ({"head_groups": 5},),
-    "dx_chunks": ({"dx_chunks": 0}, {"dx_chunks": -1}),
-    "window": ({"window": 0},),
+    "dx_chunks": ({"dx_chunks": 0}, {"dx_chunks": -1}, {"dx_chunks": 1025}),
+    "window": ({"window": 0}, {"window": 1.5}),
     "dropout": ({"attention_dropout": 1.5},),
-    "rotary": ({"rotary_dim": 3}, {"rotary_dim": 8}),
+    "rotary": ({"rotary_dim": 3}, {"rotary_dim": 8}, {"rotary_dim": 0}),
     "group": ({"ep_group": None},),
     "top_k": ({"top_k": 9},),
     "activation": ({"activation": "tanhshrinkish"},),
@@ -257,9 +260,14 @@ def test_what_cannot_be_met_is_refused_by_name(rank: int, world: int) -> None:
         ((3, 1, 15), None, "input"),
         ((3, 16), None, "input"),
         ((3, 1, 16), 9, "rows"),
+        ((3, 1, 16), 6.0, "sequence_length: found 6.0, allowed: an integer"),
+        ((3, 1, 16), "6", "sequence_length"),
+        ((3, 1, 16), torch.tensor(6), "sequence_length"),
     ):
         with pytest.raises(ConfigError, match=named):
             layer(torch.zeros(shape), length)
+    for length in (None, 6):
+        assert layer(torch.zeros(3, 1, 16), length).shape == (3, 1, 16)
 
 
 @on_ranks(3)

@@ -271,10 +271,27 @@ def test_wrong_inputs_are_named() -> None:
             layer(x.double(), length)
     with pytest.raises(ConfigError, match="head_dim"):
         SelfAttention(10, 4)
+    wrong: dict[str, Any] = {
+        "qk_norm": "no", "causal": 0, "norm_eps": -1.0, "scale": 0.0, "window": 2.5, "rotary": 4,
+        "dropout": None, "head_dim": -4, "kernel": None, "group": -100,
+    }  # fmt: skip
+    for name, value in wrong.items():
+        with pytest.raises(ConfigError, match=f"^{name}: found {value!r}, allowed"):
+            SelfAttention(16, 4, **{name: value})
+    with pytest.raises(ConfigError, match="^hidden_size: found '16', allowed: an integer"):
+        SelfAttention("16", "4")
     with pytest.raises(ConfigError, match="overlap=False"):
         SelfAttention(16, 4, head_groups=2, overlap=False)
     with pytest.raises(ConfigError, match=r"exchange: found 'symmetric'.*overlap=False"):
         _layer(exchange="symmetric", overlap=False)
+
+
+def test_a_length_that_is_no_integer_is_refused_and_spoils_no_later_call() -> None:
+    layer, x = _layer(), torch.randn(3, 1, 16, dtype=torch.float64)
+    for length in (3.0, "3", True, torch.tensor(3)):
+        with pytest.raises(ConfigError, match="sequence_length"):
+            layer(x, length)
+    torch.testing.assert_close(layer(x, 3), layer(x))
 
 
 def _block(dtype: torch.dtype) -> TransformerLayer:

@@ -357,15 +357,27 @@ def test_layer_settings() -> None:
     with pytest.raises(ConfigError, match="hidden_size: found 0"):
         MoEConfig.of({**good, "hidden_size": 0})
     for name, wrong, allowed in (
-        ("shared_ffn_hidden_size", 2.5, "an integer of at least 0"),
+        ("hidden_size", "8", "an integer"),
+        ("hidden_size", True, "an integer"),
+        ("shared_ffn_hidden_size", 2.5, "an integer"),
+        ("shared_ffn_hidden_size", -1, "an integer of at least 0"),
         ("dx_chunks", 0, "an integer of at least 1, or None"),
-        ("dx_chunks", 2.0, "an integer of at least 1, or None"),
+        ("dx_chunks", 2.0, "an integer, or None"),
+        ("dx_chunks", 1025, "1 to 1024, or None"),
+        ("pre_softmax", "no", "True or False"),
+        ("graph", 1, "True or False"),
+        ("scaling", float("nan"), "a finite number, or None"),
+        ("scaling", -2.5, "a number above 0, or None"),
+        ("router_dtype", ["fp32"], "a text, or None"),
         ("backend", "megatron", "auto, nvlink, hierarchical, rounds, local, or None"),
         ("capacity_factor", 0.0, "a number above 0, or None"),
+        ("capacity_factor", "2", "a finite number, or None"),
         ("recompute", ("weights",), "some of rows, hidden, or None"),
-        ("batch_invariant", "on", "True, False, or None"),
+        ("recompute", True, "some of rows, hidden, or None"),
+        ("batch_invariant", "on", "True or False, or None"),
+        ("aux_loss_coefficient", None, "a finite number"),
         ("aux_loss_coefficient", -1.0, "0 or more"),
-        ("init_std", float("nan"), "0 or more"),
+        ("init_std", float("nan"), "a finite number"),
     ):
         with pytest.raises(ConfigError, match=f"{name}: found .*, allowed: {allowed}"):
             MoEConfig.of({**good, name: wrong})
