@@ -139,16 +139,42 @@ def startup_lines(rows: Sequence[Row], features: Sequence[Feature]) -> str:
     versions = f"megatron_fluid {__version__}"
     if patches.megatron_installed():
         versions += f", Megatron-Core {patches.megatron_version()}"
-    on = [f"{_short(name)} ({count}): {why}" for name, on, why, count in features if on]
-    off = [_off_text(name, why, count) for name, on, why, count in features if on is False]
-    off += [f"no effect: {name} ({why})" for name, on, why, _ in features if on is None]
-    off += [f"patches left out: {', '.join(left_out)}"] if left_out else []
-    lines = (
-        f"{versions}: {states['applied']} patches applied (--fluid-verbose lists all)",
-        f"  on:  {'; '.join(on) or 'nothing'}",
-        f"  off: {'; '.join(off) or 'nothing'}",
+    on: list[tuple[str, str]] = []  # each item as a long and as a short text
+    off: list[tuple[str, str]] = []
+    for name, state, why, count in features:
+        if state:
+            on.append((f"{_short(name)} ({count}): {why}", _short(name)))
+        elif state is None:
+            off.append((f"no effect: {name} ({why})", f"no effect: {name}"))
+        else:
+            off.append((_off_text(name, why, count), _short(name)))
+    if left_out:
+        off.append((f"patches left out: {', '.join(left_out)}", "patches left out"))
+    return "\n".join(
+        (
+            f"{versions}: {states['applied']} patches applied (--fluid-verbose lists all)",
+            _fitted("  on:  ", on),
+            _fitted("  off: ", off),
+        )
     )
-    return "\n".join(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 4]} ..." for line in lines)
+
+
+def _fitted(head: str, items: Sequence[tuple[str, str]]) -> str:
+    """A line of items, the first ones as their long texts, as far as there is room for all others
+    as their short ones; where there is none, how many more there are."""
+    texts = [short for _, short in items]
+
+    def line(shown: Sequence[str]) -> str:
+        left = len(items) - len(shown)
+        more = f"; {left} more (--fluid-verbose)" if left else ""
+        return head + ("; ".join(shown) or "nothing") + more
+
+    for i, (long, _) in enumerate(items):
+        longer = [*texts[:i], long, *texts[i + 1 :]]
+        texts = longer if len(line(longer)) <= _WIDTH else texts
+    while len(line(texts)) > _WIDTH:
+        texts = texts[:-1]
+    return line(texts)
 
 
 def _short(feature: str) -> str:
@@ -204,10 +230,12 @@ def unused_settings(rows: Sequence[Feature] = ()) -> dict[str, str]:
     for name, reason in _unused_reasons(args, config, rows).items():
         value = getattr(config, name)
         if reason and value not in (getattr(default, name), "off", "megatron"):
-            flag = f"--fluid-{name.replace('_', '-')} {value}"
+            flag = f"--fluid-{name.removesuffix('_s').replace('_', '-')} {value}"
             found[flag.removesuffix(" True")] = reason
     if asked("cpu") and not cpu_mode_active():
         found["--fluid-cpu"] = "a GPU is found"
+    if asked("fused_optimizer") and not args.use_distributed_optimizer:
+        found["--fluid-fused-optimizer"] = "it needs --use-distributed-optimizer"
     return found
 
 
@@ -243,7 +271,11 @@ def _unused_reasons(args: Any, config: FluidConfig, rows: Sequence[Feature]) -> 
     fused = {why.replace(",", " ").split()[0] for why in moe if ";" not in why}
     attention = [on for name, on, *_ in rows if name in _ATTENTION]
     known = bool(attention) or any(name == _MOE for name, *_ in rows)
-    pieces = idle = ""
+    pieces = idle = rows_kept = figures = ""
+    if config.moe_recompute == "rows" and fused and fused <= {"rounds", "hierarchical"}:
+        rows_kept = "over rounds and between hosts rows are not computed again"
+    if known and not fused & {"nvlink", "hierarchical"}:
+        figures = "no MoE layer is over symmetric memory or over hosts"
     if known and "rounds" not in fused and not any(attention):
         pieces = "fused layers over rounds and overlapped attention read it, and there are none"
     if known and not moe and not any(attention):
@@ -251,7 +283,11 @@ def _unused_reasons(args: Any, config: FluidConfig, rows: Sequence[Feature]) -> 
     return {
         **dict.fromkeys(("tp_overlap", "deterministic"), linears),
         "cp_backend": heads,
-        **dict.fromkeys(("moe_backend", "moe_recompute"), experts),
+        **dict.fromkeys(("moe_backend", "batch_invariant"), experts),
+        "moe_recompute": experts or rows_kept,
+        "machine": experts or figures,
+        "profile_dir": "" if config.profile_steps else "it needs --fluid-profile-steps",
+        **dict.fromkeys(("timeout_s", "end_on_timeout"), "" if args.world_size > 1 else "one rank"),
         "moe_fp8": fp8,
         "moe_fp8_weight_grads": fp8 or precision,
         "dx_chunks": neither or pieces,

@@ -14,10 +14,16 @@ __all__ = ["fingerprint", "measured_files"]
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("benchmarks", "megatron_fluid")
 _WING = "megatron_fluid.patches"
-# Shows figures, or serves the command line and Megatron on CPUs: nothing that a suite times.
+# Shows figures, serves the command line or Megatron on CPUs, or prints before the first iteration:
+# nothing that a suite times.
 _NOT_TIMED = tuple(
-    ROOT.joinpath(*folder)
-    for folder in (("benchmarks", "report"), ("megatron_fluid", "cli"), ("patches", "cpu"))
+    ROOT.joinpath(*place.split("/"))
+    for place in (
+        "benchmarks/report",
+        "megatron_fluid/cli",
+        "patches/cpu",
+        "patches/startup_report.py",
+    )
 )
 _BUILD, _CHECK = ("__init__", "__post_init__"), ("check_fields", "check_setting")
 # What a suite's program starts by name.

@@ -80,9 +80,14 @@ def test_three_lines_say_what_is_on_what_is_off_and_which_flag_changes_it() -> N
     (_, nothing, attention) = startup_lines(ROWS, features[2:]).splitlines()
     assert nothing == "  on:  nothing"
     assert "attention (2): cp_backend='megatron', change: --fluid-cp-backend auto" in attention
-    assert attention.endswith(" ...") and len(attention) == 100
+    assert attention.endswith("; attention") and len(attention) <= 100
     unused: list[startup.Feature] = [("--fluid-cpu", None, "a GPU is found", "")]
     assert startup_lines(ROWS, unused).endswith("  off: no effect: --fluid-cpu (a GPU is found)")
+    unused += [("--fluid-cp-backend rounds", None, "it needs --cp-comm-type a2a, found p2p", "")]
+    last = startup_lines(ROWS, unused).splitlines()[-1]
+    assert "--fluid-cpu" in last and "--fluid-cp-backend rounds" in last and len(last) <= 100
+    *_, last = startup_lines(ROWS, unused * 3).splitlines()
+    assert last.endswith(" more (--fluid-verbose)") and len(last) <= 100
 
 
 def test_features_of_ranks_are_merged_and_those_of_some_ranks_named() -> None:
@@ -116,6 +121,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
     def start(settings: FluidConfig, **changed: Any) -> SimpleNamespace:
         args = {"tensor_model_parallel_size": 2, "sequence_parallel": False, "fp8": None}
         args |= {"context_parallel_size": 2, "cp_comm_type": ["p2p"], "num_experts": None}
+        args |= {"world_size": 2, "use_distributed_optimizer": False}
         module = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(**args | changed))
         monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
         monkeypatch.setattr("megatron_fluid.config._current", settings)
@@ -141,6 +147,33 @@ def test_settings_without_effect_are_named_with_why(job: Any) -> None:
     for row in (rounds, (ATTENTION, True, "heads move over NVLink", 1)):
         assert unused_settings([nvlink, row]) == {}
     assert set(unused_settings([(MOE, False, "fp8", 1), (ATTENTION, False, "fp8", 1)])) == both
+
+
+def test_settings_of_waits_profiles_and_experts_say_where_nothing_reads_them(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = job(
+        FluidConfig(
+            timeout_s=5.0, end_on_timeout=True, profile_dir="here", machine="h100",
+            batch_invariant=True, moe_recompute="rows",
+        ),
+        world_size=1,
+    )  # fmt: skip
+    alone = {"--fluid-timeout 5.0", "--fluid-end-on-timeout", "--fluid-profile-dir here"}
+    experts = {"--fluid-batch-invariant", "--fluid-moe-recompute rows", "--fluid-machine h100"}
+    assert set(unused_settings()) == alone | experts
+    args.num_experts, args.world_size = 8, 2
+    assert set(unused_settings()) == {"--fluid-profile-dir here"}
+    rounds, nvlink = (
+        (MOE, True, f"{name}, 2 expert-parallel ranks", 1) for name in ("rounds", "nvlink")
+    )
+    without = {"--fluid-profile-dir here", "--fluid-moe-recompute rows", "--fluid-machine h100"}
+    assert set(unused_settings([rounds])) == without
+    assert set(unused_settings([nvlink])) == {"--fluid-profile-dir here"}
+    monkeypatch.setenv("MEGATRON_FLUID_FUSED_OPTIMIZER", "1")
+    assert "--fluid-fused-optimizer" in unused_settings()
+    args.use_distributed_optimizer = True
+    assert "--fluid-fused-optimizer" not in unused_settings()
 
 
 @pytest.mark.parametrize(
