@@ -8,6 +8,7 @@ Importing this package is cheap. Under Megatron it is all that is needed: it arm
 import importlib
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,7 +118,22 @@ def _load_patches_of_source_tree() -> None:
     globals()["patches"] = module
 
 
+def _arm() -> None:
+    """Arm the patches of Megatron. A variable that cannot be read ends a command and a job's ranks
+    with one line a host; in any other process it is a ConfigError."""
+    errors = importlib.import_module("megatron_fluid.errors")
+    try:
+        importlib.import_module("megatron_fluid.patches").arm()
+    except errors.ConfigError as error:
+        command = sys.argv[0] == "-m" or Path(sys.argv[0]).name.startswith("megatron-fluid")
+        if not command and "RANK" not in os.environ:
+            raise
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"megatron_fluid: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
 _refuse_second_copy()
 _load_patches_of_source_tree()
-importlib.import_module("megatron_fluid.patches").arm()
+_arm()
 sys._megatron_fluid = globals()  # type: ignore[attr-defined]

@@ -2,6 +2,9 @@
 
 import functools
 import importlib
+import os
+import shlex
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -322,3 +325,32 @@ def test_a_module_that_cannot_be_imported_is_an_error_of_the_patch() -> None:
 def test_names_and_targets_are_unique(name: str, target: str) -> None:
     with pytest.raises(ValueError, match="more than one with the"):
         engine(DOUBLE, Patch(name, target, negate, "test"))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("words", "variables", "status", "lines"),
+    [
+        ("-m megatron_fluid.cli patches", {}, 2, 1),
+        ("-c 'import megatron_fluid'", {"RANK": "2", "LOCAL_RANK": "0"}, 2, 1),
+        ("-c 'import megatron_fluid'", {"RANK": "1", "LOCAL_RANK": "1"}, 2, 0),
+        ("-c 'import megatron_fluid'", {}, 1, None),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "value"), [("MEGATRON_FLUID", "maybe"), ("MEGATRON_FLUID_DISABLE_PATCH", "bogus")]
+)
+def test_a_variable_that_cannot_be_read_is_one_line_of_a_command_or_a_host(
+    words: str, variables: dict[str, str], status: int, lines: int | None, name: str, value: str
+) -> None:
+    root = Path(__file__).resolve().parents[3]
+    environment = {**os.environ, "PYTHONPATH": str(root), name: value, **variables}
+    command = [sys.executable, *shlex.split(words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    told = done.stderr.splitlines()
+    assert done.returncode == status
+    if lines is None:
+        assert f"ConfigError: {name}: found '{value}'" in told[-1]
+    else:
+        assert len(told) == lines
+        assert all(f"megatron_fluid: {name}: found '{value}', allowed" in line for line in told)
