@@ -34,7 +34,7 @@ from megatron_fluid.comm.layers import compare_settings
 from megatron_fluid.config import shows_fields_of
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.low_latency.checks import Checks, same_forms
-from megatron_fluid.low_latency.layout import AllToAllConfig, Layout
+from megatron_fluid.low_latency.layout import AllToAllConfig, Layout, check_setting
 from megatron_fluid.low_latency.open_transport import choose_transport, open_transport
 from megatron_fluid.low_latency.transport import (
     CombineReceive,
@@ -133,6 +133,7 @@ class AllToAll:
 
     def packed_rows(self, alignment: int = 1) -> int:
         """Rows of a packed out_expert_x that hold whatever arrives."""
+        check_setting("alignment", alignment, 1)
         return self.layout.packed_rows(alignment)
 
     # ---- dispatch
@@ -179,6 +180,7 @@ class AllToAll:
             FluidError: halves out of order, or after destroy().
         """
         self._ready("dispatch", do_send, do_recv)
+        check_setting("alignment", alignment, 1)  # before it is looked up among equal values
         # Each half gets its own tensors and no others, whatever was passed: a launch is prepared
         # for what it gets. Both are checked before one starts.
         if do_send:
@@ -195,10 +197,10 @@ class AllToAll:
             self._weights_came_with_dispatch = weights is not None
             self._sent_type, self._sent_tokens = sent_type, shape[0]  # type: ignore[index]
             send(sent)
+            self._sent["dispatch"] = True
         if do_recv:
             receive(received)
-            self._received = True
-        self._sent["dispatch"] = not do_recv
+            self._sent["dispatch"], self._received = False, True
 
     @shows_fields_of(dispatch, leave_out=("self", "do_send", "do_recv"))
     def dispatch_with_hook(self, *arguments: Any, **keywords: Any) -> Callable[[], None]:
@@ -238,6 +240,7 @@ class AllToAll:
         bound_m and errors: as at dispatch.
         """
         self._ready("combine", do_send, do_recv)
+        check_setting("accumulate", accumulate)
         late = not self._weights_came_with_dispatch
         if do_send:
             sent = expert_y, weights, bound_m
@@ -250,9 +253,10 @@ class AllToAll:
             receive = self._half(CombineReceive, received, shape, (accumulate,), known)
         if do_send:
             send(sent)
+            self._sent["combine"] = True
         if do_recv:
             receive(received)
-        self._sent["combine"] = not do_recv
+            self._sent["combine"] = False
 
     # ---- both
     def _half(

@@ -17,10 +17,11 @@ from megatron_fluid.low_latency.transport import (
     DispatchSend,
 )
 
-__all__ = ["Checks", "same_forms"]
+__all__ = ["Checks", "form", "same_forms"]
 
 _INDEX_TYPES = (torch.uint32, torch.int32, torch.int64)
 _OUT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PROBABILITY_TYPES = (*_OUT_TYPES, torch.float64)
 _FP32 = (torch.float32,)
 _INT32 = (torch.int32,)
 
@@ -50,6 +51,25 @@ class Checks:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout
         self.device = device
+
+    def layer_call(
+        self, tokens: Tensor, routing: object, bound_m: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        """Check the arguments of a call of InferenceMoELayer, whose weights are of `dtype`."""
+        layout, tokens = self.layout, self._present("tokens", tokens)
+        m, most, hidden = _rows_of(tokens), layout.max_num_tokens, layout.hidden_dim
+        if not 0 <= m <= most or tokens.shape[1] != hidden or tokens.dtype != dtype:
+            raise ConfigError.of("tokens", form(tokens), f"[m <= {most}, {hidden}] of {dtype}")
+        self._rows("tokens", tokens, 16)
+        if routing is not None:
+            if not isinstance(routing, tuple | list) or len(routing) != 2:
+                raise ConfigError.of("routing", type(routing), "a pair of ids and probs, or None")
+            types = {"ids": _INDEX_TYPES, "probs": _PROBABILITY_TYPES}
+            for (what, allowed), tensor in zip(types.items(), routing, strict=True):
+                name = f"routing: {what}"
+                tensor = self._present(name, tensor).contiguous()  # as the layer makes them
+                self._fits(name, tensor, (m, layout.experts_per_token), allowed)
+        self._bound(bound_m)
 
     def dispatch_send(self, q: DispatchSend) -> None:
         """Check the send half of a dispatch."""
@@ -84,8 +104,6 @@ class Checks:
         if floats and sent_type != x.dtype:
             allowed = f"{sent_type}, the type sent, or an integer type for its bytes"
             raise ConfigError.of("out_expert_x", x.dtype, allowed)
-        if q.alignment < 1:
-            raise ConfigError.of("alignment", q.alignment, "at least 1 row")
         lead = (x.shape[0],) if q.packed else (layout.local_experts, layout.max_rows)
         if tuple(x.shape[:-1]) != lead:
             raise ConfigError.of("out_expert_x", tuple(x.shape), f"{lead} rows")
@@ -142,8 +160,8 @@ class Checks:
             self._fits("bound_m", bound_m, (1,), (torch.uint32, torch.int32))
 
     def _present(self, name: str, tensor: Tensor | None) -> Tensor:
-        if tensor is None or tensor.device != self.device:
-            found = None if tensor is None else str(tensor.device)
+        if not isinstance(tensor, Tensor) or tensor.device != self.device:
+            found = str(tensor.device) if isinstance(tensor, Tensor) else tensor
             raise ConfigError.of(name, found, f"a tensor on {self.device}")
         return tensor
 

@@ -32,6 +32,8 @@ from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fixed_tiles.launch import row_by_row
 from megatron_fluid.kernels.grouped_gemm.launch import fixed_tiles, grouped_matmul
 from megatron_fluid.low_latency.all_to_all import AllToAll
+from megatron_fluid.low_latency.checks import Checks, form, same_forms
+from megatron_fluid.low_latency.layout import check_setting
 
 __all__ = ["InferenceMoELayer"]
 
@@ -68,7 +70,7 @@ class InferenceMoELayer(nn.Module):
         group: the expert-parallel group, None for the world.
         dp_size, transport, timeout_s: as in `AllToAllConfig`.
         activation: a name, or a callable [rows, F1] -> [rows, F].
-        shared_expert: tokens [m, H] -> [m, H], added to the result.
+        shared_expert: tokens [m, H] -> [m, H] of their dtype, added to the result.
         batch_invariant: a token has the same bits whatever other tokens are in the batch, and
             whatever the ranks and the transport: those that the forward of a training layer with
             batch_invariant gives it. Router and shared expert must do their part, as that layer's
@@ -77,7 +79,8 @@ class InferenceMoELayer(nn.Module):
     Raises:
         ConfigError: weights that do not fit each other or the activation, DTensors sharded
             otherwise than over the group, an unknown activation, a dtype other than bf16 (on a CPU:
-            or fp16). A call raises it for tokens of another dtype.
+            or fp16). A call raises it for an argument that does not fit, and for such an output of
+            the shared expert.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class InferenceMoELayer(nn.Module):
         world = dist.get_world_size(group)
         if hasattr(weight1, "device_mesh"):
             _check_share(weight1, weight1.shape[0], group)
+        check_setting("experts_per_token", experts_per_token, 1)
         # With batch_invariant a token's scales are its choices and their weights, see _experts.
         scales = 8 * experts_per_token if batch_invariant else 0
         self.all_to_all = AllToAll.intranode(
@@ -113,6 +117,9 @@ class InferenceMoELayer(nn.Module):
             hidden, hidden * dtype.itemsize, scales, group=group, transport=transport,
             combine_dtype=dtype, timeout_s=timeout_s, batch_invariant=batch_invariant,
         )  # fmt: skip
+        self._checks = Checks(self.all_to_all.layout, self.all_to_all.device)
+        self._known: dict[object, Callable[..., bool]] = {}  # forms of arguments that fit
+        self._unreceived: list[Callable[[], None]] = []  # the receive half that a dispatch lacks
         self.weight1, self.weight2 = weight1, weight2
         self._of: Callable[[], Any] = lambda: None  # the training layer
         self.router, self.shared_expert = router, shared_expert
@@ -217,34 +224,62 @@ class InferenceMoELayer(nn.Module):
         """tokens [m, H] -> [m, H].
 
         Args:
-            routing: ids [m, K] (uint32, int32 or int64; -1 masks) and probs fp32 [m, K]; the
-                router's where None.
+            routing: ids [m, K] (uint32, int32 or int64; -1 masks) and probs [m, K] (of a floating
+                type; used in fp32); the router's where None.
             bound_m: int32 [1] on the device; only the first bound_m tokens count. The other rows
                 are undefined.
+
+        An error of the shared expert goes on after the exchange: the other ranks get their results,
+        and the next call works. So it does after an error of router or experts on all ranks; one on
+        a single rank ends the calls of the others in errors.
         """
         if (layer := self._of()) is not None:
             self._follow(layer)
-        if tokens.dtype != self.weight1.dtype:
-            raise ConfigError.of("type of tokens", tokens.dtype, self.weight1.dtype)
+        self._check_call(tokens, routing, bound_m)
         ids, probs = self._route(tokens) if routing is None else routing
         ids, probs = ids.contiguous(), probs.float().contiguous()
         invariant = self.batch_invariant
         scales = torch.cat([ids.to(torch.int64).float(), probs], 1) if invariant else None
+        late = torch.ones_like(probs) if invariant else None
+        out = torch.empty_like(tokens)
+        # The combine adds to the shared expert's output. With batch_invariant that is added last,
+        # and rows one by one: activations were multiplied with their probabilities.
+        adds = self.shared_expert is not None and not invariant
+        self._receive()
         receive = self.all_to_all.dispatch_with_hook(
             self._counts, self._rows, self._routing, tokens, scales, ids, bound_m,
             weights=None if invariant else probs, out_expert_offsets=self._offsets,
         )  # fmt: skip
-        out = torch.empty_like(tokens)
-        shared = None if self.shared_expert is None else self.shared_expert(tokens)
-        # The combine adds to the shared expert's output. With batch_invariant that is added last,
-        # and rows one by one: activations were multiplied with their probabilities.
-        adds = shared is not None and not invariant
-        if shared is not None and adds:
-            out.copy_(shared)
-        receive()
-        late = torch.ones_like(probs) if invariant else None
-        self.all_to_all.combine(out, ids, late, self._experts(), bound_m, accumulate=adds)
+        self._unreceived.append(receive)
+        shared = None
+        try:
+            if self.shared_expert is not None:
+                shared = self.shared_expert(tokens)
+                _check_shared(shared, tokens)
+                if adds:
+                    out.copy_(shared)
+        finally:  # after an error, too: the other ranks are in this exchange
+            self._receive()
+            self.all_to_all.combine(out, ids, late, self._experts(), bound_m, accumulate=adds)
         return out if shared is None or adds else out + shared
+
+    def _check_call(self, tokens: Tensor, routing: Any, bound_m: Tensor | None) -> None:
+        """Raise ConfigError for arguments that do not fit. Those of a known form do."""
+        given = (tokens,) if bound_m is None else (tokens, bound_m)
+        if routing is not None and isinstance(routing, tuple | list):
+            given = (*given, *routing)
+        key = getattr(tokens, "shape", None), routing is None, bound_m is None, len(given)
+        same = self._known.get(key)
+        if same is None or not same(*given):
+            self._checks.layer_call(tokens, routing, bound_m, self.weight1.dtype)
+            self._known[key] = same_forms(given)
+
+    def _receive(self) -> None:
+        """Enqueue the receive half of the last dispatch, unless it was: where it raised, the next
+        call does it."""
+        while self._unreceived:
+            self._unreceived[-1]()
+            self._unreceived.pop()
 
     def _row_probs(self) -> Tensor:
         """The probability of each packed row: that of its token's choice of the row's expert."""
@@ -297,6 +332,15 @@ def _local(weight: Tensor) -> Tensor:
     """The experts of this rank: the local part of a DTensor, else the tensor."""
     local: Tensor = getattr(weight, "_local_tensor", weight)
     return local
+
+
+def _check_shared(shared: Any, tokens: Tensor) -> None:
+    """Raise ConfigError unless the shared expert's output is like `tokens`."""
+    like = isinstance(shared, Tensor) and shared.shape == tokens.shape
+    if not like or shared.dtype != tokens.dtype or shared.device != tokens.device:
+        found = form(shared) if isinstance(shared, Tensor) else shared
+        allowed = f"a tensor {tuple(tokens.shape)} of {tokens.dtype} on {tokens.device}"
+        raise ConfigError.of("output of shared_expert", found, allowed)
 
 
 def _check_share(weight: Any, num_experts: int, group: dist.ProcessGroup | None) -> None:

@@ -12,7 +12,14 @@ import torch.distributed as dist
 from megatron_fluid.comm.groups import wait_timeout_s
 from megatron_fluid.errors import ConfigError
 
-__all__ = ["TRANSPORTS", "TWO_LEVEL_TRANSPORTS", "AllToAllConfig", "Layout", "round_up"]
+__all__ = [
+    "TRANSPORTS",
+    "TWO_LEVEL_TRANSPORTS",
+    "AllToAllConfig",
+    "Layout",
+    "check_setting",
+    "round_up",
+]
 
 TRANSPORTS = ("auto", "nvlink", "nvshmem", "nccl", "gloo")
 # The first moves inside a domain, the second between domains; internode only.
@@ -22,6 +29,16 @@ TWO_LEVEL_TRANSPORTS = ("nvlink+nvshmem", "nvlink+nccl", "nccl+nccl", "gloo+gloo
 def round_up(value: int, multiple: int) -> int:
     """The least multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
+
+
+def check_setting(name: str, value: object, least: int | None = None) -> None:
+    """Raise ConfigError unless `value` is an int of at least `least`; without `least`, a bool.
+    Equal values of other types are refused, too: 4.0 and 4 are one key of a dict."""
+    if least is None:
+        if not isinstance(value, bool):
+            raise ConfigError.of(name, value, "True or False")
+    elif isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError.of(name, value, f"an integer of at least {least}")
 
 
 @dataclass(frozen=True)
@@ -52,22 +69,23 @@ class Layout:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name == "batch_invariant":
+                check_setting(name, value)
+            elif name != "combine_dtype":
+                check_setting(name, value, 0 if name == "hidden_dim_scale_bytes" else 1)
         experts, k, most_k = self.num_experts, self.experts_per_token, min(16, self.num_experts)
         world, dp, element = self.world_size, self.dp_size, self.combine_dtype
         row, scale, hidden = self.hidden_dim_bytes, self.hidden_dim_scale_bytes, self.hidden_dim
-        words = scale >= 0 and scale % 4 == 0
-        whole = experts >= 1 and experts % max(world, 1) == 0
-        floats = element in (torch.bfloat16, torch.float16)
+        ranks, floats = f"world_size ({world})", element in (torch.bfloat16, torch.float16)
         checks = (
             ("combine_dtype", element, floats, "torch.bfloat16, torch.float16"),
-            ("max_num_tokens", self.max_num_tokens, self.max_num_tokens >= 1, "at least 1"),
-            ("world_size", world, world >= 1, "at least 1"),
-            ("num_experts", experts, whole, f"a positive multiple of world_size ({world})"),
-            ("experts_per_token", k, 1 <= k <= most_k, f"1 to {most_k}"),
-            ("dp_size", dp, dp >= 1 and world % dp == 0, f"a divisor of world_size ({world})"),
-            ("hidden_dim_bytes", row, row >= 16 and row % 16 == 0, "a positive multiple of 16"),
-            ("hidden_dim_scale_bytes", scale, words, "multiples of 4, or 0"),
-            ("hidden_dim", hidden, hidden >= 1 and hidden % 8 == 0, "a positive multiple of 8"),
+            ("num_experts", experts, experts % world == 0, f"a positive multiple of {ranks}"),
+            ("experts_per_token", k, k <= most_k, f"1 to {most_k}"),
+            ("dp_size", dp, world % dp == 0, f"a divisor of {ranks}"),
+            ("hidden_dim_bytes", row, row % 16 == 0, "a positive multiple of 16"),
+            ("hidden_dim_scale_bytes", scale, scale % 4 == 0, "multiples of 4, or 0"),
+            ("hidden_dim", hidden, hidden % 8 == 0, "a positive multiple of 8"),
         )
         for setting, value, fits, allowed in checks:
             if not fits:
@@ -177,17 +195,22 @@ class AllToAllConfig:
         if self.batch_invariant and (self.transport == "nvshmem" or "+" in self.transport):
             why = "because it sums a token's rows before they cross, and batch_invariant is on"
             raise ConfigError.of("transport", self.transport, f"auto, nvlink, nccl or gloo, {why}")
+        check_setting("internode", self.internode)
+        if self.domain_size is not None:
+            check_setting("domain_size", self.domain_size, 1)
         if self.domain_size is not None and not self.internode:
             none = "None for an intranode all-to-all"
             raise ConfigError.of("domain_size", self.domain_size, none)
+        check_setting("rank", self.rank, 0)
         group, claimed = self.process_group, (self.rank, self.world_size)
         actual = (dist.get_rank(group), dist.get_world_size(group))
         if claimed != actual:
             raise ConfigError.of("rank and world_size", claimed, f"those of the group, {actual}")
         _ = self.layout
-        if not (math.isfinite(self.wait_limit_s) and self.wait_limit_s > 0):
-            allowed_s = "more than 0 seconds, and finite"
-            raise ConfigError.of("timeout_s", self.wait_limit_s, allowed_s)
+        limit: object = self.wait_limit_s
+        number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if not (number and 0 < limit < math.inf):  # type: ignore[operator]
+            raise ConfigError.of("timeout_s", limit, "more than 0 seconds, and finite")
 
     @functools.cached_property
     def layout(self) -> Layout:

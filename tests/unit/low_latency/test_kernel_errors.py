@@ -106,9 +106,19 @@ def test_rows_of_another_type_than_was_sent_are_refused() -> None:
         ("dp_size", (4, 8, 2, 4, 3, 16, 32, 0)),
         ("hidden_dim_bytes", (4, 8, 2, 4, 1, 16, 24, 0)),
         ("hidden_dim_scale_bytes", (4, 8, 2, 4, 1, 16, 32, 3)),
+        ("max_num_tokens", (True, 8, 2, 4, 1, 16, 32, 0)),
+        ("max_num_tokens", ("8", 8, 2, 4, 1, 16, 32, 0)),
+        ("num_experts", (4, 4.0, 2, 2, 1, 16, 32, 0)),
+        ("experts_per_token", (4, 4, None, 2, 1, 16, 32, 0)),
+        ("world_size", (4, 4, 2, 0, 1, 16, 32, 0)),
+        ("dp_size", (4, 4, 2, 2, 1.0, 16, 32, 0)),
+        ("hidden_dim", (4, 4, 2, 2, 1, 16.0, 32, 0)),
+        ("hidden_dim", (4, 4, 2, 2, 1, 0, 32, 0)),
+        ("hidden_dim_scale_bytes", (4, 4, 2, 2, 1, 16, 32, -4)),
+        ("batch_invariant", (4, 4, 2, 2, 1, 16, 32, 0, torch.bfloat16, "no")),
     ],
 )
-def test_a_size_that_cannot_be_met_is_named(setting: str, values: tuple[int, ...]) -> None:
+def test_a_size_that_cannot_be_met_is_named(setting: str, values: tuple[Any, ...]) -> None:
     with pytest.raises(ConfigError, match=rf"^{setting}: found"):
         Layout(*values)
 

@@ -118,6 +118,31 @@ def test_a_tensor_that_has_changed_in_place_is_checked_again() -> None:
     assert transport.requests == ["dispatch_send", "dispatch_receive"] and not transport.again
 
 
+@pytest.mark.parametrize("alignment", [4.0, True, 0, "4"])
+def test_a_setting_of_a_wrong_type_is_refused_and_not_taken_for_an_equal_one(
+    alignment: Any,
+) -> None:
+    ata, transport = _build()
+    more = {"out_expert_offsets": torch.zeros(4, dtype=torch.int32)}
+    ids, rows = torch.zeros(3, 2, dtype=torch.int32), bf16(ata.packed_rows(4), 16)
+
+    def dispatch(alignment: Any) -> None:
+        counts = torch.zeros(4, dtype=torch.int32)
+        ata.dispatch(counts, rows, None, bf16(3, 16), None, ids, alignment=alignment, **more)
+
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="alignment: found .*, allowed: an integer of at"):
+            dispatch(alignment)
+        with pytest.raises(ConfigError, match="alignment"):
+            ata.packed_rows(alignment)
+        dispatch(4)
+        dispatch(1)
+        with pytest.raises(ConfigError, match="accumulate: found 1, allowed: True or False"):
+            ata.combine(bf16(3, 16), ids, torch.ones(3, 2), rows, accumulate=1)  # type: ignore[arg-type]
+        ata.combine(bf16(3, 16), ids, torch.ones(3, 2), rows, accumulate=True)
+    assert transport.requests.count("dispatch_receive") == 2
+
+
 def test_neither_half_starts_where_the_other_is_refused() -> None:
     ata, transport = _build()
     _call(ata, **_sent())
