@@ -10,11 +10,13 @@ the next iteration that --steps divides.
 
 The numbers agree, and the exit status is 0, if the losses with and without the package differ by at
 most --tolerance in relation to the loss, on average over all steps, or by at most three times as
-much as those of the two runs without it. Status 1: they do not. Status 2: the command line is
-wrong. A run that fails ends the comparison with its own status.
+much as those of the two runs without it. They never agree where a run lacks a step or a loss is not
+a finite number. Status 1: they do not. Status 2: the command line is wrong. A run that fails ends
+the comparison with its own status.
 """
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -40,6 +42,8 @@ _FIELDS = {
     "loss": re.compile(r"\blm loss" + _VALUE),
     "grad_norm": re.compile(r"\bgrad norm" + _VALUE),
 }
+# Of a step that the loss scale made Megatron skip: its loss was finite, and may not be logged.
+_SKIPPED = re.compile(r"skipped iterations:\s*[1-9].*\bnan iterations:\s*0\b")
 _MEMORY = re.compile(r"max allocated:?\s*([.\d]+)")
 _NO_GPU = (
     "no GPU: ranks share this machine's memory, which leaves no wire to hide. Losses can be "
@@ -100,7 +104,10 @@ def run(args: argparse.Namespace) -> int:
         with log.open("w") as file:
             status = run_command(commands[active], _environment(active), file)
         runs.append(read_log(log.read_text(errors="replace")))
-        found = len(runs[-1].steps)
+        steps = runs[-1].steps
+        if len(runs) == 1:  # of something else than a training no line has a loss
+            steps = [step for step in steps if not math.isnan(step.loss)]
+        found = len(steps)
         print(f"  {found} steps, {time.monotonic() - started:.0f} s", flush=True)
         if status:
             print("\n".join(log.read_text(errors="replace").splitlines()[-15:]))
@@ -108,8 +115,8 @@ def run(args: argparse.Namespace) -> int:
             return status if status > 0 else 128 - status  # ended by a signal
         if found < args.warm_up + 2:
             raise ConfigError(
-                f"COMMAND: found {found} lines 'iteration N/M | ...' in {log}, at least "
-                f"{args.warm_up + 2} are needed: it must be a Megatron training"
+                f"COMMAND: found {found} lines 'iteration N/M | ... lm loss: ...' in {log}, at "
+                f"least {args.warm_up + 2} are needed: it must be a Megatron training"
             )
     off, fluid, again = runs
     comparison = Comparison(
@@ -134,7 +141,10 @@ class _Log:
 
 
 def read_log(text: str) -> _Log:
-    """Read the lines that Megatron's training loop writes for each iteration."""
+    """Read the lines that Megatron's training loop writes for each iteration.
+
+    A line without a loss is a step whose loss is NaN.
+    """
     log = _Log()
     for line in text.splitlines():
         if at := _ITERATION.search(line):
@@ -142,10 +152,11 @@ def read_log(text: str) -> _Log:
                 name: float(found[1]) if (found := pattern.search(line)) else None
                 for name, pattern in _FIELDS.items()
             }
-            if values["ms"] is not None and values["loss"] is not None:
-                log.steps.append(
-                    Step(int(at[1]), values["ms"], values["loss"], values["grad_norm"])
-                )
+            ms, loss, grad_norm = (values[name] for name in ("ms", "loss", "grad_norm"))
+            if loss is None and not _SKIPPED.search(line):
+                loss = math.nan  # which Megatron leaves out
+            if ms is not None and loss is not None:
+                log.steps.append(Step(int(at[1]), ms, loss, grad_norm))
         elif memory := _MEMORY.search(line):
             log.memory_mib = max(log.memory_mib or 0.0, float(memory[1]))
         elif line.startswith("megatron_fluid: "):

@@ -28,27 +28,11 @@ def run(words: Sequence[str]) -> int:
     """Start the ranks; returns the exit status of the one that failed first, or 0.
 
     Args:
-        words: `--grace SECONDS` or nothing, torchrun's flags, the script and its flags. Without a
+        words: torchrun's flags and `--grace SECONDS`, the script and its flags. Without a
             rendezvous, several nodes or a master address, one host is meant (`--standalone`).
     """
-    parser = BriefParser(
-        prog="megatron-fluid run",
-        usage="megatron-fluid run [--grace SECONDS] [TORCHRUN'S FLAGS] SCRIPT [ITS FLAGS]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--grace",
-        type=positive,
-        default=_GRACE_S,
-        metavar="SECONDS",
-        help="how long ranks may go on after Ctrl-C or SIGTERM (default: %(default)s)",
-    )
-    first = list(words[:1])
-    taken = 2 if first == ["--grace"] else int(first in (["-h"], ["--help"]))
-    args = parser.parse_args(words[:taken])
-    wanted = _torchrun_arguments(words[taken:])
+    parser = _parser()
+    wanted = _arguments(parser, words)
     from megatron_fluid.patches.arguments import check_flags
 
     check_flags(wanted.training_script_args, parser.prog)
@@ -57,7 +41,7 @@ def run(words: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    _wait_for_ranks_after_a_signal(args.grace)
+    _wait_for_ranks_after_a_signal(wanted.grace)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         torchrun.run(wanted)
@@ -75,13 +59,36 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _torchrun_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Parse torchrun's flags; an error is one line, exit status 2."""
+def _parser() -> argparse.ArgumentParser:
+    """torchrun's parser, which leaves the script's flags alone, with `--grace`. An error is one
+    line, exit status 2."""
     from torch.distributed import run as torchrun
 
+    brief = BriefParser(
+        prog="megatron-fluid run",
+        usage="megatron-fluid run [--grace SECONDS] [TORCHRUN'S FLAGS] SCRIPT [ITS FLAGS]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser = torchrun.get_args_parser()
-    parser.prog = "megatron-fluid run"
-    parser.error = functools.partial(BriefParser.error, parser)  # type: ignore[method-assign, arg-type]
+    for each in (brief, parser):
+        each.add_argument(
+            "--grace",
+            type=positive,
+            default=_GRACE_S,
+            metavar="SECONDS",
+            help="how long ranks may go on after Ctrl-C or SIGTERM (default: %(default)s)",
+        )
+    parser.prog = brief.prog
+    parser.error = brief.error  # type: ignore[method-assign]
+    parser.format_help = brief.format_help  # type: ignore[method-assign] # torchrun's is long
+    return parser
+
+
+def _arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line, and check what torchrun would not say in one line."""
+    from torch.distributed import run as torchrun
+
     if not words:
         parser.error("no script is named; usage: megatron-fluid run [FLAGS] SCRIPT [ITS FLAGS]")
     wanted = parser.parse_args(words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import math
 import shlex
 import statistics
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from megatron_fluid import __version__
 
 __all__ = ["Comparison", "Step", "write_page"]
 
-_SAME = 1e-7  # relative difference of losses that Megatron's log cannot show
+_SAME = 1e-7  # the least relative difference that curves show: Megatron logs seven digits
 _DIFFERENCE = "relative difference of losses"
 # Of a run's curve: colour, style and width, so that the curve below is seen beside the one above.
 _STYLES = {
@@ -26,7 +27,8 @@ type _Curves = dict[str, list[tuple[int, float]]]  # (iteration, value) of each 
 
 
 class Step(NamedTuple):
-    """One iteration as Megatron logs it: milliseconds, loss, gradient norm (None: not logged)."""
+    """One iteration as Megatron logs it: milliseconds, loss (NaN: it was none), gradient norm
+    (None: not logged)."""
 
     iteration: int
     ms: float
@@ -39,7 +41,7 @@ class Comparison:
     """Three runs: without the package, with it, and without it again.
 
     Attributes:
-        off, on, again: their steps; those that all three have are compared.
+        off, on, again: their steps, of which those of the same iteration are compared.
         warm_up: first steps whose times do not count.
         tolerance: mean relative difference of losses that is allowed.
         memory_mib: the most that rank 0 allocated without the package and with it.
@@ -58,25 +60,49 @@ class Comparison:
     command: Sequence[str]
     caution: str = ""
 
-    def difference(self, one: Sequence[Step], other: Sequence[Step]) -> list[float]:
-        """Relative difference of the losses of two runs, step by step."""
-        pairs = zip(one, other, strict=False)
-        return [abs(a.loss - b.loss) / max(abs(b.loss), 1e-12) for a, b in pairs]
+    @property
+    def iterations(self) -> list[int]:
+        """Those that any run has."""
+        return sorted({step.iteration for run in (self.off, self.on, self.again) for step in run})
+
+    @property
+    def lost(self) -> str:
+        """The first iteration that has no finite loss in all runs, and which run it is; "" for
+        none."""
+        losses = {
+            "without the package": _losses(self.off),
+            "with the package": _losses(self.on),
+            "without the package again": _losses(self.again),
+        }
+        for iteration in self.iterations:
+            for run, of_run in losses.items():
+                if not math.isfinite(of_run.get(iteration, math.nan)):
+                    return f"{run} iteration {iteration} has no finite loss"
+        return ""
+
+    def difference(self, one: Sequence[Step], other: Sequence[Step]) -> dict[int, float]:
+        """Relative difference of the losses of two runs at each iteration that both have."""
+        mine, others = _losses(one), _losses(other)
+        return {
+            at: abs(loss - others[at]) / max(abs(others[at]), 1e-12)
+            for at, loss in mine.items()
+            if at in others
+        }
 
     @property
     def made(self) -> float:
         """Mean relative difference of the losses with and without the package."""
-        return statistics.fmean(self.difference(self.on, self.off))
+        return statistics.fmean(self.difference(self.on, self.off).values())
 
     @property
     def noise(self) -> float:
         """The same of the two runs without it."""
-        return statistics.fmean(self.difference(self.again, self.off))
+        return statistics.fmean(self.difference(self.again, self.off).values())
 
     @property
     def agrees(self) -> bool:
-        """Whether losses agree; one that is not a number never does."""
-        return self.made <= max(self.tolerance, 3 * self.noise)
+        """Whether losses agree; one that is missing or not a finite number never does."""
+        return not self.lost and self.made <= max(self.tolerance, 3 * self.noise)
 
     def ms(self, *runs: Sequence[Step]) -> float:
         """Median milliseconds of an iteration behind the warm-up."""
@@ -95,15 +121,18 @@ class Comparison:
     def lines(self) -> list[str]:
         """What the terminal shows: the verdict first."""
         word = "agree" if self.agrees else "DIFFER"
+        why = self.lost or (
+            f"with and without the package they differ by {_share(self.made)}, two runs without it "
+            f"by {_share(self.noise)} (allowed: {_share(self.tolerance)}, or three times the "
+            "latter)"
+        )
         off, on = self.ms(self.off, self.again), self.ms(self.on)
         lines = [
             f"{self.speed_up:.2f} times as fast: {off:.1f} ms an iteration -> {on:.1f} ms "
             f"(median of {len(self.on)} steps but the first {self.warm_up})",
             "tenth to ninetieth percentile of an iteration: "
             f"{self._spread(self.off, self.again)} -> {self._spread(self.on)}",
-            f"losses {word}: with and without the package they differ by {_share(self.made)}, "
-            f"two runs without it by {_share(self.noise)} (allowed: {_share(self.tolerance)}, or "
-            "three times the latter)",
+            f"losses {word}: {why}",
         ]
         if all(self.memory_mib):
             before, after = self.memory_mib
@@ -111,8 +140,12 @@ class Comparison:
         return lines + ([self.caution] if self.caution else [])
 
 
+def _losses(run: Sequence[Step]) -> dict[int, float]:
+    return {step.iteration: step.loss for step in run}
+
+
 def _share(value: float) -> str:
-    return "nothing that the log shows" if value < _SAME else f"{value:.2g}"
+    return f"{value:.2g}" if value else "nothing that the log shows"
 
 
 def write_page(comparison: Comparison, folder: Path) -> list[Path]:
@@ -133,10 +166,11 @@ def write_page(comparison: Comparison, folder: Path) -> list[Path]:
         print(f"no curves: install matplotlib ({error})", flush=True)
     verdict, *facts = map(html.escape, comparison.lines())
     started = html.escape("\n".join(comparison.started) or "(nothing was printed at start-up)")
+    runs = (comparison.off, comparison.on, comparison.again)
+    steps = [{step.iteration: step for step in run} for run in runs]
     rows = "".join(
-        f"<tr><td>{a.iteration}<td>{a.loss:.6g}<td>{b.loss:.6g}<td>{c.loss:.6g}"
-        f"<td>{a.ms:.1f}<td>{b.ms:.1f}<td>{c.ms:.1f}</tr>"
-        for a, b, c in zip(comparison.off, comparison.on, comparison.again, strict=False)
+        _row(iteration, [run.get(iteration) for run in steps])
+        for iteration in comparison.iterations
     )
     paths[0].write_text(
         _PAGE.format(
@@ -150,6 +184,12 @@ def write_page(comparison: Comparison, folder: Path) -> list[Path]:
         )
     )
     return paths
+
+
+def _row(iteration: int, steps: Sequence[Step | None]) -> str:
+    cells = [f"{step.loss:.6g}" if step else "-" for step in steps]
+    cells += [f"{step.ms:.1f}" if step else "-" for step in steps]
+    return f"<tr><td>{iteration}{''.join(f'<td>{cell}' for cell in cells)}</tr>"
 
 
 def _panels(comparison: Comparison) -> dict[str, _Curves]:
@@ -167,8 +207,7 @@ def _panels(comparison: Comparison) -> dict[str, _Curves]:
         }
 
     def differences(run: Sequence[Step]) -> list[tuple[int, float]]:
-        each = zip(run, comparison.difference(run, off), strict=False)
-        return [(step.iteration, max(value, _SAME)) for step, value in each]
+        return [(at, max(value, _SAME)) for at, value in comparison.difference(run, off).items()]
 
     return {
         "loss": curves("loss"),

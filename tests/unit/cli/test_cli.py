@@ -1,5 +1,6 @@
 """The `megatron-fluid` program: reports, exit statuses, reasons."""
 
+import argparse
 import json
 import os
 import re
@@ -75,6 +76,7 @@ def test_patches_that_do_not_fit_are_named_and_fail_if_strict(strict: bool) -> N
         ("docter", "invalid choice: 'docter'"),
         ("run --nproc-per-node 0 x.py", "--nproc-per-node: found '0', allowed: 1 or"),
         ("run --nproc-per-node two x.py", "Unsupported nproc_per_node value: two"),
+        ("run --standalone --grace=0 x.py", "argument --grace: found '0', allowed: 1 or more"),
         ("run --grace 0 x.py", "argument --grace: found '0', allowed: 1 or more"),
         ("run", "megatron-fluid run: error: no script is named"),
         ("run --nproc-per-node 2 none.py", "SCRIPT: found 'none.py', allowed: a file that exi"),
@@ -132,6 +134,41 @@ def test_a_rank_that_was_killed_gives_the_status_that_a_shell_would(
     monkeypatch.setattr(PContext, "close", PContext.close)  # which `run` wraps
     assert main(["run", "--nproc-per-node", "2", __file__]) == 128 + 9
     assert "rank 1 was ended by SIGKILL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "grace_s"),
+    [
+        ("", 600),
+        ("--grace 5", 5),
+        ("--grace=5", 5),
+        ("--nproc-per-node 1 --grace 5 --standalone", 5),
+        ("--nproc-per-node 1 --grace=5", 5),
+    ],
+)
+def test_the_seconds_to_save_stand_anywhere_before_the_script(
+    words: str, grace_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed import run as torchrun
+
+    waits: list[int] = []
+    started: list[argparse.Namespace] = []
+    monkeypatch.setattr("megatron_fluid.cli.run._wait_for_ranks_after_a_signal", waits.append)
+    monkeypatch.setattr(torchrun, "run", started.append)
+    of_the_script = ["--grace", "7", "--grace=8", "--help"]
+    assert main(["run", *words.split(), __file__, *of_the_script]) == 0
+    assert waits == [grace_s]
+    assert started[0].training_script == __file__
+    assert started[0].training_script_args == of_the_script
+
+
+def test_help_of_run_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["-h"], ["--grace=5", "--help", "x.py"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["run", *words])
+        said = capsys.readouterr().out
+        assert ended.value.code == 0 and said.startswith("usage: megatron-fluid run [--grace SECO")
+        assert "--rdzv" not in said
 
 
 def _profile_a_small_layer(rank: int, ranks: int, flags: list[str]) -> int:

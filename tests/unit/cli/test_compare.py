@@ -1,6 +1,5 @@
 """`megatron-fluid compare`, on a training that is played by a small script."""
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 
 from megatron_fluid.cli import main
 from megatron_fluid.cli.compare import _environment, prepare, read_log
-from megatron_fluid.profiling.compare_page import Comparison, Step, write_page
+from megatron_fluid.profiling.compare_page import Step
 
 # Writes Megatron's lines; with the package it is twice as fast. A script with that import is
 # started as it is, without a module that imports Megatron first.
@@ -25,10 +24,14 @@ if on:
     print("attention             off    2        one rank")
     print("building datasets")
 drift = float(os.environ.get("DRIFT", 0)) if on else 0.0
+missing = int(os.environ.get("MISSING", 0)) if on else 0
 for i in range(1, int(sys.argv[sys.argv.index("--exit-interval") + 1]) + 1):
-    loss, ms = 10.0 / i + drift, 50.0 if on else 100.0
+    if i == missing:
+        continue
+    loss, ms = 10.0 / i + (drift if i > 1 else 0.0), 50.0 if on else 100.0
+    shown = f"lm loss: {loss:.6E} | " if loss >= 0.0 else ""  # as Megatron does
     print(f" [2026-11-27] iteration {i:8}/ 100 | elapsed time per iteration (ms): {ms} | "
-          f"lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: {2.0 / i:.3f} |")
+          f"{shown}loss scale: 1.0 | grad norm: {2.0 / i:.3f} |")
 print("[Rank 0] (after 2 iterations) memory (MB) | allocated: 1.0 | max allocated: 512.0 |")
 sys.exit(int(os.environ.get("STATUS", 0)))
 """
@@ -63,13 +66,25 @@ def test_a_page_says_how_much_faster_and_that_losses_agree(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("drift", "status"), [("0.01", 0), ("0.5", 1), ("nan", 1)])
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("DRIFT", "0.01", "losses agree: with and without the package they differ by 0.00"),
+        ("DRIFT", "0.5", "losses DIFFER: with and without the package they differ by 0."),
+        ("DRIFT", "nan", "losses DIFFER: with the package iteration 2 has no finite loss\n"),
+        ("MISSING", "1", "losses DIFFER: with the package iteration 1 has no finite loss\n"),
+        ("MISSING", "4", "losses DIFFER: with the package iteration 4 has no finite loss\n"),
+        ("MISSING", "3", "losses DIFFER: with the package iteration 3 has no finite loss\n"),
+    ],
+)
 def test_the_exit_status_says_whether_losses_agree(
-    drift: str, status: int, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DRIFT", drift)
+    name: str, value: str, said: str, command: list[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv(name, value)
     words = ["compare", "--steps", "4", "--warm-up", "1", "--output", str(tmp_path / "out")]
-    assert main([*words, *command]) == status
+    assert main([*words, *command]) == ("DIFFER" in said)
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.process
@@ -114,27 +129,22 @@ def test_the_script_is_started_with_the_package_unless_it_imports_it(tmp_path: P
 
 
 def test_steps_without_a_gradient_norm_are_read() -> None:
-    line = " iteration  3/ 9 | elapsed time per iteration (ms): 1.5 | lm loss: nan | x: 1 |"
-    (step,) = read_log(line).steps
-    assert (step.iteration, step.ms, step.grad_norm) == (3, 1.5, None)
-    assert step.loss != step.loss
+    line = " iteration  3/ 9 | elapsed time per iteration (ms): 1.5 | lm loss: 2.0 | x: 1 |"
+    assert read_log(line).steps == [Step(3, 1.5, 2.0, None)]
 
 
-def test_noise_of_the_runs_without_the_package_widens_what_agrees(tmp_path: Path) -> None:
-    def steps(*losses: float) -> list[Step]:
-        return [Step(i, 1.0, loss, None) for i, loss in enumerate(losses)]
-
-    def comparison(again: float) -> Comparison:
-        return Comparison(
-            off=steps(1.0, 1.0), on=steps(1.02, 1.02), again=steps(again, again), warm_up=0,
-            tolerance=0.005, memory_mib=(None, None), started=[], command=["train"],
-        )  # fmt: skip
-
-    assert not comparison(1.0).agrees
-    assert comparison(1.01).agrees
-    careful = dataclasses.replace(comparison(1.0), caution="no GPU: times say nothing")
-    page = write_page(careful, tmp_path)[0].read_text()
-    assert page.startswith("<!doctype html>") and careful.caution in page
+def test_a_line_without_a_loss_is_a_step_whose_loss_is_nan() -> None:
+    begin = " iteration {}/ 9 | elapsed time per iteration (ms): 1.5 |"
+    end = " number of skipped iterations:   {} | number of nan iterations:   {} |"
+    lines = [
+        begin.format(1) + end.format(1, 0),  # the loss scale was too large
+        begin.format(2) + " lm loss: 2.0 |" + end.format(0, 0),
+        begin.format(3) + end.format(0, 0),
+        begin.format(4) + end.format(1, 1),
+    ]
+    found = [(step.iteration, str(step.loss)) for step in read_log("\n".join(lines)).steps]
+    assert found == [(2, "2.0"), (3, "nan"), (4, "nan")]
+    assert len(read_log("\n".join(lines[2:])).steps) == 2, "all may be lost from the first on"
 
 
 def test_both_runs_are_told_what_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
