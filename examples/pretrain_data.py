@@ -27,9 +27,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from pretrain_defaults import uses_text
 from text_dataset import (
     ByteTokenizer,
-    MegatronTextTokenizer,
     TextDataset,
-    TextTokenizer,
     build_text_dataset,
     find_text_files,
     parse_split,
@@ -63,20 +61,14 @@ def prepare_text(args: argparse.Namespace, say: Callable[[str], None]) -> TextDa
             )
         return None
     files = find_text_files(args.text_path) if args.text_path else standard_library_files()
-    tokenizer: TextTokenizer
-    if args.tokenizer_type == "NullTokenizer":
-        if args.vocab_size is None or args.vocab_size < ByteTokenizer.vocab_size:
-            raise ValueError(
-                f"--vocab-size: found {args.vocab_size}, bytes need at least "
-                f"{ByteTokenizer.vocab_size} "
-                "(256 values and the end of a document)"
-            )
-        tokenizer = ByteTokenizer()
-    else:
-        tokenizer = MegatronTextTokenizer(get_tokenizer(), args.tokenizer_model)
+    if args.vocab_size is None or args.vocab_size < ByteTokenizer.vocab_size:
+        raise ValueError(
+            f"--vocab-size: found {args.vocab_size}, bytes need at least "
+            f"{ByteTokenizer.vocab_size} (256 values and the end of a document)"
+        )
     text = build_text_dataset(
         files,
-        tokenizer,
+        ByteTokenizer(),
         parse_split(args.split),
         args.text_cache,
         wait_s=60 * args.text_wait_minutes,

@@ -106,8 +106,7 @@ def default_settings(given: Mapping[str, Any], machine: Machine) -> dict[str, An
     """Values, by destination in Megatron's parser, for arguments that ``given`` does not name.
 
     Raises:
-        ValueError: ``--tokenizer-model`` names no folder, and no ``--tokenizer-type`` says what
-            else it is.
+        ValueError: a tokenizer for text files, whose tokens are bytes.
     """
     chosen: dict[str, Any] = {}
 
@@ -117,21 +116,16 @@ def default_settings(given: Mapping[str, Any], machine: Machine) -> dict[str, An
     def value(name: str, otherwise: Any) -> Any:
         return given.get(name, chosen.get(name, otherwise))
 
-    # Data.
-    if "tokenizer_type" in given:
-        pass
-    elif (model := given.get("tokenizer_model")) is not None:
-        if not Path(model).is_dir():
-            raise ValueError(
-                f"--tokenizer-model {model}: no such folder; a HuggingFace tokenizer is a folder "
-                "with tokenizer.json, for "
-                "another kind name --tokenizer-type too"
-            )
-        default(tokenizer_type="HuggingFaceTokenizer")
-    elif uses_text(given) or given.get("mock_data"):
-        default(
-            tokenizer_type="NullTokenizer", vocab_size=257
-        )  # bytes, and 256 for the end of a document
+    # Data: bytes, and 256 for the end of a document, but for data of one's own.
+    named = given.get("tokenizer_type", given.get("tokenizer_model"))
+    if uses_text(given) and named not in (None, "NullTokenizer"):
+        raise ValueError(
+            f"--tokenizer-type or --tokenizer-model: found {named}, allowed: none for text files, "
+            "whose tokens are bytes; for others name what Megatron-LM's tools/preprocess_data.py "
+            "made of them as --data-path"
+        )
+    if named is None and (uses_text(given) or given.get("mock_data")):
+        default(tokenizer_type="NullTokenizer", vocab_size=257)
     if uses_text(given):
         default(split="95,5,0")
 

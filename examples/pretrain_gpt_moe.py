@@ -86,10 +86,7 @@ def add_arguments(output: RunOutput, parser: argparse.ArgumentParser) -> argpars
         action="extend",
         metavar="PATH",
         help="Text files or folders. Without this and without Megatron's own data flags: the "
-        "sources of Python's "
-        "standard library. The tokens are bytes unless --tokenizer-model names a HuggingFace "
-        "tokenizer folder "
-        "(or --tokenizer-type another tokenizer of Megatron).",
+        "sources of Python's standard library. Their tokens are bytes.",
     )
     group.add_argument(
         "--text-cache", default=TEXT_CACHE, metavar="FOLDER",

@@ -144,10 +144,8 @@ def _data(args: argparse.Namespace, text: TextDataset | None) -> str:
     source = (
         ", ".join(args.text_path) if args.text_path else "the sources of Python's standard library"
     )
-    byte_level = args.tokenizer_type == "NullTokenizer"
-    kind = "bytes" if byte_level else f"tokens of {args.tokenizer_model or args.tokenizer_type}"
     return (
-        f"{source}: {text.files} files, {kind}\n{text.tokens['train']:,} to train on, "
+        f"{source}: {text.files} files, bytes\n{text.tokens['train']:,} to train on, "
         f"{text.tokens['valid']:,} held out, "
         f"kept in {os.path.relpath(text.folder)}"
     )

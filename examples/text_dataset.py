@@ -35,13 +35,12 @@ from megatron.core.datasets.indexed_dataset import (
 )
 from text_cache import only_builder, read_record, write_record
 from text_files import cut_text, find_text_files, standard_library_files
-from text_tokenizers import ByteTokenizer, MegatronTextTokenizer, TextTokenizer
+from text_tokenizers import ByteTokenizer, TextTokenizer
 from tqdm import tqdm
 
 __all__ = [
     "SPLITS",
     "ByteTokenizer",
-    "MegatronTextTokenizer",
     "TextDataset",
     "TextTokenizer",
     "build_text_dataset",

@@ -1,13 +1,12 @@
-"""Tokenizers for text files: bytes, or any text tokenizer of Megatron-Core."""
+"""The tokens of text files: bytes."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy
 
-__all__ = ["ByteTokenizer", "MegatronTextTokenizer", "TextTokenizer"]
+__all__ = ["ByteTokenizer", "TextTokenizer"]
 
 
 class TextTokenizer(Protocol):
@@ -39,60 +38,3 @@ class ByteTokenizer:
 
     def identity(self) -> dict[str, Any]:
         return {"tokenizer": "bytes"}
-
-
-class MegatronTextTokenizer:
-    """Any text tokenizer of Megatron-Core (HuggingFace folder, SentencePiece, ...) as a
-    :class:`TextTokenizer`.
-
-    Args:
-        tokenizer: what ``megatron.core.tokenizers.utils.build_tokenizer`` returns.
-        model: its file or folder; the sizes and modification times of what lies there go into the
-            cache key.
-
-    Raises:
-        ValueError: the tokenizer has no end-of-document token.
-    """
-
-    def __init__(self, tokenizer: Any, model: str | None) -> None:
-        eod = tokenizer.eod
-        if not isinstance(eod, int) or eod < 0:
-            raise ValueError(
-                f"the tokenizer {model or type(tokenizer).__name__} has no end-of-text token "
-                f"(found {eod!r}); "
-                "set eos_token in its tokenizer_config.json"
-            )
-        self._tokenizer = tokenizer
-        self._model = model
-        self.eod = eod
-        self.vocab_size = int(tokenizer.vocab_size)
-
-    def encode(self, piece: bytes, source: str) -> numpy.ndarray:
-        try:
-            text = piece.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{source} is not UTF-8 text (byte {error.start} of this piece): convert it, leave "
-                "it out, "
-                "or use the byte-level tokenizer, which takes any bytes"
-            ) from None
-        return numpy.asarray(self._tokenizer.tokenize(text), dtype=numpy.int64)
-
-    def identity(self) -> dict[str, Any]:
-        files: list[tuple[str, int, int]] = []
-        if self._model is not None and Path(self._model).exists():
-            root = Path(self._model)
-            found = (
-                [root]
-                if root.is_file()
-                else sorted(path for path in root.rglob("*") if path.is_file())
-            )
-            files = [
-                (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns)
-                for path in found
-            ]
-        return {
-            "tokenizer": type(self._tokenizer).__name__,
-            "vocab_size": self.vocab_size,
-            "files": files,
-        }

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import bench_all_to_all
-from tests.bench_all_to_all import table
+from benchmarks.report import all_to_all_by_ranks
+from benchmarks.report.all_to_all_by_ranks import main, table
 from tests.support.graph_jobs import free_port
 from tests.support.machine import GPUS
 
@@ -80,7 +80,7 @@ def test_the_benchmark_starts_its_ranks(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     # Defaults follow torch's number of GPUs, which a test before this one may have replaced.
     words = "--ranks 2 --iters 2 --transports gloo --tokens 1 --shape v2-lite"
-    assert bench_all_to_all.main(words.split()) == 0
+    assert main("", words.split()) == 0
     said = capsys.readouterr().out
     labels = [line.split("|")[1].strip() for line in said.splitlines() if "μs ±" in line]
     assert labels == ["GLOO Dispatch", "GLOO Combine", "Torch AtA Dispatch", "Torch AtA Combine"]
@@ -89,9 +89,9 @@ def test_the_benchmark_starts_its_ranks(
 def test_the_benchmark_says_what_cannot_be_had(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench_all_to_all, "detect_launch", lambda: None)
-    monkeypatch.setattr(bench_all_to_all, "_start", lambda *_: "found 'nvlink', not to be met")
-    assert bench_all_to_all.main(["--ranks", "2", "--transports", "nvlink"]) == 1
+    monkeypatch.setattr(all_to_all_by_ranks, "detect_launch", lambda: None)
+    monkeypatch.setattr(all_to_all_by_ranks, "_start", lambda *_: "found 'nvlink', not to be met")
+    assert main("", ["--ranks", "2", "--transports", "nvlink"]) == 1
     assert "EP2 nvlink: found 'nvlink', not to be met" in capsys.readouterr().out
 
 

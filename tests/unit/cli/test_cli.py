@@ -138,13 +138,7 @@ def test_a_rank_that_was_killed_gives_the_status_that_a_shell_would(
 
 @pytest.mark.parametrize(
     ("words", "grace_s"),
-    [
-        ("", 600),
-        ("--grace 5", 5),
-        ("--grace=5", 5),
-        ("--nproc-per-node 1 --grace 5 --standalone", 5),
-        ("--nproc-per-node 1 --grace=5", 5),
-    ],
+    [("", 600), ("--grace=5", 5), ("--nproc-per-node 1 --grace 5 --standalone", 5)],
 )
 def test_the_seconds_to_save_stand_anywhere_before_the_script(
     words: str, grace_s: int, monkeypatch: pytest.MonkeyPatch
@@ -160,15 +154,6 @@ def test_the_seconds_to_save_stand_anywhere_before_the_script(
     assert waits == [grace_s]
     assert started[0].training_script == __file__
     assert started[0].training_script_args == of_the_script
-
-
-def test_help_of_run_is_short(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["-h"], ["--grace=5", "--help", "x.py"]):
-        with pytest.raises(SystemExit) as ended:
-            main(["run", *words])
-        said = capsys.readouterr().out
-        assert ended.value.code == 0 and said.startswith("usage: megatron-fluid run [--grace SECO")
-        assert "--rdzv" not in said
 
 
 def _profile_a_small_layer(rank: int, ranks: int, flags: list[str]) -> int:

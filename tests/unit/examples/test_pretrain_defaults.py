@@ -3,7 +3,6 @@ obeyed."""
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pretrain_defaults as pd
@@ -103,18 +102,16 @@ def test_a_batch_that_was_described_is_not_described_again(given: dict[str, Any]
     assert "global_batch_size" not in pd.default_settings(given, CPU)
 
 
-def test_data_flags_choose_the_tokenizer(tmp_path: Path) -> None:
+def test_data_flags_choose_the_tokenizer() -> None:
     assert pd.default_settings({}, CPU)["tokenizer_type"] == "NullTokenizer"
     assert pd.default_settings({"mock_data": True}, CPU)["vocab_size"] == 257
     own = pd.default_settings({"data_path": ["x"]}, CPU)
     assert not {"tokenizer_type", "vocab_size", "split"} & set(own)
-    folder = pd.default_settings({"tokenizer_model": str(tmp_path)}, CPU)
-    assert folder["tokenizer_type"] == "HuggingFaceTokenizer"
-    assert "vocab_size" not in folder
-    with pytest.raises(ValueError, match=r"--tokenizer-model .*nowhere: no such folder"):
-        pd.default_settings({"tokenizer_model": str(tmp_path / "nowhere")}, CPU)
-    spoken = {"tokenizer_model": "x.model", "tokenizer_type": "SentencePieceTokenizer"}
-    assert "tokenizer_type" not in pd.default_settings(spoken, CPU)
+    spoken = {"tokenizer_type": "SentencePieceTokenizer"}
+    assert "vocab_size" not in pd.default_settings({**spoken, "data_path": ["x"]}, CPU)
+    for given in (spoken, {"tokenizer_model": "a_folder"}):
+        with pytest.raises(ValueError, match=r"found (Sent|a_f).*whose tokens are bytes"):
+            pd.default_settings(given, CPU)
 
 
 def test_machines_differ_only_where_they_must() -> None:

@@ -192,37 +192,6 @@ def test_cutting_loses_nothing_and_keeps_characters_whole(limit: int) -> None:
 # ---- the files that are read, and their tokens
 
 
-def test_a_huggingface_tokenizer_folder(tmp_path: Path) -> None:
-    folder, files = tokenizer_folder(tmp_path / "tokenizer"), write(tmp_path / "in", a=lines(300))
-    text = tokenizer_of(folder)
-    built = build(files, tmp_path, text)
-    dataset = IndexedDataset(str(built.prefixes["train"]))
-    again = megatron_tokenizer(folder)
-    original = lines(300).decode()
-    for ids in (dataset[index].tolist() for index in range(len(dataset))):
-        assert ids[-1] == text.eod
-        assert again.detokenize(ids[:-1]).strip() in original
-    assert built.tokens["train"] < built.bytes["train"]
-    assert sum(built.bytes.values()) == len(lines(300))
-    # Another vocabulary of the same size under the same path is another tokenizer.
-    tokenizer_folder(folder)
-    assert build(files, tmp_path, tokenizer_of(folder)).folder != built.folder
-
-
-def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
-    folder = tokenizer_folder(tmp_path / "tokenizer", end=None)
-    with pytest.raises(ValueError, match=r"no end-of-text token.*eos_token"):
-        tokenizer_of(folder)
-
-
-def test_text_that_a_tokenizer_cannot_read_is_named(tmp_path: Path) -> None:
-    texts = {"good.txt": lines(50), "latin.txt": "süß\n".encode("latin-1") * 50}
-    files, folder = write(tmp_path / "in", **texts), tokenizer_folder(tmp_path / "tokenizer")
-    with pytest.raises(ValueError, match=r"latin.txt \(piece \d+\) is not UTF-8"):
-        build(files, tmp_path, tokenizer_of(folder))
-    assert build(files, tmp_path).files == 2
-
-
 def test_binary_files_in_a_folder_are_left_out_and_listed(tmp_path: Path) -> None:
     texts = {"text.txt": lines(100), "image.bin": b"\x89PNG\x00\x01" * 100}
     built = build(write(tmp_path / "in", **texts), tmp_path)
@@ -255,32 +224,3 @@ def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "a_file").write_text("")
     with pytest.raises(ValueError, match=r"--text-cache .* cannot be created"):
         build(write(tmp_path / "in", c=lines(9)), tmp_path / "a_file")
-
-
-def megatron_tokenizer(folder: Path) -> Any:
-    from megatron.core.tokenizers import MegatronTokenizer
-
-    return MegatronTokenizer.from_pretrained(
-        tokenizer_path=str(folder), metadata_path={"library": "huggingface"}
-    )
-
-
-def tokenizer_of(folder: Path) -> Any:
-    return td.MegatronTextTokenizer(megatron_tokenizer(folder), str(folder))
-
-
-def tokenizer_folder(folder: Path, vocabulary: int = 300, end: str | None = "<end>") -> Path:
-    """A byte-pair tokenizer trained on the spot, in the folder form that ``transformers`` reads."""
-    tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[end] if end else [], show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    tokenizer.train_from_iterator([lines(50).decode()], trainer)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
-    fast.save_pretrained(str(folder))
-    return folder

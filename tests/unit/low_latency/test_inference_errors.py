@@ -106,13 +106,18 @@ def test_an_argument_that_does_not_fit_is_named(rank: int, world: int) -> None:
     ids, probs = torch.zeros(5, 2, dtype=torch.int32), torch.ones(5, 2)
     bound = torch.tensor([4], dtype=torch.int32)
     calls: list[tuple[str, Callable[[], object]]] = [
-        ("tokens", lambda: layer(tokens[:, :8])),
-        ("tokens", lambda: layer(tokens[None])),
-        ("tokens", lambda: layer(tokens[0, 0])),
-        ("tokens", lambda: layer(tokens.repeat(2, 1))),
-        ("tokens", lambda: layer(tokens.to("meta"))),
-        ("tokens", lambda: layer(tokens.float())),
-        ("tokens", lambda: layer(None)),
+        *(
+            ("tokens", lambda wrong=wrong: layer(wrong))
+            for wrong in (
+                tokens[:, :8],
+                tokens[None],
+                tokens[0, 0],
+                tokens.repeat(2, 1),
+                None,
+                tokens.to("meta"),
+                tokens.float(),
+            )
+        ),
         ("routing: ids", lambda: layer(tokens, (None, None))),
         ("routing", lambda: layer(tokens, (ids,))),
         ("routing", lambda: layer(tokens, ids)),
@@ -138,28 +143,9 @@ def test_an_argument_that_does_not_fit_is_named(rank: int, world: int) -> None:
 
 @on_ranks(1)
 def test_a_setting_of_a_wrong_type_is_named(rank: int, world: int) -> None:
-    for name, value in (
-        ("max_num_tokens", "8"),
-        ("experts_per_token", None),
-        ("experts_per_token", True),
-        ("dp_size", 1.0),
-        ("timeout_s", "3"),
-        ("timeout_s", True),
-        ("timeout_s", float("inf")),
-        ("batch_invariant", "no"),
-    ):
-        sizes = {"max_num_tokens": 8, "experts_per_token": 2, name: value}
-        weights = torch.zeros(4, 24, 16).bfloat16(), torch.zeros(4, 16, 12).bfloat16()
-        with pytest.raises(ConfigError, match=f"^{name}: found {value!r}"):
-            InferenceMoELayer(*weights, None, **sizes)  # type: ignore[arg-type]
-    for name, value in (
-        ("rank", 0.0),
-        ("world_size", 1.0),
-        ("internode", "no"),
-        ("domain_size", 1.0),
-        ("domain_size", "1"),
-        ("domain_size", 0),
-    ):
+    wrong = {"rank": (0.0,), "world_size": (1.0,), "internode": ("no",), "timeout_s": ("3", True)}
+    wrong |= {"domain_size": (1.0, "1", 0)}
+    for name, value in ((name, value) for name, values in wrong.items() for value in values):
         sizes = {"rank": 0, "world_size": 1, "internode": True, name: value}
         with pytest.raises(ConfigError, match=f"^{name}: found {value!r}"):
             AllToAllConfig(8, 4, 2, dp_size=1, hidden_dim=16, hidden_dim_bytes=32,
