@@ -52,7 +52,7 @@ __all__ = [
 
 SPLITS = ("train", "valid", "test")
 # Raise it when the builder's output changes: caches of the old format are then not read.
-_FORMAT = 2
+_FORMAT = 3
 _MIN_PIECE, _MAX_PIECE, _PIECES = 1 << 6, 1 << 20, 256
 _SNIFF = 8192
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 __all__ = ["cut_text", "find_text_files", "standard_library_files"]
 
-_LONGEST_CHARACTER = 4  # bytes, in UTF-8
-
 
 def find_text_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """The files named by ``paths``: a file stands for itself, a folder for every file below it that
@@ -69,20 +67,13 @@ def standard_library_files() -> list[Path]:
 
 
 def cut_text(data: bytes, limit: int) -> list[bytes]:
-    """``data`` in pieces of at most ``limit`` bytes, cut after a line's end, else between UTF-8
-    characters."""
+    """``data`` in pieces of at most ``limit`` bytes, cut after a line's end where there is one."""
     pieces = []
     start = 0
-    while len(data) - start > limit:
-        end = data.rfind(b"\n", start, start + limit) + 1
-        if not end:
-            end = start + limit
-            for back in range(min(_LONGEST_CHARACTER, limit)):
-                if data[end - back] & 0xC0 != 0x80:  # 0b10xxxxxx continues a character
-                    end -= back
-                    break
+    while start < len(data):
+        end = start + limit
+        if end < len(data):
+            end = data.rfind(b"\n", start, end) + 1 or end
         pieces.append(data[start:end])
         start = end
-    if start < len(data):
-        pieces.append(data[start:])
     return pieces

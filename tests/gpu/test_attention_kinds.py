@@ -83,21 +83,12 @@ def _module(kind: Kind, ranks: int, groups: Any = None, **sizes: Any) -> Any:
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     settings: dict[str, Any] = {
-        "num_layers": 1,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "bf16": kind.te,
-        "params_dtype": kind.dtype,
-        "normalization": "RMSNorm",
-        "context_parallel_size": ranks,
-        "cp_comm_type": "a2a",
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "persist_layer_norm": False,
-        "add_bias_linear": False,
-        "gradient_accumulation_fusion": kind.fused and ranks > 1,
-        **sizes,
-    }
+        "num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "bf16": kind.te,
+        "params_dtype": kind.dtype, "normalization": "RMSNorm", "context_parallel_size": ranks,
+        "cp_comm_type": "a2a", "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "persist_layer_norm": False, "add_bias_linear": False,
+        "gradient_accumulation_fusion": kind.fused and ranks > 1, **sizes,
+    }  # fmt: skip
     if kind.latent:
         settings |= {
             "q_lora_rank": 96,

@@ -10,32 +10,16 @@ from megatron_fluid import FluidConfig, config, current_config, set_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.engine import switches
 
+WRONG: dict[str, tuple[object, ...]] = {
+    "moe_backend": ("nvlnk",), "cp_backend": ("nccl",), "dx_chunks": (0, 1.5, True, 1025),
+    "machine": ("h1000", 5), "defer_weight_grads": ("yes",), "deterministic": (1,), "graph": (1,),
+    "timeout_s": (0, float("inf"), float("nan"), "300", 1e308),
+    "profile_steps": ("5", "0:2", "5:3", 5), "profile_dir": ("",),
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("moe_backend", "nvlnk"),
-        ("cp_backend", "nccl"),
-        ("dx_chunks", 0),
-        ("dx_chunks", 1.5),
-        ("dx_chunks", True),
-        ("dx_chunks", 1025),
-        ("machine", "h1000"),
-        ("machine", 5),
-        ("defer_weight_grads", "yes"),
-        ("deterministic", 1),
-        ("timeout_s", 0),
-        ("timeout_s", float("inf")),
-        ("timeout_s", float("nan")),
-        ("timeout_s", "300"),
-        ("timeout_s", 1e308),
-        ("graph", 1),
-        ("profile_steps", "5"),
-        ("profile_steps", "0:2"),
-        ("profile_steps", "5:3"),
-        ("profile_steps", 5),
-        ("profile_dir", ""),
-    ],
+    ("setting", "value"), [(name, value) for name, values in WRONG.items() for value in values]
 )
 def test_a_value_out_of_range_is_refused_by_name(setting: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:

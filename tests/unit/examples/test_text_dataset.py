@@ -176,17 +176,11 @@ def test_split_weights(text: str, fractions: tuple[float, ...] | None) -> None:
         td.parse_split(text)
 
 
-@pytest.mark.parametrize("limit", [4, 7, 64, 1000])
-def test_cutting_loses_nothing_and_keeps_characters_whole(limit: int) -> None:
-    data = lines(20) + "ü€𝄞".encode() * 40
-    pieces = td.cut_text(data, limit)
-    assert b"".join(pieces) == data
-    assert all(0 < len(piece) <= limit for piece in pieces)
-    for piece in pieces:
-        piece.decode("utf-8")
-    no_text = bytes([0x80]) * 5000  # nothing here starts a character: pieces must still be long
-    assert b"".join(td.cut_text(no_text, limit)) == no_text
-    assert len(td.cut_text(no_text, limit)) <= 5000 / max(1, limit - 3) + 1
+def test_cutting_loses_nothing_and_ends_pieces_with_lines() -> None:
+    for data, limit in ((lines(20), 64), (b"\n" * 9, 4), (bytes(5000), 7), (b"", 7)):
+        pieces = td.cut_text(data, limit)
+        assert b"".join(pieces) == data and all(0 < len(piece) <= limit for piece in pieces)
+        assert data.count(b"\n") == 0 or all(piece.endswith(b"\n") for piece in pieces)
 
 
 # ---- the files that are read, and their tokens
