@@ -91,14 +91,9 @@ def _module(kind: Kind, ranks: int, groups: Any = None, **sizes: Any) -> Any:
     }  # fmt: skip
     if kind.latent:
         settings |= {
-            "q_lora_rank": 96,
-            "kv_lora_rank": 64,
-            "qk_head_dim": 64,
-            "qk_pos_emb_head_dim": 32,
-            "v_head_dim": 64,
-            "rope_type": "rope",
-            "qk_layernorm": True,
-        }
+            "q_lora_rank": 96, "kv_lora_rank": 64, "qk_head_dim": 64, "qk_pos_emb_head_dim": 32,
+            "v_head_dim": 64, "rope_type": "rope", "qk_layernorm": True,
+        }  # fmt: skip
     else:
         settings |= {"num_query_groups": kind.kv_heads, "kv_channels": DIM}
     settings |= dict(kind.settings)

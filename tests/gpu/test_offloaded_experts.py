@@ -23,20 +23,12 @@ pytestmark = [
 ]
 SEQUENCE, BATCH, STEPS = 512, 2, 3
 MODEL: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 512,
-    "ffn_hidden_size": 2048,
-    "moe_ffn_hidden_size": 2048,
-    "transformer_impl": "transformer_engine",
-    "moe_grouped_gemm": True,
-    "params_dtype": torch.bfloat16,
-    "bf16": True,
-    "add_bias_linear": True,
-    "gated_linear_unit": False,
-    "activation_func": F.gelu,
-    "recompute_granularity": "selective",
+    "num_layers": 4, "hidden_size": 512, "ffn_hidden_size": 2048, "moe_ffn_hidden_size": 2048,
+    "transformer_impl": "transformer_engine", "moe_grouped_gemm": True, "bf16": True,
+    "params_dtype": torch.bfloat16, "add_bias_linear": True, "gated_linear_unit": False,
+    "activation_func": F.gelu, "recompute_granularity": "selective",
     "recompute_modules": ["layernorm", "moe_act"],
-}
+}  # fmt: skip
 # In a fused layer, and behind Megatron's dispatcher.
 BACKENDS = ("local", "experts")
 MODULES = (

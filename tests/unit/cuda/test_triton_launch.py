@@ -66,15 +66,9 @@ def _compiled(signature: dict[str, str]) -> SimpleNamespace:
 
 
 _SIGNATURE = {
-    "x": "*i32",
-    "absent": "constexpr",
-    "y": "*fp32",
-    "flags": "*i32",
-    "errors": "*i64",
-    "m": "i32",
-    "timeout": "i64",
-    "BLOCK": "constexpr",
-}
+    "x": "*i32", "absent": "constexpr", "y": "*fp32", "flags": "*i32", "errors": "*i64",
+    "m": "i32", "timeout": "i64", "BLOCK": "constexpr",
+}  # fmt: skip
 
 
 class _Started:

@@ -63,12 +63,7 @@ def test_no_more_ranks_than_the_machine_has(
 
 
 @pytest.mark.parametrize(
-    ("flags", "begins"),
-    [
-        ("--load absent", False),
-        ("--load absent --save new", False),
-        ("--load=job --save=job", True),
-    ],
+    ("flags", "begins"), [("--load absent --save new", False), ("--load=job --save=job", True)]
 )
 def test_a_checkpoint_that_is_not_there_is_an_error_unless_a_job_is_to_be_started_again(
     flags: str, begins: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -98,29 +98,21 @@ def test_rows_of_another_type_than_was_sent_are_refused() -> None:
         receive(ata, out=_FP16)
 
 
-@pytest.mark.parametrize(
-    ("setting", "values"),
-    [
-        ("num_experts", (4, 7, 2, 2, 1, 16, 32, 0)),
-        ("experts_per_token", (4, 64, 17, 2, 1, 16, 32, 0)),
-        ("dp_size", (4, 8, 2, 4, 3, 16, 32, 0)),
-        ("hidden_dim_bytes", (4, 8, 2, 4, 1, 16, 24, 0)),
-        ("hidden_dim_scale_bytes", (4, 8, 2, 4, 1, 16, 32, 3)),
-        ("max_num_tokens", (True, 8, 2, 4, 1, 16, 32, 0)),
-        ("max_num_tokens", ("8", 8, 2, 4, 1, 16, 32, 0)),
-        ("num_experts", (4, 4.0, 2, 2, 1, 16, 32, 0)),
-        ("experts_per_token", (4, 4, None, 2, 1, 16, 32, 0)),
-        ("world_size", (4, 4, 2, 0, 1, 16, 32, 0)),
-        ("dp_size", (4, 4, 2, 2, 1.0, 16, 32, 0)),
-        ("hidden_dim", (4, 4, 2, 2, 1, 16.0, 32, 0)),
-        ("hidden_dim", (4, 4, 2, 2, 1, 0, 32, 0)),
-        ("hidden_dim_scale_bytes", (4, 4, 2, 2, 1, 16, 32, -4)),
-        ("batch_invariant", (4, 4, 2, 2, 1, 16, 32, 0, torch.bfloat16, "no")),
-    ],
-)
-def test_a_size_that_cannot_be_met_is_named(setting: str, values: tuple[Any, ...]) -> None:
-    with pytest.raises(ConfigError, match=rf"^{setting}: found"):
-        Layout(*values)
+SIZES: dict[str, Any] = {
+    "max_num_tokens": 4, "num_experts": 8, "experts_per_token": 2, "world_size": 4, "dp_size": 1,
+    "hidden_dim": 16, "hidden_dim_bytes": 32, "hidden_dim_scale_bytes": 0,
+}  # fmt: skip
+WRONG: dict[str, tuple[Any, ...]] = {
+    "max_num_tokens": (True, "8"), "num_experts": (7, 4.0), "experts_per_token": (9, None),
+    "world_size": (0,), "dp_size": (3, 1.0), "hidden_dim": (16.0, 0), "hidden_dim_bytes": (24,),
+    "hidden_dim_scale_bytes": (3, -4), "batch_invariant": ("no",),
+}  # fmt: skip
+
+
+def test_a_size_that_cannot_be_met_is_named() -> None:
+    for setting, value in ((name, value) for name, values in WRONG.items() for value in values):
+        with pytest.raises(ConfigError, match=rf"^{setting}: found {value!r}"):
+            Layout(**{**SIZES, setting: value})
 
 
 def test_packed_rows_that_cannot_hold_what_may_arrive_are_refused() -> None:
