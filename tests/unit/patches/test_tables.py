@@ -152,13 +152,9 @@ def test_settings_without_effect_are_named_with_why(job: Any) -> None:
 def test_settings_of_waits_profiles_and_experts_say_where_nothing_reads_them(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = job(
-        FluidConfig(
-            timeout_s=5.0, end_on_timeout=True, profile_dir="here", machine="h100",
-            batch_invariant=True, moe_recompute="rows",
-        ),
-        world_size=1,
-    )  # fmt: skip
+    waits = {"timeout_s": 5.0, "end_on_timeout": True, "profile_dir": "here"}
+    moe = {"machine": "h100", "batch_invariant": True, "moe_recompute": "rows"}
+    args = job(FluidConfig(**waits, **moe), world_size=1)  # type: ignore[arg-type]
     alone = {"--fluid-timeout 5.0", "--fluid-end-on-timeout", "--fluid-profile-dir here"}
     experts = {"--fluid-batch-invariant", "--fluid-moe-recompute rows", "--fluid-machine h100"}
     assert set(unused_settings()) == alone | experts
