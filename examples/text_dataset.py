@@ -35,14 +35,13 @@ from megatron.core.datasets.indexed_dataset import (
 )
 from text_cache import only_builder, read_record, write_record
 from text_files import cut_text, find_text_files, standard_library_files
-from text_tokenizers import ByteTokenizer, TextTokenizer
+from text_tokenizers import ByteTokenizer
 from tqdm import tqdm
 
 __all__ = [
     "SPLITS",
     "ByteTokenizer",
     "TextDataset",
-    "TextTokenizer",
     "build_text_dataset",
     "cut_text",
     "find_text_files",
@@ -114,7 +113,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 def build_text_dataset(
     files: Sequence[Path],
-    tokenizer: TextTokenizer,
+    tokenizer: ByteTokenizer,
     split: tuple[float, float, float],
     cache_folder: str | os.PathLike[str],
     wait_s: float = 3600.0,
@@ -179,7 +178,7 @@ def build_text_dataset(
 
 
 def _cache_key(
-    files: Sequence[Path], tokenizer: TextTokenizer, split: tuple[float, float, float]
+    files: Sequence[Path], tokenizer: ByteTokenizer, split: tuple[float, float, float]
 ) -> str:
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     parts = {"format": _FORMAT, "files": stats, "tokenizer": tokenizer.identity(), "split": split}
@@ -217,7 +216,7 @@ class _SplitByPosition:
 
 
 def _tokenise(
-    files: Sequence[Path], tokenizer: TextTokenizer, split: tuple[float, float, float], folder: Path
+    files: Sequence[Path], tokenizer: ByteTokenizer, split: tuple[float, float, float], folder: Path
 ) -> dict[str, Any]:
     """Write ``<split>.bin`` and ``<split>.idx`` into ``folder``; returns the counts of
     :class:`TextDataset`."""

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 
-__all__ = ["ByteTokenizer", "TextTokenizer"]
-
-
-class TextTokenizer(Protocol):
-    """What the builder needs: ids of a piece of text, the id that ends a document, and a name for
-    the cache key."""
-
-    vocab_size: int
-    eod: int
-
-    def encode(self, piece: bytes, source: str) -> numpy.ndarray:
-        """The token ids (1-D, integers) of ``piece``, without the end of document; ``source`` names
-        it in errors."""
-        ...
-
-    def identity(self) -> dict[str, Any]:
-        """What must be equal for two tokenizers to give the same ids; JSON-serialisable."""
-        ...
+__all__ = ["ByteTokenizer"]
 
 
 class ByteTokenizer:
@@ -34,7 +17,10 @@ class ByteTokenizer:
     eod = 256
 
     def encode(self, piece: bytes, source: str) -> numpy.ndarray:
+        """The ids of ``piece`` (1-D), without the end of the document; ``source`` names it in
+        errors."""
         return numpy.frombuffer(piece, dtype=numpy.uint8)
 
     def identity(self) -> dict[str, Any]:
+        """What goes into the cache key: equal where ids are."""
         return {"tokenizer": "bytes"}
