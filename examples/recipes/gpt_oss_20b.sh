@@ -33,7 +33,7 @@ PRECISION=(--bf16)
 KERNELS=(
     --transformer-impl transformer_engine
     --moe-grouped-gemm
-    --no-rope-fusion
+    --no-rope-fusion --no-bias-dropout-fusion
     --cross-entropy-loss-fusion --cross-entropy-fusion-impl native
     --no-create-attention-mask-in-dataloader
 )
