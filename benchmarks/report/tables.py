@@ -97,7 +97,8 @@ def summary_table(document: Document) -> str:
         and re.fullmatch(pattern, f"{line[0]} {line[1]}")
     ]
     both = any("fluid_megatron" in times for *_, times in chosen)
-    rival = suite.best if not _left_out(document) else f"{suite.best}, of those run"
+    absent = _left_out(document) or _left_out_of_cases(document)
+    rival = f"{suite.best}, of those run" if absent else suite.best
     plain_words = "megatron_fluid " if suite.unoverlapped.startswith("fluid") else ""
     lines: list[list[tuple[str, str]]] = []  # of (heading, cell)
     for case, mode, label, times in chosen:
@@ -302,13 +303,12 @@ def _absent(document: Document) -> str:
 
 
 def _left_out_of_cases(document: Document) -> dict[tuple[str, ...], list[str]]:
-    """Others that ran of a case, but not of its variant (`olmoe`, `olmoe-zipf`) -> these
-    variants."""
+    """Others that ran of some cases alone -> the cases of which they did not."""
     others, cases = SUITES[document["suite"]].others, by_case(document["rows"])
     found: dict[tuple[str, ...], list[str]] = {}
     for (case, mode), times in cases.items():
-        base = cases.get((case.rpartition("-")[0], mode), {})
-        absent = tuple(others[name] for name in others if name in base and name not in times)
+        there = {name for (_, other), names in cases.items() if other == mode for name in names}
+        absent = tuple(words for name, words in others.items() if name in there - times.keys())
         if absent and case not in found.setdefault(absent, []):
             found[absent].append(case)
     return found

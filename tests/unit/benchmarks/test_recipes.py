@@ -37,11 +37,8 @@ def test_rows_hold_times_behind_the_warm_up_and_how_far_losses_are_apart(tmp_pat
     (tmp_path / "off_again.log").write_text("it did not start")
     fluid, best = rows_of("olmoe_1b_7b", tmp_path, 1, 2, "0.19.1")
     assert "difference" not in fluid.config
-    assert (best.variant, best.median_ms, best.config["searched"]) == (
-        "megatron_best",
-        7.0,
-        "olmoe",
-    )
+    assert (best.variant, best.median_ms) == ("megatron_best", 7.0)
+    assert best.config["searched"] == "olmoe"
     assert best.config["megatron_lm"] == "0.19.1"
 
 
