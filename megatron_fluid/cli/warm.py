@@ -11,7 +11,9 @@ model also runs forward and backward, which compiles Triton's kernels.
 
 import argparse
 import os
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from megatron_fluid.cli.models import Model, add_models, wanted_models
@@ -32,13 +34,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile for each model. Raises ConfigError or FluidError if a kernel cannot be compiled."""
+    """Compile for each model. Raises ConfigError or FluidError if a kernel cannot be compiled or
+    kept."""
+    _try_to_keep()
     dtype = args.dtype or ("fp16" if "--fp16" in (args.from_args or ()) else "bf16")
     for name, model in wanted_models(args).items():
         if not model.experts:
             raise ConfigError(f"warm: {name} has no experts, and so no kernels to compile")
         _warm(model, dtype)
     return 0
+
+
+def _try_to_keep() -> None:
+    """Write a file where kernels are kept, before minutes of compilation."""
+    import triton
+
+    folder = Path(triton.knobs.cache.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"warm: {folder}, which is to keep the kernels, cannot be written ({error.strerror}); "
+            "name another folder in TRITON_CACHE_DIR"
+        ) from None
 
 
 def _warm(model: Model, name: str) -> None:

@@ -1,10 +1,12 @@
 """`megatron-fluid warm`: which kernels of which model."""
 
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
 
 from megatron_fluid.cli import main
 from megatron_fluid.cuda import kernel_build
@@ -58,3 +60,14 @@ def test_fp16_is_read_from_the_flags(compiled: list[Any]) -> None:
 def test_wide_layers_need_wide_tiles_too(compiled: list[Any]) -> None:
     assert main(["warm", "mixtral-8x7b"]) == 0
     assert "grouped_wide" in [unit.name for unit in compiled]
+
+
+def test_a_cache_that_keeps_nothing_is_refused_before_anything_is_compiled(
+    compiled: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path / "file")
+        assert main(["warm", "olmoe"]) == 2
+    assert not compiled
+    assert "cannot be written (File exists)" in capsys.readouterr().err
