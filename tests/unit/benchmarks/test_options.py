@@ -1,19 +1,15 @@
-"""How benchmarks are started: options that would not be followed are refused by name, the rank is
-found under several launchers, and `make bench` goes on after a suite that failed."""
+"""How benchmarks are started: options that would not be followed are refused by name, and the rank
+is found under several launchers."""
 
 import importlib
 import os
 import re
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import run_all
 from benchmarks.harness.launchers import detect_launch
-from benchmarks.harness.run_all import SUITES, Job, main
-from benchmarks.report.descriptions import SUITES as WORDS
 from megatron_fluid.errors import ConfigError
 
 MODES = "found 'nosuch', allowed: some of forward, train, comma-separated"
@@ -66,29 +62,6 @@ def test_what_is_wrong_is_named(env: dict[str, str], named: str) -> None:
 
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def test_every_suite_that_has_words_is_run() -> None:
-    assert {job.suite for job in SUITES} | {"slow_wire"} == set(WORDS)  # which needs no GPU
-    suites = ROOT / "benchmarks" / "suites"
-    assert all((suites / f"{job.suite}.py").is_file() for job in SUITES)
-
-
-def test_the_others_are_measured_after_one_failed(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    seen: list[str] = []
-
-    def fake(job: Job, gpus: int, factor: float, command: Sequence[str] | None = None) -> str:
-        seen.append(job.suite)
-        return "failed, exit code 1" if job.suite == "attention" else "measured"
-
-    monkeypatch.setattr(run_all, "run", fake)
-    monkeypatch.setattr(run_all.torch.cuda, "device_count", lambda: 2)
-    assert main(["--only", "block", "attention"]) == 1
-    assert seen == ["attention", "block"]
-    assert "failed, exit code 1" in capfd.readouterr().out
-    assert main(["--only", "block"]) == 0
 
 
 @pytest.mark.parametrize(

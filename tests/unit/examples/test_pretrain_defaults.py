@@ -56,21 +56,15 @@ def test_defaults_can_be_dropped_one_by_one_and_all_at_once() -> None:
         pd.set_parser_defaults(parser(), CPU, ["--no-defaults", "swigloo"])
 
 
-@pytest.mark.parametrize(
-    ("ranks", "given", "experts_over"),
-    [
-        (1, {}, 1),
-        (2, {}, 2),
-        (3, {}, 1),
-        (4, {}, 4),
-        (8, {}, 8),
-        (16, {}, 8),
-        (4, {"tensor_model_parallel_size": 2}, 2),
-        (4, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 4),
-        (8, {"pipeline_model_parallel_size": 2}, 4),
-        (6, {"num_experts": 12}, 6),
-    ],
-)
+SPREADS: list[tuple[int, dict[str, Any], int]] = [
+    (1, {}, 1), (2, {}, 2), (3, {}, 1), (4, {}, 4), (8, {}, 8), (16, {}, 8),
+    (4, {"tensor_model_parallel_size": 2}, 2), (8, {"pipeline_model_parallel_size": 2}, 4),
+    (4, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 4),
+    (6, {"num_experts": 12}, 6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "given", "experts_over"), SPREADS)
 def test_experts_spread_over_ranks_that_divide_them(
     ranks: int, given: dict[str, Any], experts_over: int
 ) -> None:
