@@ -3,8 +3,8 @@
 A corpus is a list of files and folders. Every file is cut into pieces (documents), every piece goes
 as a whole to the train, the valid or the test split, and each split becomes one indexed dataset, so
 that what is held out was never trained on. The result lies in ``<cache folder>/<key>``, where the
-key hashes everything that shapes it: the files' paths, sizes and modification times, the tokenizer,
-the split weights. A second run finds it there and reads nothing.
+key hashes everything that shapes it: the files' paths, sizes and modification times, and the split
+weights. A second run finds it there and reads nothing.
 
 Several processes may ask for the same corpus at once: the first to take the file lock builds in a
 private folder and renames it into place, the others wait for that, bounded by a timeout. A builder
@@ -51,7 +51,7 @@ __all__ = [
 
 SPLITS = ("train", "valid", "test")
 # Raise it when the builder's output changes: caches of the old format are then not read.
-_FORMAT = 3
+_FORMAT = 4
 _MIN_PIECE, _MAX_PIECE, _PIECES = 1 << 6, 1 << 20, 256
 _SNIFF = 8192
 
@@ -133,7 +133,7 @@ def build_text_dataset(
             read, or a cache that is damaged, locked by a link or not writable.
         TimeoutError: another process has been building for more than ``wait_s`` seconds.
     """
-    key = _cache_key(files, tokenizer, split)
+    key = _cache_key(files, split)
     root = Path(cache_folder).expanduser().absolute()
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -177,11 +177,9 @@ def build_text_dataset(
     return done
 
 
-def _cache_key(
-    files: Sequence[Path], tokenizer: ByteTokenizer, split: tuple[float, float, float]
-) -> str:
+def _cache_key(files: Sequence[Path], split: tuple[float, float, float]) -> str:
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    parts = {"format": _FORMAT, "files": stats, "tokenizer": tokenizer.identity(), "split": split}
+    parts = {"format": _FORMAT, "files": stats, "split": split}
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

@@ -78,17 +78,11 @@ def test_one_small_file_still_has_a_held_out_part(tmp_path: Path) -> None:
     assert held_out and all(piece not in trained_on for piece in held_out)
 
 
-class OtherTokenizer(td.ByteTokenizer):
-    def identity(self) -> dict[str, Any]:
-        return {"tokenizer": "other"}
-
-
 CHANGES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "content": lambda folder: {"files": write(folder, a=lines(201))},
     "time": lambda folder: os.utime(folder / "a", ns=(1, 1)) or {},  # type: ignore[func-returns-value]
     "file": lambda folder: {"files": write(folder, b=lines(3, "new"))},
     "split": lambda folder: {"split": (0.75, 0.25, 0.0)},
-    "tokenizer": lambda folder: {"tokenizer": OtherTokenizer()},
 }
 
 
