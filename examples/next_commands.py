@@ -28,6 +28,8 @@ _NOT_AGAIN = {
     "--fluid-profile-steps",
 }
 _NOT_AGAIN |= {"--profile-step-start", "--profile-step-end", "--profile-ranks"}
+_NOT_AGAIN |= {"--finetune", "--pretrained-checkpoint", "--ckpt-step"}
+_NOT_AGAIN |= {"--no-load-optim", "--no-load-rng"}
 
 # Proposed is the first of these (hidden size, layers) that is larger than the run and trains in
 # less time than this, else the last one.

@@ -343,6 +343,10 @@ def main(output: RunOutput) -> None:
         train(output)
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         output.fail(error, by_user=False)
+    except KeyboardInterrupt:  # before training, which ends with a checkpoint
+        if output.rank == 0:
+            print("error: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
     finally:
         output.close()
 

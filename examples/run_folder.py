@@ -98,6 +98,11 @@ class RunFolder:
                     f"{save} holds a run (its last checkpoint: {found}), which this one would "
                     "overwrite; --resume trains on from it, --save OTHER_FOLDER starts another run"
                 )
+            if given.get("finetune"):
+                raise ValueError(
+                    f"--finetune: {save} goes on to {found}, and training from iteration 0 would "
+                    "overwrite it; leave --finetune out, or name another folder with --save"
+                )
             step = given.get("ckpt_step")
             if step is not None and str(step) != found:
                 raise ValueError(

@@ -35,9 +35,11 @@ _ITERATION = re.compile(
     r"iteration +(\d+)/ *(\d+) \|.*?elapsed time per iteration \(ms\): ([\d.]+)"
     r".*?global batch size: +(\d+) \|(?:.*?lm loss: ([-\d.E+naif]+))?"
 )
-_HELD_OUT = re.compile(r"validation loss at (.+?) on (\w+) set \| lm loss value: ([-\d.E+naif]+)")
-_SAVED = re.compile(r"successfully saved checkpoint from iteration +(\d+) to (\S+)")
-_LOADED = re.compile(r"successfully loaded checkpoint from (\S+) .*at iteration +(\d+)")
+_HELD_OUT = re.compile(
+    r"validation loss at (.+?)(?: on (\w+) set)? \| lm loss value: ([-\d.E+naif]+)"
+)
+_SAVED = re.compile(r"successfully saved checkpoint from iteration +(\d+) to (.+?)(?: \[ t .*)?$")
+_LOADED = re.compile(r"successfully loaded checkpoint from (.+?) \[ t .*at iteration +(\d+)")
 _DRAWN = re.compile(r"megatron_fluid: (steps? [\d to]+), rank 0: (.+\.html)$")
 
 
@@ -113,7 +115,7 @@ class RunOutput:
         self.close()
         if not by_user or self.verbose:
             traceback.print_exception(error)
-        what = str(error) or _asserted(error)
+        what = _message(error) or _asserted(error)
         kind = "" if by_user and str(error) else f"{type(error).__name__}: "
         where = f" of rank {self.rank}" if self.rank else ""
         hint = f" (full log: {self.path})" if not by_user and self.path is not None else ""
@@ -177,7 +179,7 @@ class RunOutput:
             left = timedelta(seconds=round(seconds * (total - done)))
             return "  ".join([*parts, f"{left} left"])
         if found := _HELD_OUT.search(line):
-            return f"{found[2]} loss {float(found[3]):.4f} at {found[1]}"
+            return f"{found[2] or 'validation'} loss {float(found[3]):.4f} at {found[1]}"
         if found := _SAVED.search(line):
             return f"saved {found[2]} at iteration {found[1]}"
         if found := _LOADED.search(line):
@@ -204,6 +206,17 @@ def _worth_showing(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR or (
         record.levelno >= logging.WARNING and record.name.startswith("megatron_fluid")
     )
+
+
+def _message(error: BaseException) -> str:
+    """The message of an error, and of the first rank's at a checkpoint, where torch's is a text of
+    tracebacks, or the cause of one that names a peer."""
+    for found in (error, error.__cause__):
+        for rank, (failure, _) in getattr(found, "failures", {}).items():
+            first = next(iter(str(failure).splitlines()), "")
+            met = f"rank {rank}: {type(failure).__name__}: {first}"
+            return met if found is error else f"{error}; {met}"
+    return str(error)
 
 
 def _asserted(error: BaseException) -> str:

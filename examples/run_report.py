@@ -7,6 +7,7 @@ import argparse
 import importlib
 import math
 import os
+import shlex
 from pathlib import Path
 
 import torch
@@ -185,7 +186,7 @@ def _checkpoint(args: argparse.Namespace) -> str | None:
 
 def _logs(args: argparse.Namespace) -> str:
     return (
-        f"tensorboard --logdir {args.tensorboard_dir}"
+        f"tensorboard --logdir {shlex.quote(args.tensorboard_dir)}"
         if args.tensorboard_dir
         else "none (--tensorboard-dir FOLDER)"
     )

@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 
 import next_commands as nc
@@ -14,6 +15,7 @@ import pytest
 import run_output
 import torch
 from run_folder import RunFolder
+from torch.distributed.checkpoint.api import CheckpointException
 
 
 def _args(folder: Path, **given: Any) -> argparse.Namespace:
@@ -39,8 +41,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_to_train_on_goes_on_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: str
 ) -> None:
-    words = f"--train-{unit} 64 --skip-train --profile --profile-step-end 3 --lr 1e-3".split()
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", *words])
+    words = f"--train-{unit} 64 --skip-train --profile --profile-step-end 3 --lr 1e-3"
+    words += " --load before --finetune --ckpt-step 5 --no-load-optim --no-load-rng"
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_moe.py", *words.split()])
     args = _args(tmp_path, train_iters=64, train_samples=64 if unit == "samples" else None)
     found = next(line for line in nc.next_commands(args, None) if "--load" in line).split()
     kept = found[found.index(next(word for word in found if word.endswith(".py"))) + 1 :]
@@ -80,6 +83,27 @@ def test_a_checkpoint_that_is_not_there_is_an_error_unless_a_job_is_to_be_starte
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_is_not_begun_anew_in_the_folder_that_holds_it(tmp_path: Path, resume: bool) -> None:
+    folder = _args(tmp_path).save
+    given = {"finetune": True, "load": None if resume else folder}
+    with pytest.raises(ValueError, match="--finetune: .* goes on to 4, .* would overwrite it"):
+        RunFolder.choose(given, folder, folder, resume)
+
+
+def test_an_error_at_a_checkpoint_is_one_line_with_its_cause(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = CheckpointException("load", {1: (KeyError("a.weight"), StackSummary())})
+    renamed = TimeoutError("no answer from peer 1")
+    renamed.__cause__ = error
+    for found, begin in ((error, "CheckpointException: "), (renamed, "TimeoutError: no ans")):
+        with pytest.raises(SystemExit):
+            run_output.RunOutput([]).fail(found, by_user=False)
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith(f"error: {begin}") and last.endswith("rank 1: KeyError: 'a.weight'")
+
+
 ITERATION = (
     "[2026] iteration {:8}/ 3 | elapsed time per iteration (ms): 100.0 | global batch size: 8 "
     "| lm loss: 2.5E+00 |\n"
@@ -103,11 +127,13 @@ def test_iterations_are_a_bar_on_a_terminal_and_lines_in_a_file(
     output.sequence_length = 64
     for iteration in (1, 2, 3):
         output.write(ITERATION.format(iteration))
+    output.write("validation loss at iteration 3 | lm loss value: 2.0E+00 |\n")
+    output.write("successfully saved checkpoint from iteration   3 to a b [ t 1/1, p 1/1 ]\n")
     said = terminal.getvalue()
     if terminal.isatty():
         assert "3/3" in said and "loss 2.5000, 5,120 tokens/s" in said
-        assert said.count("\n") == 1, "one line, which ends with the training"
+        assert said.count("\n") == 3, "one line, which ends with the training, and two below"
     else:
         lines = said.splitlines()
         assert lines[0] == "iteration 1/3  loss 2.5000  5,120 tokens/s  0:00:00 left"
-        assert len(lines) == 3
+        assert lines[3:] == ["validation loss 2.0000 at iteration 3", "saved a b at iteration 3"]
