@@ -22,5 +22,5 @@ class ByteTokenizer:
         return numpy.frombuffer(piece, dtype=numpy.uint8)
 
     def identity(self) -> dict[str, Any]:
-        """What goes into the cache key: equal where ids are."""
+        """What a dataset's record says of its tokens."""
         return {"tokenizer": "bytes"}

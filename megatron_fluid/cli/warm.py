@@ -10,7 +10,6 @@ model also runs forward and backward, which compiles Triton's kernels.
 """
 
 import argparse
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -36,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile for each model. Raises ConfigError or FluidError if a kernel cannot be compiled or
     kept."""
-    _try_to_keep()
     dtype = args.dtype or ("fp16" if "--fp16" in (args.from_args or ()) else "bf16")
     for name, model in wanted_models(args).items():
         if not model.experts:
@@ -45,11 +43,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _try_to_keep() -> None:
+def _try_to_keep(folder: Path) -> None:
     """Write a file where kernels are kept, before minutes of compilation."""
-    import triton
-
-    folder = Path(triton.knobs.cache.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -62,6 +57,7 @@ def _try_to_keep() -> None:
 
 def _warm(model: Model, name: str) -> None:
     import torch
+    import triton
 
     from megatron_fluid.cuda import kernel_build
     from megatron_fluid.kernels.grouped_gemm.launch import GROUPED, layer_kernels
@@ -69,7 +65,11 @@ def _warm(model: Model, name: str) -> None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
     begin = time.monotonic()
     kernels = layer_kernels(model.hidden, "swiglu", sends=model.expert > 1)
-    for future in kernel_build.start(GROUPED.unit(kernel, dtype) for kernel in kernels):
+    units = [GROUPED.unit(kernel, dtype) for kernel in kernels]
+    folder = Path(triton.knobs.cache.dir) / "megatron_fluid"
+    if not all((folder / f"{unit.key}.cubin").is_file() for unit in units):  # an image may hold all
+        _try_to_keep(folder)
+    for future in kernel_build.start(units):
         future.result()
     print(f"{len(kernels)} kernels for Hopper in {name}: {time.monotonic() - begin:.1f} s")
     if not torch.cuda.is_available():
@@ -77,8 +77,7 @@ def _warm(model: Model, name: str) -> None:
         return
     begin = time.monotonic()
     _step(model, dtype)
-    folder = os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache")
-    print(f"one layer's step on the GPU: {time.monotonic() - begin:.1f} s ({folder})")
+    print(f"one layer's step on the GPU: {time.monotonic() - begin:.1f} s ({folder.parent})")
 
 
 def _step(model: Model, dtype: Any) -> None:

@@ -70,4 +70,4 @@ def test_a_cache_that_keeps_nothing_is_refused_before_anything_is_compiled(
         triton.knobs.cache.dir = str(tmp_path / "file")
         assert main(["warm", "olmoe"]) == 2
     assert not compiled
-    assert "cannot be written (File exists)" in capsys.readouterr().err
+    assert "cannot be written (Not a directory)" in capsys.readouterr().err
