@@ -20,7 +20,7 @@ from megatron_fluid.comm.workspace import Buffer, FlagRegion, Workspace
 from megatron_fluid.cuda.triton_launch import power_of_two
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.layout import Layout
-from megatron_fluid.low_latency.peer_memory import PeerMemory
+from megatron_fluid.low_latency.peer_memory import PeerMemory, whole_rows
 from megatron_fluid.low_latency.transport import CombineSend, DispatchSend
 
 __all__ = ["Nvshmem", "NvshmemWorkspace", "nvshmem_unsupported_reason"]
@@ -135,7 +135,7 @@ class Nvshmem(PeerMemory):
         return kernel if register is None else register(kernel)
 
     def dispatch_send(self, q: DispatchSend) -> None:
-        x = q.x
+        x = whole_rows(q.x)
         key = ("put", q.x_scale is None, q.weights is None, q.bound_m is None, q.indices.dtype)
         launch = self._launches.get(key)
         if launch is None:

@@ -26,7 +26,7 @@ from megatron_fluid.low_latency.transport import (
     DispatchSend,
 )
 
-__all__ = ["PeerMemory", "Tuning", "flag_words"]
+__all__ = ["PeerMemory", "Tuning", "flag_words", "whole_rows"]
 
 _MOST_ELEMENTS = 1 << 20  # of one Triton tensor
 _MOST_SENDERS = 128  # 512 flags on 4 ranks
@@ -69,6 +69,15 @@ def flag_words(layout: Layout, stride: int) -> int:
     tuning, world = Tuning(layout, _MOST_SENDERS), layout.world_size
     flags = (world * tuning.dispatch_senders, world * tuning.combine_senders, world)
     return sum(round_up(power_of_two(each) * stride, 32) for each in flags)
+
+
+def whole_rows(x: Tensor) -> Tensor:
+    """`x` with whole rows as strides of dimensions of one entry. Torch keeps any stride there, and
+    views as words only some."""
+    if 1 not in x.shape[:-1]:
+        return x
+    pairs = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    return x.as_strided(x.shape, [*(x.shape[-1] if n == 1 else step for n, step in pairs), 1])
 
 
 class PeerMemory:
@@ -186,7 +195,7 @@ class PeerMemory:
             key, dispatch_kernel, self.tuning.send_warps, "dispatch", SEND=True, PACKED=False,
             HAS_WEIGHTS=q.weights is not None, HAS_BOUND=q.bound_m is not None,
         )  # fmt: skip
-        x = q.x
+        x = whole_rows(q.x)
         tensors = (x, q.x_scale, q.indices, q.weights, q.bound_m, None, None, None, None)
         x_stride = x.stride(0) * x.element_size() // 16
         scale_stride = 0 if q.x_scale is None else q.x_scale.stride(0)
@@ -204,16 +213,17 @@ class PeerMemory:
             key, dispatch_kernel, self.tuning.receive_warps, "dispatch", SEND=False, PACKED=packed,
             HAS_WEIGHTS=False, HAS_BOUND=False,
         )  # fmt: skip
-        unit = 16 // q.x.element_size()
-        expert_stride = 0 if packed else q.x.stride(0) // unit
+        x = whole_rows(q.x)
+        unit = 16 // x.element_size()
+        expert_stride = 0 if packed else x.stride(0) // unit
         scale_expert_stride = scale_row_stride = 0
         if scale is not None:
             scale_row_stride = scale.stride(-2)
             scale_expert_stride = 0 if packed else scale.stride(0)
-        tensors = (None, None, None, None, None, q.counts, q.x, scale, q.offsets)
+        tensors = (None, None, None, None, None, q.counts, x, scale, q.offsets)
         integers = (
             0, self.rank, self._timeout_ns, self._dispatch_flags.operation, 0, 0, expert_stride,
-            q.x.stride(-2) // unit, scale_expert_stride, scale_row_stride, q.alignment,
+            x.stride(-2) // unit, scale_expert_stride, scale_row_stride, q.alignment,
         )  # fmt: skip
         programs = self.layout.local_experts * self.tuning.split
         return launch.start_aligned(programs, tensors, integers, (5, 6, 7, 8))
@@ -251,7 +261,7 @@ class PeerMemory:
         tensors = (q.out, q.indices, q.weights, self._sums, q.bound_m)
         integers = (
             tokens, self.rank, self._timeout_ns, self._combine_flags.operation,
-            self._weight_flags.operation, q.out.stride(0) // 8, 0, 0,
+            self._weight_flags.operation, q.out.stride(0) * q.out.element_size() // 16, 0, 0,
         )  # fmt: skip
         programs = max(1, tokens * -(-self.layout.hidden_dim // block))
         return launch.start_aligned(programs, tensors, integers, (0, 1, 2, 4))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_fluid.kernels.flags import INTERPRETED
 from megatron_fluid.kernels.low_latency.signals import (
     fence,
     peer_address,
@@ -21,6 +22,23 @@ from megatron_fluid.kernels.low_latency.signals import (
 
 __all__ = ["combine_kernel"]
 
+if INTERPRETED:
+
+    @triton.jit
+    def _rounded_product(a, b):
+        return a * b
+
+else:
+
+    @triton.jit
+    def _rounded_product(a, b):
+        """a * b rounded by itself: one fma with the sum behind it would have other bits than the
+        collectives' sums."""
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
 _INTEGERS = [
     *("m", "rank", "timeout_ns", "operation", "weights_operation", "out_stride"),
     *("y_expert_stride", "y_row_stride"),
@@ -29,7 +47,7 @@ _INTEGERS = [
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def combine_kernel(
-    out,  # [m, H], rows `out_stride` units of 8 elements apart
+    out,  # [m, H], rows `out_stride` units of 16 bytes apart
     indices,  # [m, K]
     weights,  # fp32 [m, K] (EXCHANGE)
     expert_y,  # [L, R, H], strides in units of 8 elements
@@ -65,7 +83,7 @@ def combine_kernel(
     dtype = expert_y.dtype.element_ty
     pid = tl.program_id(0)
     if HAS_BOUND:
-        m = tl.minimum(m, tl.load(bound_m).to(tl.int32))
+        m = tl.minimum(m.to(tl.int64), tl.load(bound_m).to(tl.int64)).to(tl.int32)
     arrived = dispatched + (tl.load(counters + 1) & 1) * PARITY_WORDS
     if SEND:
         # counters[3] is what the receive half finished last; buffers alternate as in the dispatch.
@@ -76,8 +94,9 @@ def combine_kernel(
         sound = tl.load(abort) == 0
         if EXCHANGE and SMALL < C:
             # Program d < W sends this rank's weights to rank d, then all programs wait for the
-            # weights of the sources that send theirs. No rank waits before it has sent.
-            if (pid < W) & (m > SMALL):
+            # weights of the sources that send theirs: those that dispatched more than SMALL tokens,
+            # however few are combined. No rank waits before it has sent.
+            if (pid < W) & (tl.load(arrived + COUNTS_AT + rank) > SMALL):
                 base = tl.load(weight_addresses + pid).to(tl.pointer_type(tl.float32))
                 o = tl.arange(0, CK)
                 to = base + (parity * W + rank) * (C * K) + o
@@ -153,10 +172,13 @@ def combine_kernel(
         o = pid % BLOCKS * BLOCK + tl.arange(0, BLOCK)
         kk = tl.arange(0, KP)
         ids = tl.load(indices + i * K + kk, mask=(kk < K) & (i < m), other=-1)
-        there = tl.where((ids >= 0) & (ids < W * L), ids.to(tl.int32) // L, -1)
+        # Nothing comes back for a token that the dispatch did not send.
+        brought = tl.load(arrived + COUNTS_AT + rank)
+        ours = (ids >= 0) & (ids < W * L) & (i < brought)
+        there = tl.where(ours, ids.to(tl.int32) // L, -1)
         direct = False
         if EXCHANGE:
-            direct = tl.load(arrived + COUNTS_AT + rank) <= SMALL
+            direct = brought <= SMALL
             known = ()
             token_weight = ()
             for k in tl.static_range(K):
@@ -180,14 +202,15 @@ def combine_kernel(
                     for k in tl.static_range(K):
                         inside = (o < H) & known[k]
                         row = tl.load(received_rows + at + k * H, mask=inside, other=0.0)
-                        total += token_weight[k] * row.to(tl.float32)
+                        total += _rounded_product(row.to(tl.float32), token_weight[k])
             for d in tl.static_range(W):
                 needed = (tl.max((there == d).to(tl.int32), 0) > 0) & (not direct)
                 slot = (parity * W + d).to(tl.int64) * C + i
                 total += tl.load(sums + slot * H + o, mask=(o < H) & needed, other=0.0).to(
                     tl.float32
                 )
-            to = out + i.to(tl.int64) * out_stride * 8 + o
+            unit: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
+            to = out + i.to(tl.int64) * out_stride * unit + o
             if ACCUMULATE:
                 total += tl.load(to, mask=o < H, other=0.0).to(tl.float32)
             tl.store(to, total.to(out.dtype.element_ty), mask=o < H)

@@ -126,7 +126,7 @@ def dispatch_kernel(
         share = rank % P
         source = rank // P
         if HAS_BOUND:
-            m = tl.minimum(m, tl.load(bound_m).to(tl.int32))
+            m = tl.minimum(m.to(tl.int64), tl.load(bound_m).to(tl.int64)).to(tl.int32)
         # Once a wait of this rank has failed it sends nothing: peers that are late may still read.
         sound = tl.load(abort) == 0
         m = tl.where(sound, m, 0)

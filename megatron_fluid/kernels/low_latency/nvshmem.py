@@ -70,7 +70,7 @@ def dispatch_put_kernel(
     generation = tl.load(counters + 1) + 1
     arrival = region + (generation & 1) * PARITY_WORDS
     if HAS_BOUND:
-        m = tl.minimum(m, tl.load(bound_m).to(tl.int32))
+        m = tl.minimum(m.to(tl.int64), tl.load(bound_m).to(tl.int64)).to(tl.int32)
     kk = tl.arange(0, KP)
     sw = tl.arange(0, SWP)
     i = pid * P + rank % P

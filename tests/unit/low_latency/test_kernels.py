@@ -188,6 +188,47 @@ def test_bound_m_counts_only_the_first_tokens() -> None:
         assert bool((result[n:] == 9.0).all())
 
 
+@NEEDS_INTERPRETER
+def test_a_bound_of_any_size_a_token_and_fp32_results_in_any_strides() -> None:
+    _, (ata,) = build(Layout(4, 2, 1, 1, 1, 16, 32, 0))
+    no_bound = torch.tensor([2**32 - 1], dtype=torch.uint32)
+    for m, width in ((1, 17), (3, 24)):
+        x, ids = bf16(m, width)[:, :16], torch.zeros(m, 1, dtype=torch.int32)
+        send(ata, x, ids, torch.ones(m, 1), bound_m=no_bound)
+        send_back(ata, receive(ata)[1])
+        wide = torch.full((m, 20), 9.0)
+        receive_back(ata, wide[:, :16], ids, bound_m=no_bound)
+        assert torch.equal(wide[:, :16], x.float()) and bool((wide[:, 16:] == 9).all())
+
+
+@NEEDS_INTERPRETER
+def test_fewer_tokens_are_combined_than_were_dispatched() -> None:
+    _, ranks = build(Layout(32, 4, 1, 2, 1, 16, 32, 0))
+    x, ids, ones = bf16(30, 16), torch.zeros(30, 1, dtype=torch.int32), torch.ones(30, 1)
+    bound = torch.tensor([4], dtype=torch.int32)
+    # Weights of more than 16 tokens are exchanged, whatever is combined. What the bound of a
+    # dispatch left out comes back as 0, and not as an earlier call's.
+    for bound_m, m in ((None, 30), (None, 10), (bound, 30)):
+        for ata in ranks:
+            send(ata, x, ids, bound_m=bound_m)
+        rows = [receive(ata)[1] for ata in ranks]
+        for again in (False, True):  # as in test_weights_given_to_combine
+            for ata, y in zip(ranks, rows, strict=True):
+                if again:
+                    send_back(ata, y, ones[:m])
+                    ata.check_errors()
+                    continue
+                ata._transport.combine_send(CombineSend(y, ones[:m]))
+                errors = ata._transport.workspace.errors  # type: ignore[attr-defined]
+                errors.words.zero_()
+                errors.abort.zero_()
+        wanted = x[:m].clone()
+        wanted[m if bound_m is None else 4 :] = 0
+        for ata in ranks:
+            out = torch.full((m, 16), 9.0, dtype=torch.bfloat16)
+            assert torch.equal(receive_back(ata, out, ids[:m], ones[:m]), wanted)
+
+
 def _far_experts(local: int, rows: int, hidden: int) -> Tensor:
     """bf16 zeros [local, rows, hidden], experts 2**32 words apart, which is 0 in 32 bits. Only
     pages written take memory."""
