@@ -33,7 +33,7 @@ from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.comm.layers import compare_settings
 from megatron_fluid.config import shows_fields_of
 from megatron_fluid.errors import ConfigError, FluidError
-from megatron_fluid.low_latency.checks import Checks, same_forms
+from megatron_fluid.low_latency.checks import Checks, refuse_unaligned, same_forms
 from megatron_fluid.low_latency.layout import AllToAllConfig, Layout, check_setting
 from megatron_fluid.low_latency.open_transport import choose_transport, open_transport
 from megatron_fluid.low_latency.transport import (
@@ -47,6 +47,8 @@ from megatron_fluid.low_latency.transport import (
 __all__ = ["AllToAll"]
 
 _MOST_SHAPES, _MOST_FORMS = 1024, 8  # that are known, and of tensors of one shape
+_ARRIVE = ("out_expert_num_tokens", "out_expert_x", "out_expert_x_scale", "out_expert_offsets")
+_RETURN = ("out_tokens", "indices", "weights")
 
 
 class AllToAll:
@@ -169,10 +171,13 @@ class AllToAll:
             bound_m: uint32 or int32 [1] on the device; only the first bound_m tokens count.
             do_send, do_recv: which half to enqueue. A half ignores the other half's tensors, which
                 may be None.
-            weights: fp32 [m, K]; if given here, combine needs none.
+            weights: fp32 [m, K]; if given here, combine needs none. All ranks give them here, or
+                all at combine, also those without tokens ([0, K]).
             out_expert_offsets: int32 [L], packed layout only: the row after each expert's last,
                 padding counted, as torch._grouped_mm's offs.
             alignment: rows, packed layout only.
+
+        Every tensor but bound_m begins at a multiple of 16 bytes.
 
         Raises:
             ConfigError: a tensor that does not fit.
@@ -182,7 +187,7 @@ class AllToAll:
         self._ready("dispatch", do_send, do_recv)
         check_setting("alignment", alignment, 1)  # before it is looked up among equal values
         # Each half gets its own tensors and no others, whatever was passed: a launch is prepared
-        # for what it gets. Both are checked before one starts.
+        # for what it gets. Both are checked before one starts; addresses are no part of a form.
         if do_send:
             sent = dp_x, indices, weights, dp_x_scale, bound_m
             shape = None if dp_x is None else dp_x.shape
@@ -191,6 +196,8 @@ class AllToAll:
         if do_recv:
             received = out_expert_num_tokens, out_expert_x, out_expert_x_scale, out_expert_offsets
             receive = self._half(DispatchReceive, received, None, (alignment,), (sent_type,))
+            if do_send:
+                refuse_unaligned(_ARRIVE, received)
             packed = out_expert_offsets is not None
             self._packed_rows = self.layout.packed_rows(alignment) if packed else None
         if do_send:
@@ -232,7 +239,7 @@ class AllToAll:
 
         Args:
             out_tokens: bf16, fp16 or fp32 [m, H], m at most that of the dispatch; rows from bound_m
-                on keep what they had.
+                on keep what they had. A row that dispatch's bound_m left out becomes 0.
             indices: as at dispatch.
             weights: fp32 [m, K], or None if dispatch took them. Both halves take the same.
             expert_y: combine_dtype, [L, R, H] or packed [rows, H], as dispatch laid it out.
@@ -251,6 +258,8 @@ class AllToAll:
             shape = None if out_tokens is None else out_tokens.shape
             known = self._sent_tokens, late
             receive = self._half(CombineReceive, received, shape, (accumulate,), known)
+            if do_send:
+                refuse_unaligned(_RETURN, received[:3])
         if do_send:
             send(sent)
             self._sent["combine"] = True

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megatron_fluid.cuda.triton_launch import aligned
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.transport import (
@@ -17,7 +18,7 @@ from megatron_fluid.low_latency.transport import (
     DispatchSend,
 )
 
-__all__ = ["Checks", "form", "same_forms"]
+__all__ = ["Checks", "form", "refuse_unaligned", "same_forms"]
 
 _INDEX_TYPES = (torch.uint32, torch.int32, torch.int64)
 _OUT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -38,6 +39,21 @@ def same_forms(tensors: Sequence[Tensor]) -> Callable[..., bool]:
         return guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     forms = [form(tensor) for tensor in tensors]
     return lambda *others: [form(other) for other in others] == forms
+
+
+def refuse_unaligned(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
+    """Raise ConfigError for a tensor that does not begin at a multiple of 16 bytes."""
+    bits = 0
+    for tensor in tensors:
+        if tensor is not None:
+            bits |= tensor.data_ptr()
+    if not bits & 15:
+        return
+    for name, tensor in zip(names, tensors, strict=True):
+        above = 0 if tensor is None or not tensor.numel() else tensor.data_ptr() & 15
+        if above:
+            found, allowed = f"{above} above a multiple of 16", "a multiple of 16"
+            raise ConfigError.of(f"address of {name}", found, f"{allowed}: pass a copy of it")
 
 
 def _rows_of(tensor: Tensor) -> int:
@@ -67,7 +83,7 @@ class Checks:
             types = {"ids": _INDEX_TYPES, "probs": _PROBABILITY_TYPES}
             for (what, allowed), tensor in zip(types.items(), routing, strict=True):
                 name = f"routing: {what}"
-                tensor = self._present(name, tensor).contiguous()  # as the layer makes them
+                tensor = aligned(self._present(name, tensor))  # as the layer makes them
                 self._fits(name, tensor, (m, layout.experts_per_token), allowed)
         self._bound(bound_m)
 
@@ -157,7 +173,8 @@ class Checks:
 
     def _bound(self, bound_m: Tensor | None) -> None:
         if bound_m is not None:
-            self._fits("bound_m", bound_m, (1,), (torch.uint32, torch.int32))
+            types = (torch.uint32, torch.int32)
+            self._fits("bound_m", bound_m, (1,), types, anywhere=True)
 
     def _present(self, name: str, tensor: Tensor | None) -> Tensor:
         if not isinstance(tensor, Tensor) or tensor.device != self.device:
@@ -172,9 +189,11 @@ class Checks:
         shape: tuple[int, ...],
         dtypes: tuple[torch.dtype, ...],
         unit: int = 0,
+        anywhere: bool = False,
     ) -> None:
         """Whether `tensor` is on the device, of this shape and of one of these dtypes; and
-        contiguous, or with `unit` of contiguous rows that begin at multiples of so many bytes."""
+        contiguous, or with `unit` of contiguous rows that begin at multiples of so many bytes; and
+        at a multiple of 16 bytes, unless it may lie `anywhere`."""
         tensor = self._present(name, tensor)
         if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
             found = f"{tensor.dtype} {tuple(tensor.shape)}"
@@ -183,6 +202,8 @@ class Checks:
             self._rows(name, tensor, unit)
         elif not tensor.is_contiguous():
             raise ConfigError.of(name, f"strides {tensor.stride()}", "a contiguous tensor")
+        elif not anywhere:
+            refuse_unaligned([name], [tensor])
 
     def _rows(self, name: str, tensor: Tensor, unit: int) -> None:
         """Contiguous rows that begin at multiples of `unit` bytes."""

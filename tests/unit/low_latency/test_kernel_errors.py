@@ -70,6 +70,7 @@ CALL: dict[str, Any] = {
         ("dp_x", bf16(3, 16), "dp_x.*allowed"),
         ("indices", ZEROS.float(), "indices.*torch.uint32"),
         ("indices", _SHIFTED, "address of indices.*multiple of 16"),
+        ("out_expert_num_tokens", torch.zeros(4).int()[1:3], "address of out_expert_num_tokens"),
         ("out_expert_x", _FP16, "out_expert_x: found torch.float16, allowed: torch.bfloat16"),
         *(
             (name, CALL[name].to("meta"), f"{name}: found 'meta'")
@@ -89,6 +90,10 @@ def test_a_tensor_that_does_not_fit_is_refused_also_after_one_that_does(
         changed["out_expert_x"] = bf16(ata.packed_rows(), 16)
     with pytest.raises(ConfigError, match=said):
         ata.dispatch(**changed)
+    ata.dispatch(**CALL)  # nothing was sent
+    with pytest.raises(ConfigError, match="address of indices"):
+        ata.combine(CALL["dp_x"].clone(), _SHIFTED, None, CALL["out_expert_x"])
+    ata.dispatch(**CALL)
 
 
 def test_rows_of_another_type_than_was_sent_are_refused() -> None:
