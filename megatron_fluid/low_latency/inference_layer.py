@@ -28,6 +28,7 @@ from torch.nn import functional
 from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.config import current_config, shows_fields_of
 from megatron_fluid.cuda.devices import synchronize
+from megatron_fluid.cuda.triton_launch import aligned
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fixed_tiles.launch import row_by_row
 from megatron_fluid.kernels.grouped_gemm.launch import fixed_tiles, grouped_matmul
@@ -74,7 +75,7 @@ class InferenceMoELayer(nn.Module):
         batch_invariant: a token has the same bits whatever other tokens are in the batch, and
             whatever the ranks and the transport: those that the forward of a training layer with
             batch_invariant gives it. Router and shared expert must do their part, as that layer's
-            do; a token names an expert once. None takes FluidConfig's.
+            do. None takes FluidConfig's.
 
     Raises:
         ConfigError: weights that do not fit each other or the activation, DTensors sharded
@@ -125,18 +126,19 @@ class InferenceMoELayer(nn.Module):
         self.router, self.shared_expert = router, shared_expert
         self._followed: list[Any] = [router]  # in a list, it is no second submodule
         self.activation = activation
-        rows = self.all_to_all.packed_rows()
-        self._rows = torch.zeros(rows, hidden, dtype=dtype, device=device)
-        self._counts = torch.zeros(local, dtype=torch.int32, device=device)
-        self._offsets = torch.zeros(local, dtype=torch.int32, device=device)
-        self._ones = torch.ones(rows, dtype=torch.float32, device=device)
         self.batch_invariant = batch_invariant
         # Name and variant for kernels/activation; None for a callable.
         self._kernel = (activation, _PLAIN) if isinstance(activation, str) else None
         self._routing: Tensor | None = None
-        if batch_invariant:
-            self._routing = torch.zeros(rows, scales // 4, dtype=torch.float32, device=device)
-            self._row_numbers = torch.arange(rows, dtype=torch.int32, device=device)
+        rows = self.all_to_all.packed_rows()
+        with torch.inference_mode(False):  # written by calls outside that mode, too
+            self._rows = torch.zeros(rows, hidden, dtype=dtype, device=device)
+            self._counts = torch.zeros(local, dtype=torch.int32, device=device)
+            self._offsets = torch.zeros(local, dtype=torch.int32, device=device)
+            self._ones = torch.ones(rows, dtype=torch.float32, device=device)
+            if batch_invariant:
+                self._routing = torch.zeros(rows, scales // 4, dtype=torch.float32, device=device)
+                self._row_numbers = torch.arange(rows, dtype=torch.int32, device=device)
         synchronize(device)
 
     def train(self, mode: bool = True) -> InferenceMoELayer:
@@ -170,21 +172,30 @@ class InferenceMoELayer(nn.Module):
         group: dist.ProcessGroup | None = None,
         **named: Any,
     ) -> InferenceMoELayer:
-        """The layer for decoding with the parameters of `layer`, a megatron_fluid.MoELayer.
+        """The layer for decoding with the parameters of `layer`, a megatron_fluid.MoELayer. It
+        computes in their type, bf16, also where `layer` trains in fp8.
 
         Args:
             group: the expert-parallel group, None for that of `layer`.
 
         Raises:
             ConfigError: also where this rank does not hold its share of the experts over the group:
-                for another group than the layer's, or for experts that FSDP2 has sharded further.
+                for another group than the layer's, or for experts that FSDP2 has sharded further;
+                and for batch_invariant with an fp8_recipe, whose bits this layer does not have.
         """
         group = layer.rounds.group if group is None else group
         _check_share(layer.weight1, layer.config.num_experts, group)
         shared = layer.shared_expert if layer.shared_weight1 is not None else None
         name = layer.activation.name
         known = name in _ACTIVATIONS and layer.activation.plain
-        named.setdefault("batch_invariant", layer.batch_invariant)
+        invariant = named.setdefault("batch_invariant", layer.batch_invariant)
+        invariant = current_config().batch_invariant if invariant is None else invariant
+        if invariant and layer.config.fp8_recipe is not None:
+            allowed = "None, since decoding computes in bf16; or pass batch_invariant=False here"
+            raise ConfigError.of(
+                "fp8_recipe of the training layer with batch_invariant",
+                layer.config.fp8_recipe, allowed,
+            )  # fmt: skip
         made = cls(
             layer.weight1, layer.weight2, layer.router, max_num_tokens=max_num_tokens, group=group,
             experts_per_token=layer.config.top_k, shared_expert=shared,
@@ -237,10 +248,14 @@ class InferenceMoELayer(nn.Module):
             self._follow(layer)
         self._check_call(tokens, routing, bound_m)
         ids, probs = self._route(tokens) if routing is None else routing
-        ids, probs = ids.contiguous(), probs.float().contiguous()
+        ids, probs = aligned(ids), aligned(probs.float())
         invariant = self.batch_invariant
-        scales = torch.cat([ids.to(torch.int64).float(), probs], 1) if invariant else None
-        late = torch.ones_like(probs) if invariant else None
+        scales = late = None
+        if invariant:
+            wide = ids.to(torch.int64)
+            scales = torch.cat([wide.float(), probs], 1)
+            # An expert that a token names twice has one row, which has both probabilities.
+            late = (~(wide[:, :, None] == wide[:, None, :]).tril(-1).any(-1)).float()
         out = torch.empty_like(tokens)
         # The combine adds to the shared expert's output. With batch_invariant that is added last,
         # and rows one by one: activations were multiplied with their probabilities.

@@ -64,15 +64,21 @@ def test_it_computes_what_the_training_layer_does(
     layer.destroy()
 
 
+@pytest.mark.parametrize("invariant", [False, True])
 @on_ranks(2)
-def test_routing_may_come_from_outside_with_masks_and_a_bound(rank: int, world: int) -> None:
+def test_routing_may_come_from_outside_with_masks_and_a_bound(
+    rank: int, world: int, invariant: bool
+) -> None:
     generator = torch.Generator().manual_seed(1)
     weight1 = torch.randn(2, 2 * 16, 8, generator=generator).to(torch.bfloat16)
     weight2 = torch.randn(2, 8, 16, generator=generator).to(torch.bfloat16)
-    layer = InferenceMoELayer(weight1, weight2, None, max_num_tokens=6, experts_per_token=2)
+    sizes = {"max_num_tokens": 6, "experts_per_token": 2}
+    with torch.inference_mode():  # of the building alone
+        layer = InferenceMoELayer(weight1, weight2, None, batch_invariant=invariant, **sizes)  # type: ignore[arg-type]
     tokens = torch.randn(6, 8, generator=generator).to(torch.bfloat16)
-    ids = torch.tensor([[0, 2], [3, -1], [-1, -1], [1, 1], [2, 0], [3, 1]], dtype=torch.int32)
-    probs = torch.rand(6, 2, generator=generator)
+    ids = [[0, 0], [0, 2], [3, -1], [-1, -1], [1, 1], [2, 0], [3, 1]]
+    ids = torch.tensor(ids, dtype=torch.int32)[1:]  # at no multiple of 16 bytes, as of a slice
+    probs = torch.rand(7, 2, generator=generator)[1:]
     with pytest.raises(ConfigError, match="routing"):
         layer(tokens)
     with pytest.raises(ConfigError, match="tokens: found .*torch.float16"):
@@ -163,3 +169,9 @@ def test_what_cannot_be_is_refused_by_name(rank: int, world: int) -> None:
     ):
         with pytest.raises(ConfigError, match=named):
             InferenceMoELayer(first, second, None, activation=activation, **sizes)  # type: ignore[arg-type]
+    wide = {"hidden_size": 128, "ffn_hidden_size": 128, "num_experts": 2, "top_k": 2}
+    fp8 = MoELayer(
+        wide | {"fp8_recipe": "blockwise", "batch_invariant": True}, None, dtype=torch.bfloat16
+    )
+    with pytest.raises(ConfigError, match=r"fp8_recipe of the training layer.*decoding .*in bf16"):
+        InferenceMoELayer.of(fp8, max_num_tokens=4, group=dist.group.WORLD)
