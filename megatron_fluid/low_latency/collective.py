@@ -54,11 +54,18 @@ class Collective:
         bytes_of: dict[str, Any] = {"dtype": torch.uint8, "device": device}
         self._send = torch.zeros(self._share, self._width, **bytes_of)
         self._received = torch.zeros(layout.world_size * self._share, self._width, **bytes_of)
-        synchronize(device)
-        nothing = torch.empty(0, device=device)
         # Of the last dispatch: each entry's row, and its weights. Of a combine: what is in flight.
-        self._entry_row, self._token_weights = nothing.long(), nothing
-        self._partial, self._sums = nothing, nothing
+        # They stay where they are: the halves of a call may be in different CUDA graphs.
+        entries = layout.max_rows * layout.experts_per_token
+        self._entry_row = torch.zeros(entries, dtype=torch.int64, device=device)
+        self._token_weights = torch.zeros(entries, device=device)
+        width = layout.hidden_dim * (layout.experts_per_token if layout.batch_invariant else 1)
+        self._partial = torch.zeros(
+            layout.world_size, layout.max_num_tokens * width, dtype=layout.combine_dtype,
+            device=device,
+        )  # fmt: skip
+        self._sums = torch.zeros_like(self._partial)
+        synchronize(device)
         self._wait: Callable[[], None] | None = None
         self._failure: PeerTimeoutError | None = None
 
@@ -131,8 +138,8 @@ class Collective:
         else:
             row = expert * layout.max_rows + slot
         entry_row = torch.where(here, row, -1)
-        self._entry_row = entry_row.view(-1, k).gather(1, first_same).reshape(-1)
-        self._token_weights = meta[:, k : 2 * k].contiguous().view(torch.float32).reshape(-1)
+        torch.gather(entry_row.view(-1, k), 1, first_same, out=self._entry_row.view(-1, k))
+        self._token_weights.view(-1, k).view(torch.int32).copy_(meta[:, k : 2 * k])
         token = torch.arange(ids.numel(), device=ids.device) // k
         _write_rows(q.x, tokens[:, : layout.hidden_dim_bytes], entry_row, token, here)
         if q.scale is not None:
@@ -170,9 +177,8 @@ class Collective:
         """Start to send each source the rows for its tokens: a sum of each token [D * C, H], or a
         row of each choice [D * C * K, H]."""
         layout = self.layout
-        blocks = rows.view(layout.num_sources, 1, -1).expand(-1, layout.dp_size, -1)
-        self._partial = blocks.reshape(layout.world_size, -1).contiguous()
-        self._sums = torch.empty_like(self._partial)
+        blocks = self._partial.view(layout.num_sources, layout.dp_size, -1)
+        blocks.copy_(rows.view(layout.num_sources, 1, -1))
         self._start("combine", dist.all_to_all_single, self._sums, self._partial)
 
     def combine_receive(self, q: CombineReceive) -> None:
