@@ -54,7 +54,7 @@ def dispatch_put_kernel(
     pad,  # int32 [W * F, 4], symmetric
     region,  # int32, symmetric
     signals,  # int64 [W * F], symmetric
-    counters, m, rank, first_pe, pe_step, x_stride, x_scale_stride,
+    counters, abort, m, rank, first_pe, pe_step, x_stride, x_scale_stride,
     C: tl.constexpr, D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     L: tl.constexpr, HW: tl.constexpr, SW: tl.constexpr, SWP: tl.constexpr, SCALE_AT: tl.constexpr,
     PITCH: tl.constexpr, PARITY_WORDS: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
@@ -71,6 +71,9 @@ def dispatch_put_kernel(
     arrival = region + (generation & 1) * PARITY_WORDS
     if HAS_BOUND:
         m = tl.minimum(m.to(tl.int64), tl.load(bound_m).to(tl.int64)).to(tl.int32)
+    # Once a wait of this rank has failed it sends nothing: peers that are late may still read.
+    sound = tl.load(abort) == 0
+    m = tl.where(sound, m, 0)
     kk = tl.arange(0, KP)
     sw = tl.arange(0, SWP)
     i = pid * P + rank % P
@@ -112,7 +115,7 @@ def dispatch_put_kernel(
                     arrival + row.to(tl.int64) * PITCH, packed, tl.full((), PITCH, tl.int32), pe
                 )
         i += F * P
-    if pid == 0:
+    if (pid == 0) & sound:
         word = pad + rank * (F * 4)
         tl.store(word, m)
         tl.debug_barrier()
@@ -120,7 +123,8 @@ def dispatch_put_kernel(
             nvshmem.put(
                 arrival + COUNTS_AT + rank, word, tl.full((), 1, tl.int32), first_pe + d * pe_step
             )
-    _signal(pad, signals, rank * F + pid, generation, first_pe, pe_step, W)
+    if sound:
+        _signal(pad, signals, rank * F + pid, generation, first_pe, pe_step, W)
     if pid == 0:
         tl.store(counters, generation)
 
@@ -158,7 +162,7 @@ def combine_put_kernel(
     sound = tl.load(abort) == 0
     # The first program sends this rank's weights to all; every program waits for all ranks' ones.
     if EXCHANGE:
-        if pid == 0:
+        if (pid == 0) & sound:
             o = tl.arange(0, CK)
             tl.store(weight_staging + o, tl.load(weights + o, mask=o < m * K), mask=o < m * K)
             tl.debug_barrier()

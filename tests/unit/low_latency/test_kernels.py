@@ -21,7 +21,7 @@ from megatron_fluid.errors import PeerTimeoutError
 from megatron_fluid.low_latency import AllToAll, open_transport
 from megatron_fluid.low_latency.layout import Layout
 from megatron_fluid.low_latency.reference import combine_reference
-from megatron_fluid.low_latency.transport import CombineSend
+from megatron_fluid.low_latency.transport import CombineSend, DispatchSend
 from tests.support.all_to_all_calls import (
     bf16,
     build,
@@ -315,6 +315,8 @@ def test_a_peer_whose_puts_are_lost_is_named(
     receive_one(operation, ranks[2])
     with pytest.raises(PeerTimeoutError, match=rf"rank 0: no answer from peer 1 in .*{operation}"):
         receive_one(operation, ranks[0])
+    ranks[0]._transport.dispatch_send(DispatchSend(x, ids, torch.ones(2, 1)))  # queued behind it
+    assert not fake_nvshmem.queue
 
 
 def test_the_signal_operation_is_that_of_nvshmems_headers(fake_nvshmem: FakeNvshmem) -> None:
