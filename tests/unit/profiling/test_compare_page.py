@@ -35,7 +35,6 @@ def test_noise_of_the_runs_without_the_package_widens_what_agrees(tmp_path: Path
     assert page.startswith("<!doctype html>") and careful.caution in page
 
 
-@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("changed", "at", "loss", "lost"),
     [
@@ -47,21 +46,31 @@ def test_noise_of_the_runs_without_the_package_widens_what_agrees(tmp_path: Path
     ],
 )
 def test_a_loss_that_is_missing_or_no_number_never_agrees(
-    changed: Sequence[str], at: int, loss: float | None, lost: str, tmp_path: Path
+    changed: Sequence[str], at: int, loss: float | None, lost: str
 ) -> None:
     broken = {**_PLAIN, at: loss} if loss else {i: _PLAIN[i] for i in _PLAIN if i != at}
     runs = {name: broken if name in changed else _PLAIN for name in ("off", "on", "again")}
     compared = comparison(**runs)
     assert not compared.agrees
     assert f"losses DIFFER: {lost} iteration {at} has no finite loss" in compared.lines()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_page_has_a_row_of_each_iteration_whatever_its_losses_are(tmp_path: Path) -> None:
+    compared = comparison(
+        off={1: 3.0, 2: math.nan, 4: 1.0},
+        on={1: math.nan, 2: math.nan, 3: 1.5, 5: 0.5},
+        again={1: 3.0, 2: math.nan, 3: math.inf, 4: 1.0, 5: 0.5},
+    )
     page = write_page(compared, tmp_path)[0].read_text()
-    assert re.findall(r"<tr><td>(\d+)<td>", page) == ["1", "2", "3"]
-    (row,) = re.findall(rf"<tr><td>{at}<td>(.*?)</tr>", page)
-    plain = f"{_PLAIN[at]:g}"
-    cell = "-" if loss is None else f"{loss:g}"
-    losses = [cell if name in changed else plain for name in runs]
-    times = ["-" if loss is None and name in changed else "1.0" for name in runs]
-    assert row.split("<td>") == [*losses, *times]
+    assert page.count("<svg") == 4
+    assert dict(re.findall(r"<tr><td>(\d+)<td>(.*?)</tr>", page)) == {
+        "1": "3<td>nan<td>3<td>1.0<td>1.0<td>1.0",
+        "2": "nan<td>nan<td>nan<td>1.0<td>1.0<td>1.0",
+        "3": "-<td>1.5<td>inf<td>-<td>1.0<td>1.0",
+        "4": "1<td>-<td>1<td>1.0<td>-<td>1.0",
+        "5": "-<td>0.5<td>0.5<td>-<td>1.0<td>1.0",
+    }
 
 
 def test_losses_are_paired_by_iteration() -> None:
