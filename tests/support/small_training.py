@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,10 +78,6 @@ def _rank(
     rank: int, ranks: int, arguments: Sequence[str], log: str,
     prepare: Callable[[int], None] | None,
 ) -> None:  # fmt: skip
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    # Written in this process all the same; Megatron's own queue starts an interpreter a rank.
-    filesystem_async._results_queue = queue.Queue()
     if prepare is not None:
         prepare(rank)
     flags = [*_TRAINING, *arguments]
