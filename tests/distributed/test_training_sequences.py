@@ -3,8 +3,8 @@ those of Megatron's own path, to fp32 rounding.
 
 A rule-based machine of Hypothesis asks long-lived ranks (tests/support/training_world.py), so a
 failing sequence is shrunk. Ten sequences always, of two ranks and of four (two expert-parallel
-groups of two). `MEGATRON_FLUID_TEST_DRAWS=200` draws as many; FIRST:LAST takes those seeds, each of
-ten sequences.
+groups of two). `MEGATRON_FLUID_TEST_DRAWS=200` draws as many, of more steps; FIRST:LAST takes those
+seeds, each of ten sequences.
 """
 
 import os
@@ -34,8 +34,8 @@ pytestmark = [
 ]
 
 SEQUENCES = {2: 7, 4: 3}  # of a seed, by the number of ranks
-PER_SEED, STEPS = sum(SEQUENCES.values()), 8
 _DRAWS = os.environ.get("MEGATRON_FLUID_TEST_DRAWS", "")
+PER_SEED, STEPS = sum(SEQUENCES.values()), 8 if _DRAWS else 6
 if ":" in _DRAWS:
     SEEDS = range(*map(int, _DRAWS.split(":")))
 else:
