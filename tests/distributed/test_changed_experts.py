@@ -175,29 +175,18 @@ def linear_rebuilt(layer: Any) -> None:
 
 
 LEFT_TO_MEGATRON: dict[str, Callable[[Any], None]] = {
-    "a wrapper": wrapper,
-    "a forward in place": forward_in_place,
-    "a quantiser's class": quantiser,
-    "a class of the experts": expert_class,
-    "other experts": whole_experts,
-    "a phase of the layer": dispatcher_phase,
-    "an activation": activation,
+    "a wrapper": wrapper, "a forward in place": forward_in_place, "a quantiser's class": quantiser,
+    "a class of the experts": expert_class, "other experts": whole_experts,
+    "a phase of the layer": dispatcher_phase, "an activation": activation,
     "an activation in the experts' config": activation_by_config,
-    "weights frozen in part": frozen_in_part,
-    "a bias": bias,
-    "a hook": hook,
-    "a parametrisation": parametrisation,
-    "fp8": fp8,
-    "a linear's _forward_impl": linear_impl,
-}
+    "weights frozen in part": frozen_in_part, "a bias": bias, "a hook": hook,
+    "a parametrisation": parametrisation, "fp8": fp8, "a linear's _forward_impl": linear_impl,
+}  # fmt: skip
 HONOURED: dict[str, Callable[[Any], None]] = {
-    "data swapped": data_swapped,
-    "weights narrowed": narrowed,
-    "the layer's own config": layers_config,
-    "the experts' config": experts_config,
-    "weights replaced": weight_replaced,
-    "linears built anew": linear_rebuilt,
-}
+    "data swapped": data_swapped, "weights narrowed": narrowed,
+    "the layer's own config": layers_config, "the experts' config": experts_config,
+    "weights replaced": weight_replaced, "linears built anew": linear_rebuilt,
+}  # fmt: skip
 
 
 def _scale_experts(module: Any, _: Any, output: Any) -> Any:

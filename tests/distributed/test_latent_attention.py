@@ -44,16 +44,12 @@ class Case:
 MODULES = ["core_attn", "mla_up_proj"]
 RECOMPUTED = ("recompute_granularity", "selective"), ("recompute_modules", MODULES)
 CASES = [
-    Case(),
-    Case(te=True),
-    Case(rope="yarn", q_rank=None, norms=False),
-    Case(te=True, rope="yarn", values=12),
-    Case(te=True, values=6, norms=False, causal=False),
+    Case(), Case(te=True), Case(rope="yarn", q_rank=None, norms=False),
+    Case(te=True, rope="yarn", values=12), Case(te=True, values=6, norms=False, causal=False),
     Case(values=16, settings=(("softmax_type", "learnable"),)),
-    Case(te=True, settings=(("window_size", (3, 0)),)),
-    Case(settings=RECOMPUTED),
+    Case(te=True, settings=(("window_size", (3, 0)),)), Case(settings=RECOMPUTED),
     Case(te=True, dtype=torch.bfloat16, rope="yarn"),
-]
+]  # fmt: skip
 
 
 def _build(case: Case, ranks: int, groups: Any = None, backend: str = "auto") -> Any:

@@ -26,13 +26,9 @@ BESIDE = (("moe_shared_expert_overlap", True),)
 NORMS = (("qk_layernorm", True),)
 WHOLE_ROWS = (("sequence_parallel", False),)
 KINDS = (
-    ("attention_output_gate", True),
-    ("softmax_type", "learnable"),
-    ("window_size", (5, 0)),
-    ("add_qkv_bias", True),
-    ("num_moe_experts", None),
-    ("moe_ffn_hidden_size", None),
-)
+    ("attention_output_gate", True), ("softmax_type", "learnable"), ("window_size", (5, 0)),
+    ("add_qkv_bias", True), ("num_moe_experts", None), ("moe_ffn_hidden_size", None),
+)  # fmt: skip
 LATENT = (
     ("multi_latent_attention", True),
     *(("q_lora_rank", 16), ("kv_lora_rank", 12), ("qk_head_dim", 8), ("v_head_dim", 8)),
@@ -50,23 +46,19 @@ SHARDED, OVERLAP = ("distributed_optimizer",), ("overlap",)
 MODELS = (), SHARED, BF16, FOUR_LAYERS, NORMS, KINDS, LATENT
 REFERENCES = [Case(f"one rank, {dict(model)}", model=model) for model in MODELS]
 TWO_RANKS = [
-    Case("EP2", ep=2),
-    Case("EP2, overlapped MoE", ep=2, backend="rounds"),
+    Case("EP2", ep=2), Case("EP2, overlapped MoE", ep=2, backend="rounds"),
     Case("EP2, recompute", ep=2, how=MOE_RECOMPUTE),
     Case("EP2, distributed optimizer, overlap", ep=2, distributed=SHARDED + OVERLAP),
     Case("EP2, overlapped gradient reduction", ep=2, distributed=OVERLAP),
-    Case("DP2", distributed=()),
-    Case("TP2 with sequence parallelism", tp=2),
-    Case("PP2", pp=2),
+    Case("DP2", distributed=()), Case("TP2 with sequence parallelism", tp=2), Case("PP2", pp=2),
     Case("EP2, overlapped shared experts", ep=2, model=SHARED, how=BESIDE),
-    Case("TP2, shared experts", tp=2, model=SHARED),
-    Case("EP2, bf16", ep=2, model=BF16),
+    Case("TP2, shared experts", tp=2, model=SHARED), Case("EP2, bf16", ep=2, model=BF16),
     Case("CP2, q/k norm, core recompute", cp=2, model=NORMS, how=CORE_RECOMPUTE),
     Case("CP2, q/k norm, full recompute", cp=2, model=NORMS, how=FULL_RECOMPUTE),
     Case("CP2, overlapped reduction and gather", cp=2, distributed=SHARDED + OVERLAP),
     Case("CP2, latent, main_grad", cp=2, model=LATENT, distributed=OVERLAP, fused=True),
     Case("CP2, gradients added to main_grad", cp=2, distributed=OVERLAP, fused=True),
-]
+]  # fmt: skip
 # 4 heads and 2 key/value heads: on 4 ranks two share each key/value head.
 FOUR_RANKS = [
     Case("TP2 CP2 EP4", tp=2, cp=2, ep=4),

@@ -68,11 +68,9 @@ QWEN3_235B = QWEN3 | {
     "moe_router_load_balancing_type": "global_aux_loss",
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3-235B-A22B": QWEN3_235B,
-    "DeepSeek-V3": DEEPSEEK,
-    "gpt-oss-20b": GPT_OSS_20B,
+    "Qwen3-235B-A22B": QWEN3_235B, "DeepSeek-V3": DEEPSEEK, "gpt-oss-20b": GPT_OSS_20B,
     "OLMoE-1B-7B": OLMOE,
-}
+}  # fmt: skip
 CASES: dict[str, dict[str, Training]] = {
     "ep2": {
         **{name: Training(m, {"learning_rate": 2e-3}) for name, m in MODELS.items()},

@@ -76,36 +76,28 @@ OFFSET = ("softmax_type", "learnable")
 CORE_RECOMPUTE = ("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"])
 YARN = (("yarn_rotary_scaling_factor", 8.0), ("yarn_mscale", 1.0), ("yarn_mscale_all_dim", None))
 CASES = [
-    *_both(groups=1, norms=True),
-    *_both(groups=2),
-    *_both(groups=8, norms=True),
-    *_both(rotated=0, causal=False, bias=False),
-    Case(rotated=4, norms=True),
-    Case(rotated=8, interleaved=True, groups=4),
-    Case(te=True, rotated=4, interleaved=True),
+    *_both(groups=1, norms=True), *_both(groups=2), *_both(groups=8, norms=True),
+    *_both(rotated=0, causal=False, bias=False), Case(rotated=4, norms=True),
+    Case(rotated=8, interleaved=True, groups=4), Case(te=True, rotated=4, interleaved=True),
     Case(te=True, fused=True, microbatches=3),
     Case(fused=True, microbatches=2, deferred=True, groups=1),
     Case(deferred=True, microbatches=2, norms=True),
-    Case(recompute=True, microbatches=2, norms=True),
-    Case(te=True, recompute=True, norms=True),
+    Case(recompute=True, microbatches=2, norms=True), Case(te=True, recompute=True, norms=True),
     Case(te=True, frozen=("linear_qkv.weight", "linear_proj.bias")),
     Case(frozen=("linear_proj.weight", "linear_qkv.bias"), norms=True),
     Case(te=True, settings=(("apply_rope_fusion", False), ("no_rope_freq", [1, 0]))),
-    *_both(dtype=BF16, norms=True, groups=1),
-    *_both(dtype=BF16, norms=True, groups=4),
+    *_both(dtype=BF16, norms=True, groups=1), *_both(dtype=BF16, norms=True, groups=4),
     Case(te=True, dtype=BF16, fused=True, microbatches=2),
     *(Case(te=True, dtype=dtype, settings=(LAYER_NORM,)) for dtype in (torch.float32, BF16)),
-]
+]  # fmt: skip
 # What models have besides plain softmax attention: gpt-oss (offset, window, YaRN), Qwen3-Next
 # (gate, partial rotation), Llama 4 (L2 norm), GPT with LayerNorms.
 KINDS = [
-    *_both(settings=(OFFSET,)),
-    *_both(settings=(OFFSET, WINDOW), groups=8),
+    *_both(settings=(OFFSET,)), *_both(settings=(OFFSET, WINDOW), groups=8),
     *_both(settings=(("softmax_type", "off-by-one"),), groups=1),
     *_both(settings=(WINDOW,), norms=True),
     Case(settings=(OFFSET, *YARN), recompute=True, microbatches=2),
-    Case(te=True, settings=YARN, norms=True),
-    *_both(settings=(GATE,), norms=True, rotated=4),
+    Case(te=True, settings=YARN, norms=True), *_both(settings=(GATE,), norms=True, rotated=4),
     Case(settings=(GATE,), groups=1, bias=False, recompute=True),
     Case(te=True, settings=(GATE,), groups=8, fused=True, microbatches=2),
     Case(settings=(GATE,), deferred=True, microbatches=2),
@@ -113,11 +105,10 @@ KINDS = [
     *_both(settings=(LAYER_NORM,), norms=True, groups=4),
     Case(te=True, settings=(LAYER_NORM, OFFSET), norms=True, dtype=BF16),
     Case(settings=(LAYER_NORM,), norms=True, groups=8, microbatches=2),
-    *_both(settings=(("qk_l2_norm", True),)),
-    *_both(settings=CORE_RECOMPUTE, norms=True),
+    *_both(settings=(("qk_l2_norm", True),)), *_both(settings=CORE_RECOMPUTE, norms=True),
     Case(settings=(*CORE_RECOMPUTE, OFFSET, LAYER_NORM), norms=True),
     Case(bias=False, settings=(("add_qkv_bias", True),)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(4, CASES), (2, KINDS)], ids=["basic", "kinds"])
@@ -138,12 +129,10 @@ def test_dropout_draws_what_it_draws_around_the_exchanged_core_attention(
     rows = SequenceLayout(length, ranks, "zigzag").positions(rank)
     dropout = ("attention_dropout", 0.4)
     cases = [
-        *_both(settings=(dropout,), groups=2),
-        *_both(settings=(dropout,), groups=8),
-        Case(settings=(dropout, WINDOW)),
-        Case(settings=(dropout,), recompute=True),
+        *_both(settings=(dropout,), groups=2), *_both(settings=(dropout,), groups=8),
+        Case(settings=(dropout, WINDOW)), Case(settings=(dropout,), recompute=True),
         *_both(settings=(dropout, *CORE_RECOMPUTE)),
-    ]
+    ]  # fmt: skip
     for case in cases:
         plain = dataclasses.replace(case, settings=case.settings[:1], recompute=False)
         if WINDOW in case.settings:

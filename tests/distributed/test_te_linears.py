@@ -64,8 +64,7 @@ def _own(self: Any, x: Tensor) -> tuple[str, None]:
 LAYER_NORM = {"normalization": "LayerNorm"}
 # mode, whether a norm comes first, changes
 SERVED: dict[str, tuple[str, bool, dict[str, Any]]] = {
-    "column": ("column", False, {}),
-    "column without bias": ("column", False, {"use_bias": False}),
+    "column": ("column", False, {}), "column without bias": ("column", False, {"use_bias": False}),
     "column, bias returned": ("column", False, {"te_return_bias": True}),
     "column, fused": ("column", False, {"fuse_wgrad_accumulation": True}),
     "RMSNorm": ("column", True, {}),
@@ -73,11 +72,10 @@ SERVED: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "LayerNorm": ("column", True, LAYER_NORM | {"use_bias": False}),
     "LayerNorm, centered": ("column", True, LAYER_NORM | {"zero_centered_gamma": True}),
     "LayerNorm, fused": ("column", True, LAYER_NORM | {"fuse_wgrad_accumulation": True}),
-    "row": ("row", False, {}),
-    "row without bias": ("row", False, {"use_bias": False}),
+    "row": ("row", False, {}), "row without bias": ("row", False, {"use_bias": False}),
     "row, bias returned": ("row", False, {"te_return_bias": True}),
     "row, fused": ("row", False, {"fuse_wgrad_accumulation": True}),
-}
+}  # fmt: skip
 
 
 @on_ranks(2)
@@ -126,11 +124,9 @@ LEFT_ALONE: dict[str, dict[str, Any]] = {
     "Transformer Engine's own overlap": {"tp_comm_overlap": True},
     "quantised precision": {"fp8": "hybrid"},
     "--batch-invariant-mode": {"batch_invariant_mode": True},
-    "later": {"delay_wgrad_compute": True},
-    "offloaded": {"_cpu_offloading_context": object()},
-    "another way": {"symmetric_ar_type": "two_shot"},
-    "": {"sequence_parallel": False},
-}
+    "later": {"delay_wgrad_compute": True}, "offloaded": {"_cpu_offloading_context": object()},
+    "another way": {"symmetric_ar_type": "two_shot"}, "": {"sequence_parallel": False},
+}  # fmt: skip
 TOLD = (
     *("frozen", "its input is torch.float64", "nothing faster than NCCL", "2 dimensions"),
     *("output of its norm", f"its class comes from {__name__}"),

@@ -226,24 +226,19 @@ def test_a_deep_copy_has_parameters_of_its_own_and_trains_as_the_layer(
 
 # What the error names, and settings that it refuses.
 REFUSED: dict[str, tuple[dict[str, Any], ...]] = {
-    "num_heads": ({"num_attention_heads": 3},),
-    "num_kv_heads": ({"num_kv_heads": 3},),
-    "num_experts": ({"num_experts": 3},),
-    "norm": ({"norm": "batchnorm"}, {"norm": []}),
-    "causal": ({"causal": 0}, {"causal": "no"}),
-    "overlap": ({"overlap": "false"},),
+    "num_heads": ({"num_attention_heads": 3},), "num_kv_heads": ({"num_kv_heads": 3},),
+    "num_experts": ({"num_experts": 3},), "norm": ({"norm": "batchnorm"}, {"norm": []}),
+    "causal": ({"causal": 0}, {"causal": "no"}), "overlap": ({"overlap": "false"},),
     "rope_theta": ({"rope_theta": "1e4"}, {"rope_theta": -1.0}),
     "sequence_layout": ({"sequence_layout": "striped"},),
     "kernel": ({"attention_kernel": "magic"}, {"attention_kernel": "te"}),
     "head_groups": ({"head_groups": 5},),
     "dx_chunks": ({"dx_chunks": 0}, {"dx_chunks": -1}, {"dx_chunks": 1025}),
-    "window": ({"window": 0}, {"window": 1.5}),
-    "dropout": ({"attention_dropout": 1.5},),
+    "window": ({"window": 0}, {"window": 1.5}), "dropout": ({"attention_dropout": 1.5},),
     "rotary": ({"rotary_dim": 3}, {"rotary_dim": 8}, {"rotary_dim": 0}),
-    "group": ({"ep_group": None},),
-    "top_k": ({"top_k": 9},),
+    "group": ({"ep_group": None},), "top_k": ({"top_k": 9},),
     "activation": ({"activation": "tanhshrinkish"},),
-}
+}  # fmt: skip
 
 
 @on_ranks(2)

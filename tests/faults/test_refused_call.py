@@ -113,16 +113,12 @@ def _reduce_scatter(fits: bool) -> None:
 
 # On a rank: a call that raises unless it is told that it fits.
 KINDS: dict[str, Callable[[int], Callable[[bool], Any]]] = {
-    "rounds": lambda rank: _moe(backend="rounds"),
-    "hierarchical": _hierarchical,
+    "rounds": lambda rank: _moe(backend="rounds"), "hierarchical": _hierarchical,
     "experts, forward": lambda rank: _experts("forward"),
-    "experts, backward": lambda rank: _experts("backward"),
-    "given splits": _given_splits,
-    "attention": _attention,
-    "low latency": _low_latency,
-    "gather matmul": lambda rank: _gather_matmul,
-    "reduce scatter": lambda rank: _reduce_scatter,
-}
+    "experts, backward": lambda rank: _experts("backward"), "given splits": _given_splits,
+    "attention": _attention, "low latency": _low_latency,
+    "gather matmul": lambda rank: _gather_matmul, "reduce scatter": lambda rank: _reduce_scatter,
+}  # fmt: skip
 FIRST = ("rounds", "given splits", "low latency", "gather matmul")
 
 

@@ -50,16 +50,13 @@ LEARNABLE, WINDOW = ("softmax_type", "learnable"), ("window_size", (40, 0))
 YARN = (("yarn_rotary_scaling_factor", 8.0), ("yarn_mscale", 1.0), ("yarn_mscale_all_dim", None))
 RECOMPUTE = ("recompute_granularity", "selective"), ("recompute_modules", ["core_attn"])
 KINDS = [
-    Kind("plain"),
-    Kind("offset", (LEARNABLE,)),
+    Kind("plain"), Kind("offset", (LEARNABLE,)),
     Kind("offset, core alone", (LEARNABLE,), overlapped=False),
     Kind("offset off by one", (("softmax_type", "off-by-one"),)),
-    Kind("gpt-oss", (LEARNABLE, WINDOW, *YARN, BIASES)),
-    Kind("window", (WINDOW,), kv_heads=1),
+    Kind("gpt-oss", (LEARNABLE, WINDOW, *YARN, BIASES)), Kind("window", (WINDOW,), kv_heads=1),
     Kind("gate", (("attention_output_gate", True), NORMS)),
     Kind("LayerNorm", (("normalization", "LayerNorm"), NORMS)),
-    Kind("L2 norm", (("qk_l2_norm", True),)),
-    Kind("core recomputed", RECOMPUTE),
+    Kind("L2 norm", (("qk_l2_norm", True),)), Kind("core recomputed", RECOMPUTE),
     Kind("copy engines, main_grad", kv_heads=16, engine=True, fused=True),
     Kind("copy engines, recomputed", (NORMS,), engine=True, recompute=True, rotated=0.5),
     Kind("main_grad, deferred, biases", (BIASES,), fused=True, deferred=True),
@@ -67,11 +64,10 @@ KINDS = [
     Kind("local modules, interleaved", (("rotary_interleaved", True),), kv_heads=1, te=False),
     Kind("local modules, copy engines", (NORMS,), 16, te=False, engine=True, recompute=True),
     Kind("local modules, deferred", te=False, engine=True, deferred=True),
-    Kind("latent", latent=True),
-    Kind("latent, exchanged", latent=True, overlapped=False),
+    Kind("latent", latent=True), Kind("latent, exchanged", latent=True, overlapped=False),
     Kind("latent, YaRN", (("rope_type", "yarn"), ("rotary_scaling_factor", 4.0)), latent=True),
     Kind("latent, no query rank", (("q_lora_rank", None), ("qk_layernorm", False)), latent=True),
-]
+]  # fmt: skip
 
 
 def _module(kind: Kind, ranks: int, groups: Any = None, **sizes: Any) -> Any:

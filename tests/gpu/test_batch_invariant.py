@@ -20,13 +20,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 1, reason="needs a GPU
 WORLDS = [world for world in (1, 2, 4) if world <= RANKS]
 HOPPER = torch.cuda.is_available() and is_hopper(0)
 CONFIG: dict[str, Any] = {
-    "hidden_size": 512,
-    "ffn_hidden_size": 256,
-    "num_experts": 16,
-    "top_k": 4,
-    "init_std": 0.05,
+    "hidden_size": 512, "ffn_hidden_size": 256, "num_experts": 16, "top_k": 4, "init_std": 0.05,
     "batch_invariant": True,
-}
+}  # fmt: skip
 BF16, FP32 = torch.bfloat16, torch.float32
 # By name: the dtype, how many times the numbers of other tokens, and what CONFIG changes.
 CASES: dict[str, tuple[torch.dtype, int, dict[str, Any]]] = {

@@ -33,12 +33,10 @@ _UNFUSED = ["--no-gradient-accumulation-fusion"]
 _WHOLE = ["--cuda-graph-impl", "full_iteration"]
 _OVERLAPPED = ["--overlap-grad-reduce", "--overlap-param-gather"]
 GRAPHS: dict[str, list[str]] = {
-    "none": [],
-    "layers of Transformer Engine": ["--cuda-graph-impl", "transformer_engine"],
-    "layers of Megatron's own": ["--cuda-graph-impl", "local"],
-    "an iteration": _WHOLE,
+    "none": [], "layers of Transformer Engine": ["--cuda-graph-impl", "transformer_engine"],
+    "layers of Megatron's own": ["--cuda-graph-impl", "local"], "an iteration": _WHOLE,
     "an iteration, overlapped": [*_WHOLE, *_OVERLAPPED],
-}
+}  # fmt: skip
 # Of several expert-parallel ranks.
 RANKS = 4 if GPUS >= 4 else min(GPUS, 2)
 needs_two = pytest.mark.skipif(RANKS < 2, reason=f"needs two GPUs, found {GPUS}")

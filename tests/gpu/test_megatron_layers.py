@@ -35,12 +35,9 @@ from megatron.core import activations
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU, found none")]
 
 LAYER = {
-    "hidden_size": 256,
-    "moe_ffn_hidden_size": 384,
-    "num_moe_experts": 16,
-    "moe_router_topk": 4,
+    "hidden_size": 256, "moe_ffn_hidden_size": 384, "num_moe_experts": 16, "moe_router_topk": 4,
     "moe_router_dtype": "fp32",
-}
+}  # fmt: skip
 GROUPED = {"moe_grouped_gemm": True}
 PERMUTED = GROUPED | {"moe_permute_fusion": True}  # else Megatron's own bits do not repeat
 FUSED = GROUPED | {"gradient_accumulation_fusion": True}

@@ -17,12 +17,9 @@ from tests.support.machine import RANKS, SHARED
 WORLD = min(RANKS, 4)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WORLD < 2, reason="needs two ranks on GPUs")]
 CONFIG = {
-    "hidden_size": 512,
-    "ffn_hidden_size": 256,
-    "num_experts": 16,
-    "top_k": 4,
+    "hidden_size": 512, "ffn_hidden_size": 256, "num_experts": 16, "top_k": 4,
     "shared_ffn_hidden_size": 256,
-}
+}  # fmt: skip
 
 
 def run(layer: MoELayer | MoEBaseline, tokens: torch.Tensor) -> dict[str, torch.Tensor]:

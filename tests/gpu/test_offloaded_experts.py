@@ -32,11 +32,8 @@ MODEL: dict[str, Any] = {
 # In a fused layer, and behind Megatron's dispatcher.
 BACKENDS = ("local", "experts")
 MODULES = (
-    ["expert_fc1"],
-    ["moe_act"],
-    ["expert_fc1", "moe_act"],
-    ["core_attn", "expert_fc1", "moe_act"],
-)
+    ["expert_fc1"], ["moe_act"], ["expert_fc1", "moe_act"], ["core_attn", "expert_fc1", "moe_act"],
+)  # fmt: skip
 
 
 def _steps(modules: Sequence[str], backend: str) -> dict[str, Any]:

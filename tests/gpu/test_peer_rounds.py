@@ -27,13 +27,9 @@ def test_against_the_oracle(queues: str) -> None:
     if queues:
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = queues
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={GPUS}",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={GPUS}",
         str(script),
-    ]
+    ]  # fmt: skip
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "all correct" in done.stdout

@@ -27,12 +27,8 @@ pytestmark = [
 )
 def test_all_ranks_pass(file: str) -> None:
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={GPUS}",
-    ]
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={GPUS}",
+    ]  # fmt: skip
     command += ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", file]
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=800)

@@ -41,12 +41,9 @@ def _build(kind: str, bias: bool, skip_bias_add: bool) -> Any:
         add_bias_linear=bias,
     )
     common: dict[str, Any] = {
-        "config": config,
-        "init_method": config.init_method,
-        "bias": bias,
-        "skip_bias_add": skip_bias_add,
-        "is_expert": False,
-    }
+        "config": config, "init_method": config.init_method, "bias": bias,
+        "skip_bias_add": skip_bias_add, "is_expert": False,
+    }  # fmt: skip
     if kind == "row":
         return te.TERowParallelLinear(FFN, HIDDEN, input_is_parallel=True, **common)
     cls = te.TEColumnParallelLinear if kind == "column" else te.TELayerNormColumnParallelLinear

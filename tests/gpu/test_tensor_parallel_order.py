@@ -90,11 +90,9 @@ def _training(rank: int, ranks: int, backend: str) -> None:
         dh = (dy @ down.detach().float()).bfloat16().float()
         own = slice(rank * m, (rank + 1) * m)
         wanted = (
-            x @ up.detach().float().t(),
-            dh.t() @ x,
-            dy.t() @ h.float(),
+            x @ up.detach().float().t(), dh.t() @ x, dy.t() @ h.float(),
             ranks * (dh @ up.detach().float())[own],
-        )
+        )  # fmt: skip
         for name, a, b in zip(
             ("h", "dW up", "dW down", "dx"), (h, of_up, of_down, of_x), wanted, strict=True
         ):

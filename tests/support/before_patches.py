@@ -13,15 +13,11 @@ def patched_and_reverted(rank: int, world_size: int, folder: str) -> dict[str, A
 
     def state() -> dict[str, int]:
         owners = {
-            "torch.cuda": torch.cuda,
-            "torch.cuda.random": torch.cuda.random,
-            "torch.Tensor": torch.Tensor,
-            "torch.distributed": torch.distributed,
-            "data loader": torch.utils.data.dataloader._BaseDataLoaderIter,
-            "random": random,
-            "parallel_state": parallel_state,
-            "attention": DotProductAttention,
-        }
+            "torch.cuda": torch.cuda, "torch.cuda.random": torch.cuda.random,
+            "torch.Tensor": torch.Tensor, "torch.distributed": torch.distributed,
+            "data loader": torch.utils.data.dataloader._BaseDataLoaderIter, "random": random,
+            "parallel_state": parallel_state, "attention": DotProductAttention,
+        }  # fmt: skip
         held = {
             f"{at}.{name}": id(x)
             for at, owner in owners.items()

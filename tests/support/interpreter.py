@@ -137,11 +137,8 @@ def _block_types(real: Any) -> Any:
                 real(self, element_ty, shape)
                 return
         key = (
-            type(element_ty),
-            element_ty.name,
-            getattr(element_ty, "address_space", None),
-            *sizes,
-        )
+            type(element_ty), element_ty.name, getattr(element_ty, "address_space", None), *sizes,
+        )  # fmt: skip
         if (found := known.get(key)) is None:
             real(self, element_ty, shape)
             known[key] = dict(self.__dict__)

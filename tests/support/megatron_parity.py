@@ -48,11 +48,9 @@ SPLITS = {
 # What runs of this package, by the name of the way: both in one call, the exchange under Megatron's
 # experts, both one after the other, and the experts behind Megatron's exchange.
 WAYS = {
-    "fused": {"fused"},
-    "exchange": {"exchange"},
-    "phases": {"exchange", "experts"},
+    "fused": {"fused"}, "exchange": {"exchange"}, "phases": {"exchange", "experts"},
     "experts": {"experts"},
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

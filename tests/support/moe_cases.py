@@ -70,15 +70,13 @@ class Case:
 
 # name -> (how ids are drawn, tokens of rank r of w, given those of the largest)
 ROUTINGS: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
-    "random": ("random", lambda n, r, w: n),
-    "uneven": ("random", lambda n, r, w: n * (r + 1) // w),
+    "random": ("random", lambda n, r, w: n), "uneven": ("random", lambda n, r, w: n * (r + 1) // w),
     "first rank has no tokens": ("random", lambda n, r, w: 0 if r == 0 else n),
     "only the last rank has tokens": ("random", lambda n, r, w: n if r == w - 1 else 0),
     "all to one expert": ("same expert twice", lambda n, r, w: n),
     "empty experts": ("empty", lambda n, r, w: max(0, n - r)),
-    "masked": ("dropped", lambda n, r, w: n),
-    "all masked": ("nothing", lambda n, r, w: n),
-}
+    "masked": ("dropped", lambda n, r, w: n), "all masked": ("nothing", lambda n, r, w: n),
+}  # fmt: skip
 
 
 def _odd_activation(h: Tensor) -> Tensor:

@@ -26,11 +26,9 @@ Shape = tuple[int, int, int, int, int]
 """Tokens a rank, hidden, ffn, experts of all ranks, top-k."""
 
 CANDIDATES = {
-    "whole": NO_OVERLAP,
-    "stream": Schedule(stream=True),
-    "sent": Schedule(sent_rows=True),
+    "whole": NO_OVERLAP, "stream": Schedule(stream=True), "sent": Schedule(sent_rows=True),
     "stream_sent": Schedule(stream=True, sent_rows=True),
-}
+}  # fmt: skip
 difference = relative_error
 KINDS = ["balanced", "hot", "empty", "dropped", "uneven", "one rank", "nothing"]
 NEEDS_TORCHRUN = [

@@ -77,11 +77,9 @@ def test_an_unreadable_variable_is_named(variable: str, text: str) -> None:
 @pytest.mark.filterwarnings("error")
 def test_variables_that_nothing_reads_are_told_once() -> None:
     misspelt = {
-        "MEGATRON_FLUID_TIMEOUT": "5",
-        "MEGATRON_FLUID_NVLINK_DOMAIN": "a",
-        "MEGATRON_FLUID": "on",
+        "MEGATRON_FLUID_TIMEOUT": "5", "MEGATRON_FLUID_NVLINK_DOMAIN": "a", "MEGATRON_FLUID": "on",
         "HOME": "/",
-    }
+    }  # fmt: skip
     with pytest.warns(
         UserWarning, match="nothing reads MEGATRON_FLUID_TIMEOUT; .* MEGATRON_FLUID_TIMEOUT_S,"
     ) as told:

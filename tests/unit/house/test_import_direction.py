@@ -20,18 +20,10 @@ ROOT = Path(__file__).resolve().parents[3]
 # Ground first. A module may import from its own room and from floors below it, not from its
 # neighbours or from above.
 FLOORS = (
-    ("errors",),
-    ("config", "topology", "profiling"),
-    ("cuda",),
-    ("comm",),
-    ("plan",),
-    ("kernels",),
-    ("backward",),
-    ("moe", "attention", "tensor_parallel", "low_latency"),
-    ("transformer_layer",),
-    ("patches",),
-    ("cli", "run"),
-)
+    ("errors",), ("config", "topology", "profiling"), ("cuda",), ("comm",), ("plan",), ("kernels",),
+    ("backward",), ("moe", "attention", "tensor_parallel", "low_latency"), ("transformer_layer",),
+    ("patches",), ("cli", "run"),
+)  # fmt: skip
 
 
 # The same inside the Megatron wing. The table (`__init__`) names replacements by strings, which the

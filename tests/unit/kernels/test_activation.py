@@ -18,12 +18,9 @@ COUNTS = [0, 5, 0, 9, 1, 0]  # of the experts
 SPARE = 3  # rows behind the last expert's
 F = 12
 VARIANTS = [
-    Variant(0.5),
-    Variant(offset=1.0),
-    Variant(0.5, 1.0),
-    Variant(interleave=4),
+    Variant(0.5), Variant(offset=1.0), Variant(0.5, 1.0), Variant(interleave=4),
     Variant(0.5, 0.25, 2),
-]
+]  # fmt: skip
 GATED = [name for name, (_, gated) in ACTIVATIONS.items() if gated]
 OWN = resolve_activation(torch.nn.functional.softplus)
 CASES = [OWN, *(resolve_activation(name) for name in ACTIVATIONS)]

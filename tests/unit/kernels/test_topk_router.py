@@ -32,13 +32,9 @@ def test_forward_and_backward_equal_the_plain_router(tokens: int, experts: int, 
 def test_numbers_that_are_none_choose_experts_that_exist_once_each() -> None:
     inf, nan = float("inf"), float("nan")
     rows = [
-        [1.0, -inf, -inf, -inf, -inf],
-        [-inf] * 5,
-        [nan] * 5,
-        [0.0, nan, 2.0, nan, 1.0],
-        [0.0, inf, 2.0, -inf, 1.0],
-        [0.0, 1.0, 2.0, 3.0, 4.0],
-    ]
+        [1.0, -inf, -inf, -inf, -inf], [-inf] * 5, [nan] * 5, [0.0, nan, 2.0, nan, 1.0],
+        [0.0, inf, 2.0, -inf, 1.0], [0.0, 1.0, 2.0, 3.0, 4.0],
+    ]  # fmt: skip
     ids, probs = topk_softmax(torch.tensor(rows, device=DEVICE), 3)
     assert ids.tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 2], [1, 3, 2], [1, 2, 4], [4, 3, 2]]
     expected = torch.tensor(rows).gather(1, ids.long().cpu()).softmax(1)

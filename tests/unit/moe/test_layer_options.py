@@ -24,12 +24,8 @@ from tests.support.simulated_workspace import SimulatedWorkspace
 pytestmark = NEEDS_INTERPRETER
 
 CONFIG: dict[str, Any] = {
-    "hidden_size": 16,
-    "ffn_hidden_size": 8,
-    "num_experts": 4,
-    "top_k": 2,
-    "init_std": 0.4,
-}
+    "hidden_size": 16, "ffn_hidden_size": 8, "num_experts": 4, "top_k": 2, "init_std": 0.4,
+}  # fmt: skip
 TOKENS = 6
 
 

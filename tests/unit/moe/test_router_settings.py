@@ -17,12 +17,8 @@ from tests.support.moe_reference import moe_reference
 
 BF16 = torch.bfloat16
 SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "num_experts": 8,
-    "top_k": 2,
-    "init_std": 0.3,
-}
+    "hidden_size": 32, "ffn_hidden_size": 48, "num_experts": 8, "top_k": 2, "init_std": 0.3,
+}  # fmt: skip
 LAYERS: dict[str, Callable[..., Any]] = {
     "MoELayer": MoELayer,
     "MoEBaseline": MoEBaseline,

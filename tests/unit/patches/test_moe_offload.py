@@ -104,14 +104,12 @@ def _manager_on_cpu() -> Iterator[list[tuple[Any, ...]]]:
         return offload_tensor(self, tensor, pin_memory=False, use_cpu_pool=use_cpu_pool)
 
     methods: dict[str, Any] = {
-        "tensor_push": logged("tensor_push", saved),
-        "tensor_pop": popped,
+        "tensor_push": logged("tensor_push", saved), "tensor_pop": popped,
         "bulk_offload_group": logged("bulk_offload_group", copied),
         "on_group_start_forward": logged("on_group_start_forward", lambda _, n: ("started", n)),
         "bulk_offload": logged("bulk_offload", lambda _, n, released: ("committed", n)),
-        "offload": put,
-        "_can_manage_tensor_for_offload": staticmethod(_managed),
-    }
+        "offload": put, "_can_manage_tensor_for_offload": staticmethod(_managed),
+    }  # fmt: skip
     linears = "megatron.core.extensions.transformer_engine"
     with (
         mock.patch.multiple(torch.cuda, Stream=_Idle, Event=_Idle),
