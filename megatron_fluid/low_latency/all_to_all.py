@@ -239,7 +239,8 @@ class AllToAll:
 
         Args:
             out_tokens: bf16, fp16 or fp32 [m, H], m at most that of the dispatch; rows from bound_m
-                on keep what they had. A row that dispatch's bound_m left out becomes 0.
+                on keep what they had. The sum of a row that dispatch's bound_m left
+                out is 0.
             indices: as at dispatch.
             weights: fp32 [m, K], or None if dispatch took them. Both halves take the same.
             expert_y: combine_dtype, [L, R, H] or packed [rows, H], as dispatch laid it out.

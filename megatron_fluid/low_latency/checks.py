@@ -52,8 +52,8 @@ def refuse_unaligned(names: Sequence[str], tensors: Sequence[Tensor | None]) -> 
     for name, tensor in zip(names, tensors, strict=True):
         above = 0 if tensor is None or not tensor.numel() else tensor.data_ptr() & 15
         if above:
-            found, allowed = f"{above} above a multiple of 16", "a multiple of 16"
-            raise ConfigError.of(f"address of {name}", found, f"{allowed}: pass a copy of it")
+            found, allowed = f"{above} above a multiple of 16", "a multiple of 16, as of a copy"
+            raise ConfigError.of(f"address of {name}", found, allowed)
 
 
 def _rows_of(tensor: Tensor) -> int:
@@ -210,8 +210,7 @@ class Checks:
         leading = zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
         steps = [stride * tensor.element_size() for stride, size in leading if size > 1]
         dense = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
-        start = tensor.data_ptr() % 16
-        if tensor.numel() and (not dense or start or any(step % unit for step in steps)):
-            found = f"strides {tensor.stride()}, address % 16 = {start}"
-            allowed = f"contiguous rows at multiples of {unit} bytes, the first at a multiple of 16"
-            raise ConfigError.of(name, found, allowed)
+        if tensor.numel() and (not dense or any(step % unit for step in steps)):
+            allowed = f"contiguous rows at multiples of {unit} bytes"
+            raise ConfigError.of(name, f"strides {tensor.stride()}", allowed)
+        refuse_unaligned([name], [tensor])

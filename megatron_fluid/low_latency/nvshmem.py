@@ -119,8 +119,7 @@ class Nvshmem(PeerMemory):
         sum_staging, _ = self._shared("sum_staging", sums, layout.combine_dtype)
         weight_staging, _ = self._shared("weight_staging", entries, torch.float32)
         signals, errors = _signals(self._dispatch_flags), workspace.errors
-        put = staging, pad, self._region, signals, self.counters, errors.abort
-        self._fixed["put"] = put
+        self._fixed["put"] = (staging, pad, self._region, signals, self.counters, errors.abort)
         self._fixed["put combine"] = (
             self.entry_row, self._region, sum_staging, self._sums, weight_staging, self._weights,
             pad, _signals(self._combine_flags), _signals(self._weight_flags), self.counters,

@@ -55,14 +55,14 @@ def uses(
         yield tokens, recorded(label, lambda ata=ata, dtype=dtype, on=on: _calls(ata, dtype, **on))
 
 
-def _instructions(half: str, tokens: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _instructions(half: str, tokens: int, late: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(wanted, unwanted) texts of the PTX. Data moves 16 bytes a lane; only few tokens are summed
-    in small blocks."""
+    in small blocks. Weights given to the combine, `late`, are multiplied without an fma."""
     if half.endswith("send"):
         return ("st.global.v4.b32", "fence.acq_rel.sys", "st.relaxed.sys.global.b32"), ()
     polls = ("ld.relaxed.sys.global.b32", "ld.acquire.sys.global.b32")
     if half == "combine receive" and tokens <= 16:
-        return polls, ("fence.",)
+        return (*polls, *["mul.rn.f32"][:late]), ("fence.", *["fma.rn.f32"][:late])
     return (*polls, *WIDE), ("fence.",)
 
 
@@ -79,7 +79,7 @@ def _cases() -> Iterator[KernelCase]:
     halves = ("dispatch send", "dispatch receive", "combine send", "combine receive")
     for tokens, cases in uses(PeerMemory, *chosen):
         for half, case in zip(halves, cases, strict=True):
-            wanted, unwanted = _instructions(half, tokens)
+            wanted, unwanted = _instructions(half, tokens, "early" not in case.name)
             yield replace(case, name=f"{half}, {case.name}", wanted=wanted, unwanted=unwanted)
 
 
