@@ -12,6 +12,7 @@ import triton.language as tl
 
 from megatron_fluid.kernels.flags import INTERPRETED
 from megatron_fluid.kernels.low_latency.signals import (
+    every_thread,
     fence,
     peer_address,
     peer_addresses,
@@ -91,7 +92,7 @@ def combine_kernel(
         parity = generation & 1
         token_weights = (arrived + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
         # Once a wait of this rank has failed, what was dispatched may be anything: nothing is sent.
-        sound = tl.load(abort) == 0
+        sound = every_thread(tl.load(abort) == 0)
         if EXCHANGE and SMALL < C:
             # Program d < W sends this rank's weights to rank d, then all programs wait for the
             # weights of the sources that send theirs: those that dispatched more than SMALL tokens,

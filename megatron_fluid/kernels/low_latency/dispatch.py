@@ -36,6 +36,7 @@ import triton
 import triton.language as tl
 
 from megatron_fluid.kernels.low_latency.signals import (
+    every_thread,
     peer_address,
     peer_addresses,
     signal_all,
@@ -128,7 +129,7 @@ def dispatch_kernel(
         if HAS_BOUND:
             m = tl.minimum(m.to(tl.int64), tl.load(bound_m).to(tl.int64)).to(tl.int32)
         # Once a wait of this rank has failed it sends nothing: peers that are late may still read.
-        sound = tl.load(abort) == 0
+        sound = every_thread(tl.load(abort) == 0)
         m = tl.where(sound, m, 0)
         kk = tl.arange(0, KP)
         sw = tl.arange(0, SWP)

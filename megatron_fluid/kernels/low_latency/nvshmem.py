@@ -18,7 +18,7 @@ import torch.distributed._symmetric_memory._nvshmem_triton as nvshmem
 import triton
 import triton.language as tl
 
-from megatron_fluid.kernels.low_latency.signals import wait_all
+from megatron_fluid.kernels.low_latency.signals import every_thread, wait_all
 
 __all__ = ["combine_put_kernel", "dispatch_put_kernel"]
 
@@ -72,7 +72,7 @@ def dispatch_put_kernel(
     if HAS_BOUND:
         m = tl.minimum(m.to(tl.int64), tl.load(bound_m).to(tl.int64)).to(tl.int32)
     # Once a wait of this rank has failed it sends nothing: peers that are late may still read.
-    sound = tl.load(abort) == 0
+    sound = every_thread(tl.load(abort) == 0)
     m = tl.where(sound, m, 0)
     kk = tl.arange(0, KP)
     sw = tl.arange(0, SWP)
@@ -159,7 +159,7 @@ def combine_put_kernel(
     parity = generation & 1
     token_weights = (arrived + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
     # Once a wait of this rank has failed, what was dispatched may be anything: nothing is sent.
-    sound = tl.load(abort) == 0
+    sound = every_thread(tl.load(abort) == 0)
     # The first program sends this rank's weights to all; every program waits for all ranks' ones.
     if EXCHANGE:
         if (pid == 0) & sound:

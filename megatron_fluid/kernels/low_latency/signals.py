@@ -21,6 +21,7 @@ from megatron_fluid.kernels.flags import INTERPRETED, clock_ns
 
 __all__ = [
     "HOISTED_PEERS",
+    "every_thread",
     "fence",
     "peer_address",
     "peer_addresses",
@@ -44,6 +45,10 @@ if INTERPRETED:
     @triton.jit
     def fence():
         tl.debug_barrier()
+
+    @triton.jit
+    def every_thread(sound):
+        return sound
 
     @triton.jit
     def publish(address, value):
@@ -76,6 +81,20 @@ else:
             "fence.acq_rel.sys; mov.u32 $0, 0; }",
             "=r", [], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+
+    @triton.jit
+    def every_thread(sound):
+        """Whether the scalar `sound` holds in every thread of this program; a barrier of them all.
+
+        Each warp loads a scalar for itself. Of a word that another program or GPU writes meanwhile
+        they may find different values, and warps that part would miss each other's barriers.
+        """
+        voted = tl.inline_asm_elementwise(
+            "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; barrier.cta.red.and.pred q, 0, p; "
+            "selp.s32 $0, 1, 0, q; }",
+            "=r,r", [sound.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        return voted > 0
 
     @triton.jit
     def publish(address, value):
@@ -135,9 +154,8 @@ def wait_all(
     if waiting:
         start = clock_ns()
         polls = tl.full((), 0, tl.int64)
-        # Every warp reads the clock and the abort word for itself. Only a reduction makes one value
-        # of what they found, and warps that part here would miss each other's barriers, those of
-        # the reductions below.
+        # Every warp reads the clock and the abort word for itself, and may find others than the
+        # next: no barrier below depends on them but those of reductions, which give all one value.
         first_failure = tl.min(tl.where(tl.load(abort) == 0, late, 0), 0) < 0
         limit = tl.where(first_failure, timeout_ns, 0).to(tl.int64)
         while waiting:
@@ -160,5 +178,4 @@ def wait_all(
             )
             tl.store(abort, 1)
     _acquire(flags + o * STRIDE)
-    tl.debug_barrier()  # what one thread has acquired, the others see after it
-    return sound
+    return every_thread(sound)  # and what one thread has acquired, the others see after it
