@@ -298,7 +298,8 @@ def _absent(document: Document) -> str:
     absent = [*_left_out(document), *SUITES[document["suite"]].rivals.values()]
     words = f"Not run: {'; '.join(absent)}. " if absent else ""
     for others, cases in _left_out_of_cases(document).items():
-        words += f"Not run of {', '.join(cases)}: {'; '.join(others)}. "
+        of = ", ".join(cases) if len(cases) <= 4 else f"{len(cases)} cases"
+        words += f"Not run of {of}: {'; '.join(others)}. "
     return words
 
 

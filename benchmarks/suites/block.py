@@ -205,6 +205,7 @@ class _Megatron(nn.Module):
 
         set_config(self.config)  # a layer may choose its path at its first call
         y: Tensor = self.decoder(hidden_states=x, attention_mask=None, rotary_pos_emb=self.rotary)
+        set_config(None)  # megatron_fluid's own layers, built or called next, have theirs
         return y
 
 
