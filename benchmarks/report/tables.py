@@ -8,6 +8,7 @@ GPUs.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -278,13 +279,16 @@ def _paced(document: Document) -> str:
         (row["case"], row["mode"], row["variant"]): row["config"].get("host_ms") or 0.0
         for row in document["rows"]
     }
-    suite, found = SUITES[document["suite"]], []
+    suite, found, ours = SUITES[document["suite"]], [], []
     for case, mode, label, times in _by_precision(by_case(document["rows"])):
         best = min(others_of(suite, times).items(), key=lambda item: item[1], default=("", 0.0))
         if host.get((case, mode, best[0]), 0.0) >= 0.99 * best[1] > 0:
             found.append(f"{case} {label}".replace(",", " in"))
+            if host.get((case, mode, "fluid"), 0.0) >= 0.99 * times.get("fluid", math.inf):
+                ours.append(found[-1])
     words = "The host, not the GPU, sets the pace of the fastest of the others in"
-    return f"{words} {', '.join(found)}. " if found else ""
+    too = f"It sets megatron_fluid's, too, in {', '.join(ours)}. " if ours else ""
+    return f"{words} {', '.join(found)}. {too}" if found else ""
 
 
 def _left_out(document: Document) -> list[str]:
