@@ -29,7 +29,9 @@ _NOT_AGAIN = {
 }
 _NOT_AGAIN |= {"--profile-step-start", "--profile-step-end", "--profile-ranks"}
 _NOT_AGAIN |= {"--finetune", "--pretrained-checkpoint", "--ckpt-step"}
-_NOT_AGAIN |= {"--no-load-optim", "--no-load-rng"}
+# Added where a checkpoint lacks it.
+_LOAD_WITHOUT = {"no_save_optim": "--no-load-optim", "no_save_rng": "--no-load-rng"}
+_NOT_AGAIN |= {*_LOAD_WITHOUT.values()}
 
 # Proposed is the first of these (hidden size, layers) that is larger than the run and trains in
 # less time than this, else the last one.
@@ -46,7 +48,8 @@ def next_commands(
     Args:
         args: Megatron's arguments of the run that ends.
         step_s: seconds of one of its iterations, None where that is not known.
-        stopped: whether a signal ended it.
+        stopped: whether a signal ended it. Where its last checkpoint is not of its last iteration
+            (--exit-interval), it stopped as well.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     devices = torch.cuda.device_count() or len(os.sched_getaffinity(0))
@@ -77,11 +80,13 @@ def next_commands(
 
     lines = []
     saved = saved_iteration(args.save)
-    if stopped and saved is not None:
-        words = _without(sys.argv[1:], {"--load", *_NOT_AGAIN})
+    without = [flag for name, flag in _LOAD_WITHOUT.items() if getattr(args, name, None)]
+    done = int(saved) if saved is not None and saved.isdigit() else args.train_iters or 0
+    if saved is not None and (stopped or done < (args.train_iters or 0)):
+        words = [*_without(sys.argv[1:], {"--load", *_NOT_AGAIN}), *without]
         left = None
         if step_s is not None and args.train_iters:
-            left = step_s * max(0, args.train_iters - args.curr_iteration)
+            left = step_s * max(0, args.train_iters - done)
         lines += [f"go on where it stopped{about(left)}:", command(ranks, *words, "--resume")]
     elif args.train_iters and saved is not None:
         length = (
@@ -91,7 +96,7 @@ def next_commands(
         )
         resume = {"--load": args.save, length[0]: str(2 * length[1])}
         words = _without(sys.argv[1:], {*resume, *_NOT_AGAIN})
-        words += [word for pair in resume.items() for word in pair]
+        words += [word for pair in resume.items() for word in pair] + without
         again = None if step_s is None else step_s * args.train_iters
         lines += [
             f"train on from the checkpoint{about(again)}:",

@@ -92,6 +92,11 @@ class RunFolder:
                 f"--resume: found --load {load} as well; --resume loads from the run's own "
                 f"folder {save}: give one of them"
             )
+        if resume and save is None and load is None:
+            raise ValueError(
+                "--resume: found no --save, allowed: with the --save of the run to go on with; or "
+                "--load FOLDER in its place"
+            )
         if found is not None:
             if not (resume or same):
                 raise ValueError(

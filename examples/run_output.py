@@ -186,7 +186,7 @@ class RunOutput:
             return f"loaded {found[1]} at iteration {found[2]}"
         if found := _DRAWN.search(line):
             return f"{found[1]} drawn: {found[2]}"
-        return None
+        return line.strip() if "Unable to load" in line else None  # says which flag to give
 
     def _advance(self, done: int, total: int, facts: str) -> None:
         """Move the progress bar to an iteration that is done."""

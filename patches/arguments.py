@@ -191,10 +191,16 @@ def _nearest(message: str, known: Sequence[str]) -> str:
 
 def parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `megatron.training.arguments.parse_args`: the --fluid-* flags join the caller's
-    own, and their values are put in force. An error ends the job with one line and status 2."""
+    own, and their values are put in force. An error ends the job with one line and status 2.
+
+    Megatron parses again, unknown words ignored, where it wants a flag before its arguments are
+    known: without the script's own flags and defaults, and after it may have called `set_config`.
+    What was parsed in full stays in force."""
+    in_full = False
 
     @functools.wraps(original)
     def fluid_parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
+        nonlocal in_full
         parsers: list[argparse.ArgumentParser] = []
 
         def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -205,14 +211,18 @@ def parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
             return add_fluid_arguments(_escape_bare_percent_signs(parser))
 
         args = original(provider, ignore_unknown_args)
+        if ignore_unknown_args and in_full:
+            return args
         hint_at_cpu_mode()
         try:
             configure(args)
-            check_profile(args)
+            if not ignore_unknown_args:
+                check_profile(args)
             turn_on_graph(args)
             patches.disable(*getattr(args, "fluid_disable_patch", ()))
         except ConfigError as error:
             parsers[0].error(str(error))
+        in_full = in_full or not ignore_unknown_args
         return args
 
     return fluid_parse_args

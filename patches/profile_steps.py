@@ -6,6 +6,7 @@ into FOLDER/steps-FIRST-LAST. FOLDER is `--fluid-profile-dir`, else `profile` in
 """
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,18 +41,25 @@ def check_profile(args: Any) -> None:
     """Check the settings of the profile before anything is built.
 
     Raises:
-        ConfigError: the run does not reach the steps, there is no folder, or --profile is given.
+        ConfigError: the run does not reach the steps, there is no folder, rank 0 cannot create it,
+            or --profile is given.
     """
     steps = current_config().profile_steps
     if steps is None:
         return
-    profile_folder(args)
+    folder = profile_folder(args)
     iterations = getattr(args, "train_iters", None)
     if iterations and profile_range(steps)[1] > iterations:
         allowed = f"steps of 1 to {iterations} (--train-iters)"
         raise ConfigError.of(_FLAG, steps, allowed)
     if getattr(args, "profile", False):
         raise ConfigError(f"{_FLAG} and --profile are mutually exclusive")
+    if os.environ.get("RANK", "0") == "0":  # the rank that writes
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            setting, allowed = f"{_FLAG}, the folder of its pages", "a folder that can be written"
+            raise ConfigError.of(setting, str(folder), f"{allowed} ({error.strerror})") from error
 
 
 def train_step(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,7 +139,12 @@ class StepProfile:
         add_facts(self._profiler, steps=len(self._traced), **_facts(settings, len(self._traced)))
         self._profiler.stop()
         profiler, self._profiler, self._mark, self._open = self._profiler, None, None, False
-        hidden = self._write(profiler)
+        try:
+            hidden = self._write(profiler)
+        except OSError as error:
+            why = f"its pages could not be written to {self.folder} ({error.strerror or error})"
+            print(f"megatron_fluid: {_FLAG}: {why}; training goes on", file=sys.stderr, flush=True)
+            return
         if hidden is not None and getattr(settings, "tensorboard_dir", None):
             write_scalars({"hidden-share": hidden}, step, settings.tensorboard_dir)
 

@@ -110,6 +110,9 @@ def run(args: argparse.Namespace) -> int:
         found = len(steps)
         print(f"  {found} steps, {time.monotonic() - started:.0f} s", flush=True)
         if status:
+            with writing("--output", args.output):  # a full disk cuts logs short
+                (args.output / ".room").write_bytes(b"x" * 4096)
+                (args.output / ".room").unlink()
             print("\n".join(log.read_text(errors="replace").splitlines()[-15:]))
             print(f"the run {name!r} ended with status {status}", file=sys.stderr)
             return status if status > 0 else 128 - status  # ended by a signal

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 def _args(folder: Path, **given: Any) -> argparse.Namespace:
     """Megatron's arguments of a run of the example without flags, as far as they are looked at."""
-    (folder / "latest_checkpointed_iteration.txt").write_text("4")
+    (folder / "latest_checkpointed_iteration.txt").write_text("64")
     settings = pd.default_settings({}, pd.Machine(2, False, False, False, False))
     return argparse.Namespace(
         **{**settings, "save": str(folder), "train_samples": None, "curr_iteration": 50, **given}
@@ -49,6 +49,11 @@ def test_the_command_to_train_on_goes_on_training(
     kept = found[found.index(next(word for word in found if word.endswith(".py"))) + 1 :]
     length = f"--train-{unit} 128 --override-opt-param-scheduler"
     assert kept == f"--lr 1e-3 --load {tmp_path} {length}".split()
+    # Stopped before its end, without the optimizer in its checkpoint (--exit-interval).
+    args = _args(tmp_path, train_iters=65, train_samples=args.train_samples, no_save_optim=True)
+    title, command = nc.next_commands(args, 60.0)[:2]
+    assert title == "go on where it stopped (about 60 s):"
+    assert command.endswith(" --lr 1e-3 --no-load-optim --resume")
 
 
 @pytest.mark.parametrize(
@@ -86,8 +91,10 @@ def test_a_checkpoint_that_is_not_there_is_an_error_unless_a_job_is_to_be_starte
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_is_not_begun_anew_in_the_folder_that_holds_it(tmp_path: Path, resume: bool) -> None:
     folder = _args(tmp_path).save
+    with pytest.raises(ValueError, match="--resume: found no --save"):
+        RunFolder.choose({}, folder, None, resume=True)
     given = {"finetune": True, "load": None if resume else folder}
-    with pytest.raises(ValueError, match="--finetune: .* goes on to 4, .* would overwrite it"):
+    with pytest.raises(ValueError, match="--finetune: .* goes on to 64, .* would overwrite it"):
         RunFolder.choose(given, folder, folder, resume)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fluid import FluidConfig, current_config, patches
+from megatron_fluid import FluidConfig, current_config, patches, set_config
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches import arguments, iteration_graph
 from megatron_fluid.patches.engine import switches
@@ -99,6 +99,26 @@ def megatron_like(argv: list[str]) -> Callable[..., Any]:
 def test_parsing_puts_the_configuration_in_force() -> None:
     arguments.parse_args(megatron_like(["--fluid-dx-chunks", "6"]))()
     assert current_config() == FluidConfig(dx_chunks=6)
+
+
+@pytest.mark.parametrize("full_first", [True, False])
+def test_megatrons_look_ahead_leaves_what_was_parsed_in_full(
+    full_first: bool, tmp_path: Path
+) -> None:
+    """A parse that ignores unknown words lacks the script's defaults, and comes after it may have
+    called set_config."""
+    parse = arguments.parse_args(megatron_like(["--fluid-profile-steps", "1:2"]))
+
+    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.set_defaults(save=str(tmp_path))  # the folder of the pages
+        return parser
+
+    for full in (full_first, not full_first):
+        parse(provider if full else None, ignore_unknown_args=not full)
+    assert current_config() == FluidConfig(profile_steps="1:2")
+    set_config(FluidConfig("rounds"))
+    parse(None, ignore_unknown_args=True)
+    assert current_config() == FluidConfig("rounds")
 
 
 def test_the_scripts_own_arguments_are_kept() -> None:

@@ -35,6 +35,7 @@ def test_the_page_lies_in_the_folder_of_the_run() -> None:
         ("2:3", {}, "give --fluid-profile-dir, --save or --tensorboard-dir"),
         ("2:5", {"save": "a"}, "found '2:5', allowed: steps of 1 to 4"),
         ("2:3", {"save": "a", "profile": True}, "and --profile are mutually exclusive"),
+        ("2:3", {"folder": "/proc/p"}, "found '/proc/p', allowed: a folder that can be written"),
     ],
 )
 def test_what_cannot_be_profiled_is_refused_at_the_start(
@@ -52,6 +53,16 @@ def test_without_the_flag_nothing_is_needed_and_a_step_is_megatrons(
     monkeypatch.setattr(profile_steps, "StepProfile", None)
     step: Callable[..., Any] = profile_steps.train_step(lambda *args, **kwargs: (args, kwargs))
     assert step(1, iteration=2) == ((1,), {"iteration": 2})
+
+
+def test_pages_that_cannot_be_written_end_no_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(profile_steps, "_facts", lambda settings, steps: {})
+    profile = StepProfile("2:2", Path("/proc/p"))
+    profile.before(2)
+    profile.after(2, None)
+    assert "could not be written to /proc/p/steps-2-2 (No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
