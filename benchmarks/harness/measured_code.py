@@ -14,14 +14,17 @@ __all__ = ["fingerprint", "measured_files"]
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("benchmarks", "megatron_fluid")
 _WING = "megatron_fluid.patches"
-# Shows figures, serves the command line or Megatron on CPUs, or prints before the first iteration:
-# nothing that a suite times.
+# Shows figures, is this rule, serves the command line or Megatron on CPUs, parses, prints before
+# the first iteration, or draws the steps that a flag names: nothing that a suite times.
 _NOT_TIMED = tuple(
     ROOT.joinpath(*place.split("/"))
     for place in (
+        "benchmarks/harness/measured_code.py",
         "benchmarks/report",
         "megatron_fluid/cli",
+        "patches/arguments.py",
         "patches/cpu",
+        "patches/profile_steps.py",
         "patches/startup_report.py",
     )
 )
