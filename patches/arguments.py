@@ -1,10 +1,11 @@
 """The `--fluid-*` flags in Megatron's own parser.
 
-A flag beats its environment variable, which beats the default. Parsing puts the result in force
-(`set_config`).
+A flag beats its environment variable, which beats what `set_config` was given before, which beats
+the default. Parsing puts the result in force (`set_config`).
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -22,6 +23,7 @@ from megatron_fluid.config import (
     ENVIRONMENT_PREFIX,
     FluidConfig,
     check_setting,
+    current_config,
     environment_settings,
     set_config,
 )
@@ -40,6 +42,8 @@ __all__ = [
     "parse_args",
 ]
 
+_parsed: FluidConfig | None = None  # what the last parsing put in force
+_in_code = FluidConfig()  # what set_config was given before
 _FIRST_RANK_S = 8.0  # how long a rank waits for rank 0 to show an error that both may have met
 
 
@@ -83,7 +87,11 @@ def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 def _defaults() -> dict[str, Any]:
     """What holds without flags, by field; for a variable that cannot be had its ConfigError, raised
     where no flag beats it."""
-    return dataclasses.asdict(FluidConfig()) | environment_settings()
+    global _in_code
+    with contextlib.suppress(ConfigError):  # of a variable, which is found below
+        if (in_force := current_config()) is not _parsed:
+            _in_code = in_force
+    return dataclasses.asdict(_in_code) | environment_settings()
 
 
 def config_from_args(args: Any) -> FluidConfig:
@@ -114,7 +122,9 @@ def configure(args: Any) -> None:
     Raises:
         ConfigError: as for config_from_args.
     """
-    set_config(config_from_args(args))
+    global _parsed
+    _parsed = config_from_args(args)
+    set_config(_parsed)
 
 
 def microbatch_room() -> int:
