@@ -103,6 +103,8 @@ def _load_patches_of_source_tree() -> None:
     `megatron_fluid.patches` lies beside this folder, where the import system does not look. In an
     installed package it lies inside, and there is nothing to do.
     """
+    if "megatron_fluid.patches" in sys.modules:
+        return  # this module is reloaded: a second engine would patch what is patched
     here = Path(__file__).resolve().parent
     folder = here.parent / "patches"
     if importlib.machinery.PathFinder.find_spec("megatron_fluid.patches", __path__) is not None:

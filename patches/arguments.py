@@ -29,7 +29,13 @@ from megatron_fluid.config import (
 )
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.patches.cpu.mode import hint_at_cpu_mode
-from megatron_fluid.patches.engine.switches import SWITCHES, add_switches, asked, switched_off
+from megatron_fluid.patches.engine.switches import (
+    SWITCHES,
+    add_switches,
+    asked,
+    disabled,
+    switched_off,
+)
 from megatron_fluid.patches.iteration_graph import turn_on_graph
 from megatron_fluid.patches.profile_steps import check_profile
 
@@ -50,6 +56,11 @@ _FIRST_RANK_S = 8.0  # how long a rank waits for rank 0 to show an error that bo
 def _flag(field: str) -> str:
     """The flag of a field of FluidConfig."""
     return "--fluid-" + field.removesuffix("_s").replace("_", "-")
+
+
+def _destination(field: str) -> str:
+    """Its name among parsed arguments."""
+    return _flag(field)[2:].replace("-", "_")
 
 
 def _help() -> dict[str, str]:
@@ -79,7 +90,8 @@ def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         reads = {"choices": CHOICES[name]} if name in CHOICES else _READS.get(name, _SWITCH)
         text = texts.get(name, "")
         text += f" Default: %(default)s. Also {ENVIRONMENT_PREFIX}{name.upper()}=VALUE."
-        group.add_argument(_flag(name), default=default[name], help=text, **reads)
+        value = parser._defaults.get(_destination(name), default[name])  # of the script
+        group.add_argument(_flag(name), default=value, help=text, **reads)
     add_switches(group)
     return parser
 
@@ -106,11 +118,10 @@ def config_from_args(args: Any) -> FluidConfig:
         asked(name)
     values: dict[str, Any] = {}
     for name, default in _defaults().items():
-        flag = _flag(name)
-        value = values[name] = getattr(args, flag[2:].replace("-", "_"), default)
+        value = values[name] = getattr(args, _destination(name), default)
         if isinstance(value, ConfigError):
             raise value
-        check_setting(name, value, flag)
+        check_setting(name, value, _flag(name))
     return FluidConfig(**values)
 
 
@@ -120,8 +131,25 @@ def configure(args: Any) -> None:
     `--custom-megatron-init-path megatron_fluid.configure`.
 
     Raises:
-        ConfigError: as for config_from_args.
+        ConfigError: as for config_from_args; no namespace, or an attribute fluid_... that is no
+            setting; a switch that has to be a variable of this process, since Megatron is patched
+            as it is imported.
     """
+    given = [name for name in getattr(args, "__dict__", {}) if name.startswith("fluid_")]
+    known = [*map(_destination, _defaults()), *(f"fluid_{name}" for name in SWITCHES)]
+    known.append("fluid_disable_patch")
+    if isinstance(args, dict) or not set(given) <= set(known):
+        found = sorted(set(given) - set(known)) or type(args).__name__
+        raise ConfigError.of("args", found, f"a namespace with {', '.join(known)}")
+    for name in SWITCHES:
+        if name != "verbose" and getattr(args, f"fluid_{name}", False) and not asked(name):
+            variable = f"{ENVIRONMENT_PREFIX}{name.upper()}=1 in the environment of this process"
+            raise ConfigError(f"fluid_{name}: found on in args, allowed: {variable}")
+    _put_in_force(args)
+    patches.disable(*getattr(args, "fluid_disable_patch", ()))
+
+
+def _put_in_force(args: Any) -> None:
     global _parsed
     _parsed = config_from_args(args)
     set_config(_parsed)
@@ -225,11 +253,14 @@ def parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
             return args
         hint_at_cpu_mode()
         try:
-            configure(args)
+            if (off := switched_off()) is not None:
+                when = "before megatron_fluid is imported, as in the job's environment"
+                raise ConfigError(f"{off}: found after Megatron was patched, allowed: {when}")
+            _put_in_force(args)
             if not ignore_unknown_args:
                 check_profile(args)
             turn_on_graph(args)
-            patches.disable(*getattr(args, "fluid_disable_patch", ()))
+            patches.disable(*getattr(args, "fluid_disable_patch", ()), *disabled())
         except ConfigError as error:
             parsers[0].error(str(error))
         in_full = in_full or not ignore_unknown_args

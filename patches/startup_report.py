@@ -242,7 +242,7 @@ def unused_settings(rows: Sequence[Feature] = ()) -> dict[str, str]:
 def _unused_in_other_loops() -> dict[str, str]:
     """Settings that only Megatron's own training loop reads, where another one trains."""
     config, default = current_config(), FluidConfig()
-    names = ("profile_steps", "profile_dir", "end_on_timeout")
+    names = ("profile_steps", "profile_dir", "end_on_timeout", "graph")
     return {
         f"{ENVIRONMENT_PREFIX}{name.upper()}": "only Megatron's training loop reads it"
         for name in names

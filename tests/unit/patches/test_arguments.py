@@ -101,9 +101,11 @@ def megatron_like(argv: list[str]) -> Callable[..., Any]:
     return parse_args
 
 
-def test_parsing_puts_the_configuration_in_force() -> None:
-    arguments.parse_args(megatron_like(["--fluid-dx-chunks", "6"]))()
-    assert current_config() == FluidConfig(dx_chunks=6)
+@pytest.mark.parametrize("name", ["fluid_moe_backnd", "fluid_strict"])
+def test_a_worker_loses_none_of_its_drivers_flags(name: str) -> None:
+    words = "^args: found .'fluid_moe_backnd'|^fluid_strict: found on .* MEGATRON_FLUID_STRICT=1 in"
+    with pytest.raises(ConfigError, match=words):
+        arguments.configure(SimpleNamespace(**{name: True}))
 
 
 @pytest.mark.parametrize("full_first", [True, False])
@@ -112,12 +114,12 @@ def test_megatrons_look_ahead_changes_no_setting(full_first: bool, tmp_path: Pat
     parse = arguments.parse_args(megatron_like(["--fluid-profile-steps", "1:2"]))
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser.set_defaults(save=str(tmp_path))  # the folder of the pages
+        parser.set_defaults(save=str(tmp_path), fluid_dx_chunks=6)  # save: folder of the pages
         return parser
 
     for full in (full_first, not full_first):
         parse(provider if full else None, ignore_unknown_args=not full)
-    assert current_config() == FluidConfig(profile_steps="1:2")
+    assert current_config() == FluidConfig(dx_chunks=6, profile_steps="1:2")
     set_config(FluidConfig("rounds"))
     parse(None, ignore_unknown_args=True)
     assert current_config() == FluidConfig("rounds")
