@@ -48,8 +48,8 @@ def next_commands(
     Args:
         args: Megatron's arguments of the run that ends.
         step_s: seconds of one of its iterations, None where that is not known.
-        stopped: whether a signal ended it. Where its last checkpoint is not of its last iteration
-            (--exit-interval), it stopped as well.
+        stopped: whether a signal ended it. A run whose last checkpoint is before --train-iters
+            (--exit-interval) is taken to have stopped, too.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     devices = torch.cuda.device_count() or len(os.sched_getaffinity(0))

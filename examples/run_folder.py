@@ -94,8 +94,8 @@ class RunFolder:
             )
         if resume and save is None and load is None:
             raise ValueError(
-                "--resume: found no --save, allowed: with the --save of the run to go on with; or "
-                "--load FOLDER in its place"
+                "--resume: found no --save; give that of the run to go on with, or --load FOLDER "
+                "in place of --resume"
             )
         if found is not None:
             if not (resume or same):

@@ -57,8 +57,7 @@ def uses(
 
 def _instructions(half: str, tokens: int, late: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(wanted, unwanted) texts of the PTX. Data moves 16 bytes a lane; only few tokens are summed
-    in small blocks. Weights given to the combine, `late`, are multiplied without an fma. A vote
-    makes one value of what the warps find in words that others write."""
+    in small blocks. Weights given to the combine, `late`, are multiplied without an fma."""
     vote = "barrier.cta.red.and.pred"
     if half.endswith("send"):
         return ("st.global.v4.b32", "fence.acq_rel.sys", "st.relaxed.sys.global.b32", vote), ()

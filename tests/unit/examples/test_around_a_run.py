@@ -49,9 +49,7 @@ def test_the_command_to_train_on_goes_on_training(
     kept = found[found.index(next(word for word in found if word.endswith(".py"))) + 1 :]
     length = f"--train-{unit} 128 --override-opt-param-scheduler"
     assert kept == f"--lr 1e-3 --load {tmp_path} {length}".split()
-    # Stopped before its end, without the optimizer in its checkpoint (--exit-interval).
-    args = _args(tmp_path, train_iters=65, train_samples=args.train_samples, no_save_optim=True)
-    title, command = nc.next_commands(args, 60.0)[:2]
+    title, command = nc.next_commands(_args(tmp_path, train_iters=65, no_save_optim=True), 60.0)[:2]
     assert title == "go on where it stopped (about 60 s):"
     assert command.endswith(" --lr 1e-3 --no-load-optim --resume")
 
