@@ -4,7 +4,6 @@ Whether it starts from a shell, and what torchrun's agent does, is for tests wit
 
 import contextlib
 import os
-import queue
 import runpy
 import sys
 import tempfile
@@ -46,11 +45,6 @@ def run_here(
     rank: int, ranks: int, script: str, flags: Sequence[str], folder: str, log: str
 ) -> int:
     """The exit status of the program on this rank, which appends to `log` what it prints."""
-    # Written in this process all the same; Megatron's own queue starts an interpreter a rank, which
-    # imports the program once more: ten seconds. (It is imported here, if it is installed.)
-    saving = sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    if saving is not None:
-        saving._results_queue = queue.Queue()  # type: ignore[attr-defined]
     os.chdir(folder)
     sys.argv = [script, *flags]
     sys.path.insert(0, str(Path(script).parent))  # as for `python script`

@@ -25,6 +25,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import queue
 import signal
 import sys
 import tempfile
@@ -245,6 +246,11 @@ def _rank_main(
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     os.environ.update(job.env)  # once more: a test may set what is set above
     torch.set_num_threads(1)
+    # Written in this process all the same; Megatron's own queue starts an interpreter a rank, which
+    # imports the program once more: ten seconds.
+    saving = sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    if saving is not None:
+        saving._results_queue = queue.Queue()  # type: ignore[attr-defined]
     error: str | None = None
     value: Any = None
     try:
