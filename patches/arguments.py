@@ -84,13 +84,15 @@ _READS: dict[str, dict[str, Any]] = {
 
 def add_fluid_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group `megatron_fluid` to a parser."""
-    default, texts = _defaults(), _help()
+    default, texts, variables = _defaults(), _help(), environment_settings()
     group = parser.add_argument_group("megatron_fluid", "Communication hidden behind computation.")
     for name in default:
         reads = {"choices": CHOICES[name]} if name in CHOICES else _READS.get(name, _SWITCH)
         text = texts.get(name, "")
         text += f" Default: %(default)s. Also {ENVIRONMENT_PREFIX}{name.upper()}=VALUE."
-        value = parser._defaults.get(_destination(name), default[name])  # of the script
+        value = default[name]
+        if name not in variables:
+            value = parser._defaults.get(_destination(name), value)  # of the script
         group.add_argument(_flag(name), default=value, help=text, **reads)
     add_switches(group)
     return parser
@@ -135,18 +137,25 @@ def configure(args: Any) -> None:
             setting; a switch that has to be a variable of this process, since Megatron is patched
             as it is imported.
     """
+    _check_names(args)
+    _put_in_force(args)
+    patches.disable(*getattr(args, "fluid_disable_patch", ()))
+
+
+def _check_names(args: Any) -> None:
+    """Raise the errors of `configure` for arguments that no parser of ours has read."""
     given = [name for name in getattr(args, "__dict__", {}) if name.startswith("fluid_")]
     known = [*map(_destination, _defaults()), *(f"fluid_{name}" for name in SWITCHES)]
     known.append("fluid_disable_patch")
     if isinstance(args, dict) or not set(given) <= set(known):
         found = sorted(set(given) - set(known)) or type(args).__name__
         raise ConfigError.of("args", found, f"a namespace with {', '.join(known)}")
+    if not isinstance(named := getattr(args, "fluid_disable_patch", ()), list | tuple):
+        raise ConfigError.of("fluid_disable_patch", named, "a list of patches")
     for name in SWITCHES:
         if name != "verbose" and getattr(args, f"fluid_{name}", False) and not asked(name):
             variable = f"{ENVIRONMENT_PREFIX}{name.upper()}=1 in the environment of this process"
             raise ConfigError(f"fluid_{name}: found on in args, allowed: {variable}")
-    _put_in_force(args)
-    patches.disable(*getattr(args, "fluid_disable_patch", ()))
 
 
 def _put_in_force(args: Any) -> None:
@@ -256,6 +265,8 @@ def parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
             if (off := switched_off()) is not None:
                 when = "before megatron_fluid is imported, as in the job's environment"
                 raise ConfigError(f"{off}: found after Megatron was patched, allowed: {when}")
+            if not isinstance(args, argparse.Namespace):  # of --yaml-cfg
+                _check_names(args)
             _put_in_force(args)
             if not ignore_unknown_args:
                 check_profile(args)

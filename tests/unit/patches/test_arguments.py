@@ -107,22 +107,34 @@ def megatron_like(argv: list[str]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("name", ["fluid_moe_backnd", "fluid_strict", "fluid_disable_patch"])
-def test_a_worker_loses_none_of_its_drivers_flags(name: str) -> None:
+def test_nothing_in_a_drivers_arguments_or_a_yaml_file_is_lost(name: str) -> None:
+    given = SimpleNamespace(**{name: ["nonsense"]})
     with pytest.raises(ConfigError, match="found .*(moe_backnd'|_STRICT=1 in the env|'nonsense')"):
-        arguments.configure(SimpleNamespace(**{name: ["nonsense"]}))
+        arguments.configure(given)
+    from_file = arguments.parse_args(
+        lambda provider, _: provider(argparse.ArgumentParser()) and given
+    )
+    with pytest.raises(SystemExit):
+        from_file()
+    with pytest.raises(ConfigError, match="disable_patch: found 'engine', allowed: a list of pat"):
+        arguments.configure(SimpleNamespace(fluid_disable_patch="engine"))
 
 
 @pytest.mark.parametrize("full_first", [True, False])
-def test_megatrons_look_ahead_changes_no_setting(full_first: bool, tmp_path: Path) -> None:
+def test_megatrons_look_ahead_changes_no_setting(
+    full_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_FLUID_TIMEOUT_S", "5")
     parse = arguments.parse_args(megatron_like(["--fluid-profile-steps", "1:2"]))
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser.set_defaults(save=str(tmp_path), fluid_dx_chunks=6)  # save: folder of the pages
+        # The variable wins. save: folder of the pages.
+        parser.set_defaults(save=str(tmp_path), fluid_dx_chunks=6, fluid_timeout=9.0)
         return parser
 
     for full in (full_first, not full_first):
         parse(provider if full else None, ignore_unknown_args=not full)
-    assert current_config() == FluidConfig(dx_chunks=6, profile_steps="1:2")
+    assert current_config() == FluidConfig(dx_chunks=6, timeout_s=5, profile_steps="1:2")
     set_config(FluidConfig("rounds"))
     parse(None, ignore_unknown_args=True)
     assert current_config() == FluidConfig("rounds")
@@ -242,14 +254,10 @@ def test_the_patch_that_declares_the_flags_is_not_left_out_by_one() -> None:
     assert switches.disabled({"MEGATRON_FLUID_DISABLE_PATCH": "arguments"}, []) == ["arguments"]
 
 
-@pytest.mark.parametrize(
-    ("name", "where"),
-    [
-        ("flagged", "--fluid-disable-patch"),
-        ("listed", "MEGATRON_FLUID_DISABLE_PATCH"),
-        ("y", "patch"),
-    ],
-)
+OF = {"flagged": "--fluid-disable-patch", "listed": "MEGATRON_FLUID_DISABLE_PATCH", "y": "patch"}
+
+
+@pytest.mark.parametrize(("name", "where"), OF.items())
 def test_an_unknown_patch_is_refused_by_the_flag_or_the_variable_that_named_it(
     name: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
