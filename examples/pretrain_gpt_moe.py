@@ -47,6 +47,11 @@ import torch
 if not torch.cuda.is_available():  # in which case megatron_fluid says that it trains on the CPU
     os.environ.setdefault("MEGATRON_FLUID_CPU", "1")
 
+import megatron.core
+
+if (found := megatron.core.__version__).startswith(("0.16.", "0.17.", "0.18.")):
+    sys.exit(f"pretrain_gpt_moe.py: error: found Megatron-Core {found}, allowed: 0.19 or 0.20")
+
 from megatron.core.enums import ModelType
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.rerun_state_machine import get_rerun_state_machine

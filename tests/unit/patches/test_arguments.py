@@ -77,8 +77,7 @@ def test_fluid_graph_refuses_graphs_of_another_kind(monkeypatch: pytest.MonkeyPa
 def test_a_flag_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_FLUID_DX_CHUNKS", "3")
     monkeypatch.setenv("MEGATRON_FLUID_DETERMINISTIC", "on")
-    config = arguments.config_from_args(parse("--no-fluid-deterministic"))
-    assert config == FluidConfig(dx_chunks=3, deterministic=False)
+    assert arguments.config_from_args(parse("--no-fluid-deterministic")) == FluidConfig(dx_chunks=3)
     assert arguments.config_from_args(parse("--fluid-dx-chunks", "5")).dx_chunks == 5
     from_a_file = SimpleNamespace(num_layers=2, fluid_moe_backend="rounds")  # lacks the others
     assert arguments.config_from_args(from_a_file) == FluidConfig("rounds", 3, deterministic=True)
@@ -111,11 +110,9 @@ def test_nothing_in_a_drivers_arguments_or_a_yaml_file_is_lost(name: str) -> Non
     given = SimpleNamespace(**{name: ["nonsense"]})
     with pytest.raises(ConfigError, match="found .*(moe_backnd'|_STRICT=1 in the env|'nonsense')"):
         arguments.configure(given)
-    from_file = arguments.parse_args(
-        lambda provider, _: provider(argparse.ArgumentParser()) and given
-    )
+    read = arguments.parse_args(lambda provide, _: provide(argparse.ArgumentParser()) and given)
     with pytest.raises(SystemExit):
-        from_file()
+        read()
     with pytest.raises(ConfigError, match="disable_patch: found 'engine', allowed: a list of pat"):
         arguments.configure(SimpleNamespace(fluid_disable_patch="engine"))
 
@@ -128,8 +125,7 @@ def test_megatrons_look_ahead_changes_no_setting(
     parse = arguments.parse_args(megatron_like(["--fluid-profile-steps", "1:2"]))
 
     def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        # The variable wins. save: folder of the pages.
-        parser.set_defaults(save=str(tmp_path), fluid_dx_chunks=6, fluid_timeout=9.0)
+        parser.set_defaults(fluid_dx_chunks=6, fluid_timeout=9.0, save=str(tmp_path))  # of pages
         return parser
 
     for full in (full_first, not full_first):
@@ -141,12 +137,8 @@ def test_megatrons_look_ahead_changes_no_setting(
 
 
 def test_the_scripts_own_arguments_are_kept() -> None:
-    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser.add_argument("--mine", type=int)
-        return parser
-
     wrapped = arguments.parse_args(megatron_like(["--mine", "1", "--num-layers", "2", "--unknown"]))
-    args = wrapped(provider, True)
+    args = wrapped(lambda parser: parser.add_argument("--mine", type=int) and parser, True)
     assert (args.mine, args.num_layers, args.fluid_moe_backend) == (1, 2, "auto")
 
 
