@@ -38,14 +38,24 @@ class StopRequest:
         return self._asked_at is not None
 
     def install(self) -> None:
-        """Take both signals over; Megatron's own handler must be there."""
+        """Take both signals over; Megatron's own handler must be there.
+
+        Until training begins they end the process at once: a handler of Python would run only after
+        a call that may wait for another rank, which the same signal has ended.
+        """
         self._megatrons = signal.getsignal(self._exit_signal)
-        for number in {signal.SIGINT, self._exit_signal}:
-            signal.signal(number, self._handle)
+        self._answer(signal.SIG_DFL)
+        os.register_at_fork(after_in_child=lambda: self._answer(self._handle))  # reads data
 
     def begin_training(self) -> None:
         """From here on there is something to save."""
-        self._training[0] = 1
+        if not self._training[0]:
+            self._answer(self._handle)
+            self._training[0] = 1
+
+    def _answer(self, handler: Any) -> None:
+        for number in {signal.SIGINT, self._exit_signal}:
+            signal.signal(number, handler)
 
     def end_training(self) -> None:
         """From here on there is nothing to save, and processes that read data are ended.

@@ -68,8 +68,8 @@ def run_command(
     command: Sequence[str], environment: Mapping[str, str], log: IO[str] | None = None
 ) -> int:
     """Run a command that the user gave, with its output in `log` if there is one; its exit status.
-    Ctrl-C, which the terminal sends to the command as well, and SIGTERM, which is passed on, are
-    raised once the command has ended.
+    Ctrl-C, which the terminal sends to the command as well, and SIGTERM and SIGHUP, which are
+    passed on, are raised once the command has ended.
 
     Raises:
         ConfigError: the command does not exist or is not executable.
@@ -85,14 +85,18 @@ def run_command(
         raise SystemExit(128 + number)
 
     with process:
-        before = signal.signal(signal.SIGTERM, stop)
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # as nohup asks
+                signal.signal(number, stop)
         try:
             return process.wait()
         except (KeyboardInterrupt, SystemExit):
             process.wait()  # a launcher that was killed would leave its ranks behind
             raise
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def wrapped_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
