@@ -29,7 +29,7 @@ def run(words: Sequence[str]) -> int:
 
     Args:
         words: torchrun's flags and `--grace SECONDS`, the script and its flags. Without a
-            rendezvous, several nodes or a master address, one host is meant (`--standalone`).
+            rendezvous, several nodes, a master address or port, one host is meant (`--standalone`).
     """
     parser = _parser()
     wanted = _arguments(parser, words)
@@ -91,6 +91,9 @@ def _arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpars
 
     if not words:
         parser.error("no script is named; usage: megatron-fluid run [FLAGS] SCRIPT [ITS FLAGS]")
+    port = parser.get_default("master_port")
+    if "PET_MASTER_PORT" not in os.environ:
+        parser.set_defaults(master_port=None)  # the port may be named as it is by default
     wanted = parser.parse_args(words)
     try:
         ranks = torchrun.determine_local_world_size(wanted.nproc_per_node)
@@ -104,8 +107,10 @@ def _arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpars
         parser.error(f"argument SCRIPT: found {script!r}, allowed: a file that exists")
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning
-    if not (wanted.rdzv_endpoint or wanted.nnodes != "1:1" or wanted.master_addr != "127.0.0.1"):
+    several = wanted.nnodes != "1:1" or wanted.master_addr != "127.0.0.1"
+    if not (wanted.rdzv_endpoint or several or wanted.master_port):
         wanted.standalone = True
+    wanted.master_port = wanted.master_port or port
     return wanted
 
 

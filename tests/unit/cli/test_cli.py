@@ -137,11 +137,11 @@ def test_a_rank_that_was_killed_gives_the_status_that_a_shell_would(
 
 
 @pytest.mark.parametrize(
-    ("words", "grace_s"),
-    [("", 600), ("--grace=5", 5), ("--nproc-per-node 1 --grace 5 --standalone", 5)],
+    ("words", "grace_s", "alone"),
+    [("", 600, True), ("--grace=5", 5, True), ("--grace 5 --master-port 29500", 5, False)],
 )
-def test_the_seconds_to_save_stand_anywhere_before_the_script(
-    words: str, grace_s: int, monkeypatch: pytest.MonkeyPatch
+def test_a_script_has_its_seconds_to_save_and_a_port_that_is_free_or_named(
+    words: str, grace_s: int, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.distributed import run as torchrun
 
@@ -152,6 +152,7 @@ def test_the_seconds_to_save_stand_anywhere_before_the_script(
     of_the_script = ["--grace", "7", "--grace=8", "--help"]
     assert main(["run", *words.split(), __file__, *of_the_script]) == 0
     assert waits == [grace_s]
+    assert (started[0].standalone, started[0].master_port) == (alone, 29500)
     assert started[0].training_script == __file__
     assert started[0].training_script_args == of_the_script
 
