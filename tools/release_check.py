@@ -29,7 +29,7 @@ def problem(path: Path) -> str | None:
         commit = found.get("commit", "") if isinstance(found, dict) else ""
         return "its tree had uncommitted changes" if commit.endswith("-dirty") else None
     document = read_results(path)
-    if document.get("code") != fingerprint(document["suite"]):
+    if document.get("code") != fingerprint(document["suite"], document["rows"]):
         return f"of older code: measured at {document['commit']}"
     if not re.fullmatch(r"[0-9a-f]{40}", str(document["commit"])):
         return f"found commit {document['commit']}, allowed: the hash of one, unchanged"

@@ -6,20 +6,22 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 __all__ = ["fingerprint", "measured_files"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("benchmarks", "megatron_fluid")
 _WING = "megatron_fluid.patches"
-# Shows figures, is this rule, serves the command line or Megatron on CPUs, parses, prints before
-# the first iteration, or draws the steps that a flag names: nothing that a suite times.
+# Shows or writes figures, is this rule, serves the command line or Megatron on CPUs, parses, prints
+# before the first iteration, or draws the steps that a flag names: nothing that a suite times.
 _NOT_TIMED = tuple(
     ROOT.joinpath(*place.split("/"))
     for place in (
         "benchmarks/harness/measured_code.py",
+        "benchmarks/harness/results.py",
         "benchmarks/report",
         "megatron_fluid/cli",
         "patches/arguments.py",
@@ -28,18 +30,24 @@ _NOT_TIMED = tuple(
         "patches/startup_report.py",
     )
 )
+# What ranks run that divide a linear: elsewhere it is imported and not called.
+_OF_DIVIDED_LINEARS = ROOT / "megatron_fluid" / "tensor_parallel"
 _BUILD, _CHECK = ("__init__", "__post_init__"), ("check_fields", "check_setting")
 # What a suite's program starts by name.
 _STARTED = {"pretrain": ("benchmarks.cases.pretrain_rank", _WING), "recipes": (_WING,)}
 
 
-def fingerprint(suite: str) -> str | None:
+def fingerprint(suite: str, rows: Iterable[Mapping[str, Any]] = ()) -> str | None:
     """Return a hash of the code that `suite` measures, None where there is no such suite. Of Python
     files comments and docstrings do not count, nor checks of settings: a measured run passed them.
+    The code of divided linears counts for the suites of it, and where a row's `layout` has some.
     """
     files = measured_files(suite)
     if not files:
         return None
+    divided = any("tp" in row["config"].get("layout", "") for row in rows)
+    if not (divided or suite.startswith("tp_")):
+        files = [file for file in files if not file.is_relative_to(_OF_DIVIDED_LINEARS)]
     found = hashlib.sha256()
     for file in files:
         found.update(file.relative_to(ROOT).as_posix().encode() + b"\0")

@@ -208,12 +208,13 @@ def write_results(
     """Write a suite's rows (from one rank only) to ``path``, by default result_path's; returns
     it."""
     target = Path(path) if path is not None else result_path(suite, gpus)
+    measured = [asdict(row) for row in rows]
     document = {
         "suite": suite,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         **environment(gpus, command),
-        "code": fingerprint(suite),
-        "rows": [asdict(row) for row in rows],
+        "code": fingerprint(suite, measured),
+        "rows": measured,
     }
     validate(document)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -321,7 +321,7 @@ def _left_out_of_cases(document: Document) -> dict[tuple[str, ...], list[str]]:
 
 def age(document: Document) -> str:
     """A mark where the code that the suite measures is not what was measured."""
-    if document.get("code") == fingerprint(document["suite"]) is not None:
+    if document.get("code") == fingerprint(document["suite"], document["rows"]) is not None:
         return ""
     return "**Of an earlier version: the measured code has changed since.**"
 

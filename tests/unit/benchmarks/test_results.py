@@ -132,6 +132,7 @@ def test_every_suite_has_a_fingerprint_of_its_own() -> None:
     found = [fingerprint(suite) for suite in suites]
     assert None not in found and len(set(found)) == len(suites)
     assert fingerprint("no such suite") is None
+    assert fingerprint("pretrain") != fingerprint("pretrain", [{"config": {"layout": "tp2-ep2"}}])
 
 
 def test_a_table_is_marked_once_measured_code_changes_but_not_its_comments(
