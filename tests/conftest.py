@@ -142,8 +142,7 @@ def _weight(item: pytest.Item) -> int:
 
 
 def _tiers(item: pytest.Item) -> set[str]:
-    """The tiers of `item`, beside those that are written at it: world, compile, process,
-    interpreter."""
+    """The tiers of `item`, beside those written at it: world, compile, process, interpreter."""
     found = {"world"} if item.get_closest_marker("world_size") else set()
     if NEEDS_INTERPRETER.mark in item.iter_markers("skipif"):
         found.add("interpreter")

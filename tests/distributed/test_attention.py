@@ -29,8 +29,7 @@ from tests.support.launch import on_ranks, run_ranks, world_group
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. ``layers`` attention layers with residuals; ``length`` positions of the whole
-    sequence."""
+    """One comparison. ``layers``: with residuals; ``length``: of the whole sequence."""
 
     length: int = 24
     batch: int = 2

@@ -82,8 +82,7 @@ LAYERS = 2
 
 
 def _overlapped_calls(case: Case, world: int) -> int:
-    """How often a rank's self-attentions run beside their projections under context
-    parallelism."""
+    """How often self-attentions run beside their projections under context parallelism."""
     microbatches = SEQUENCES // (world // (case.tp * case.pp * case.cp))
     return STEPS * microbatches * LAYERS // case.pp * (2 if case.how == FULL_RECOMPUTE else 1)
 

@@ -1,5 +1,4 @@
-"""MoE layers as a user meets them, against plain torch: MoELayer, MoEBaseline, the seed's
-function."""
+"""MoE layers as users meet them, against torch: MoELayer, MoEBaseline, the seed's function."""
 
 import os
 from collections.abc import Callable

@@ -63,8 +63,7 @@ def test_distributed_data_parallel(rank: int, world: int, kind: type[nn.Module])
 
 @on_ranks(2)
 def test_backward_for_some_inputs_only(rank: int, world: int) -> None:
-    """backward(inputs=...) may leave out the node that waits for dX: the exchange must still
-    end."""
+    """backward(inputs=...) may leave out the node that waits for dX: the exchange ends."""
     layer = MoELayer(CONFIG, group(), dtype=F64)
     for _ in range(2):
         x = tokens_of(rank + 1).requires_grad_()

@@ -19,8 +19,7 @@ from tests.support.launch import on_ranks, run_ranks_outcomes, world_group
 
 
 def payload(source: int, target: int, salt: int = 0) -> torch.Tensor:
-    """What source sends to target: its size and values tell the two apart; every third pair has
-    nothing to say."""
+    """What source sends to target, told apart by size and values; nothing in every third pair."""
     rows = (source * 5 + target * 3 + salt) % 4
     return torch.full((rows, 3), float(100 * source + target + 1000 * salt))
 
@@ -134,8 +133,7 @@ def noticed(error: PeerTimeoutError) -> str:
 
 
 def lost_rank(rank: int, world: int, silent: bool) -> str | int:
-    """Rank 2 leaves, or falls silent, before the second round; the others report what they were
-    told."""
+    """Rank 2 leaves, or falls silent, before the second round; the others report it."""
     rounds = P2PRounds(dist.group.WORLD, timeout_s=10.0)
     dist.barrier()  # the bound is for a lost rank, not for one whose process starts late
     try:

@@ -26,8 +26,7 @@ S, B, H, OUT = 8, 2, 6, 10  # the whole sequence, batch, hidden, outputs
 
 
 class _Linear(nn.Module):
-    """What Megatron's TELinear and TELayerNormColumnParallelLinear hold, by Transformer Engine
-    2.20's names."""
+    """What TELinear and TELayerNormColumnParallelLinear hold, as Transformer Engine 2.20."""
 
     def __init__(self, mode: str | None, group: dist.ProcessGroup, **changes: Any) -> None:
         super().__init__()

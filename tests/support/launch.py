@@ -215,8 +215,7 @@ class _Rank:
 
 
 def _wait_for_all(ranks: Sequence[_Rank], deadline: float, grace_s: float) -> None:
-    """Collect reports until all ranks gave theirs, the deadline has passed, or a failure's grace is
-    over."""
+    """Collect reports until all ranks gave theirs, the deadline or a failure's grace is over."""
     waiting: dict[Any, _Rank] = {rank.pipe: rank for rank in ranks}
     while waiting:
         remaining = deadline - time.monotonic()

@@ -234,8 +234,7 @@ class Pair:
         self.mask = torch.ones(length, length).triu(1).bool()[rows][None, None]
 
     def compare(self, overlapped: bool, mask: Tensor | None = None, **rotations: Any) -> None:
-        """Both give the same, ours overlapped or not. rotations: `rotary_pos_emb`, if not the
-        angles."""
+        """Both give the same, ours overlapped or not. rotations: by default the angles."""
         rotations = {"rotary_pos_emb": self.angles, **rotations}
         count = count_calls()
         y = self.ours(self.x, mask, **rotations)[0]

@@ -113,8 +113,7 @@ class Template:
             return ForkedProcess(self, self._socket.recv())
 
     def exit_code(self, pid: int) -> int | None:
-        """The exit code of a forked process (minus the signal that ended it), None while it
-        runs."""
+        """A forked process's exit code (minus the signal that ended it), None while it runs."""
         with self._lock:
             self._socket.send(("poll", pid))
             return self._socket.recv()

@@ -1,5 +1,4 @@
-"""Variants of the attention benchmarks: one that fails on a single rank is left out on all, and
-named."""
+"""Variants of the attention benchmarks: one that fails on a rank is named, and left out on all."""
 
 import contextlib
 import dataclasses

@@ -1,5 +1,4 @@
-"""The end-to-end benchmark: its flags are Megatron's, a tiny model is measured, a failure is
-named."""
+"""The end-to-end benchmark: its flags are Megatron's, a tiny model is measured, failures named."""
 
 import argparse
 import functools

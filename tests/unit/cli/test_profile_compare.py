@@ -104,15 +104,16 @@ def test_an_interrupt_lets_a_command_end_before_it_is_raised(
 
 
 @pytest.mark.process
-def test_sigterm_ends_the_command_before_its_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_command_before_its_parent(number: int, tmp_path: Path) -> None:
     ended = tmp_path / "ended"
     child = "import pathlib, signal, sys, time\n"
     child += f"end = lambda *_: sys.exit(pathlib.Path({str(ended)!r}).touch())\n"
-    child += "signal.signal(signal.SIGTERM, end); print('ready', flush=True); time.sleep(30)"
+    child += f"signal.signal({int(number)}, end); print('ready', flush=True); time.sleep(30)"
     parent = "import os, sys; from megatron_fluid.cli.terminal import run_command\n"
     parent += f"run_command([sys.executable, '-c', {child!r}], os.environ)"
     run = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
     with run:
         assert run.stdout is not None and run.stdout.readline() == b"ready\n"
-        run.send_signal(signal.SIGTERM)
-    assert run.returncode == 128 + signal.SIGTERM and ended.exists()
+        run.send_signal(number)
+    assert run.returncode == 128 + number and ended.exists()

@@ -17,8 +17,7 @@ from megatron_fluid.errors import ConfigError
 
 
 class _Driver:
-    """cuda.bindings.driver, but that launches are recorded; a kernel's parameters have the
-    `widths`."""
+    """cuda.bindings.driver, but launches are recorded; kernel parameters have the `widths`."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[list[int], list[int]]] = []

@@ -4,6 +4,7 @@ accepts, and what the terminal shows of the log."""
 import argparse
 import io
 import os
+import signal
 import sys
 from pathlib import Path
 from traceback import StackSummary
@@ -15,6 +16,7 @@ import pytest
 import run_output
 import torch
 from run_folder import RunFolder
+from run_signals import StopRequest
 from torch.distributed.checkpoint.api import CheckpointException
 
 
@@ -142,3 +144,19 @@ def test_iterations_are_a_bar_on_a_terminal_and_lines_in_a_file(
         lines = said.splitlines()
         assert lines[0] == "iteration 1/3  loss 2.5000  5,120 tokens/s  0:00:00 left"
         assert lines[3:] == ["validation loss 2.0000 at iteration 3", "saved a b at iteration 3"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_signal_ends_a_rank_unless_it_is_training(training: bool) -> None:
+    if not (rank := os.fork()):
+        signal.signal(signal.SIGTERM, lambda *_: None)  # Megatron's
+        stop = StopRequest()
+        try:
+            stop.install()
+            if training:
+                stop.begin_training()
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os._exit(3 if stop.asked else 4)
+    code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+    assert code == (3 if training else -signal.SIGTERM)

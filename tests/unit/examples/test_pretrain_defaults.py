@@ -1,5 +1,4 @@
-"""examples/pretrain_defaults.py: silent command lines get sensible values, spoken ones are
-obeyed."""
+"""examples/pretrain_defaults.py: command lines are obeyed, and get values where they are silent."""
 
 import argparse
 from dataclasses import replace

@@ -35,8 +35,7 @@ def build(files: Any, folder: Path, tokenizer: Any = None, split: Any = HALF) ->
 
 
 def documents(prefix: str | None) -> list[bytes]:
-    """The documents of a byte-level data set, each without its end, which is checked to be
-    there."""
+    """The documents of a byte-level data set, each without its end, which must be there."""
     assert prefix is not None
     dataset = IndexedDataset(prefix)
     found = []

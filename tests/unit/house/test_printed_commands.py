@@ -41,8 +41,7 @@ def commands_of_a_document(text: str) -> list[str]:
 
 
 def commands_of_a_module(text: str) -> list[str]:
-    """Lines of its docstring that are indented, and so are commands where they begin with a
-    program."""
+    """Indented lines of its docstring: commands where they begin with a program."""
     docstring = re.match(r'(?:#.*\n|\s)*"""(.*?)"""', text, flags=re.DOTALL)
     words = docstring[1] if docstring else ""
     # A command goes on in a line that is indented further, or that begins with its script.

@@ -45,8 +45,7 @@ hopper_only = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capa
 
 
 def _counts() -> list[list[int]]:
-    """Rows of the experts: none, one, a tile's edges, a tile and a few more, several tiles, many
-    experts."""
+    """Rows of the experts: none, one, a tile's edges, a tile and more, several, many experts."""
     draw = random.Random(1)
     edges = [0, 1, 31, 33, 64, 65, 255, 256, 257, 288, 289, 0, 512, 530, 545, 577, 700]
     long = [1700, 0, 2047]

@@ -261,8 +261,7 @@ def test_experts_may_lie_gigabytes_apart_and_ids_beyond_32_bits_are_masks(
 
 @NEEDS_INTERPRETER
 def test_both_halves_may_be_given_all_tensors() -> None:
-    """As serving engines call them: the same arguments twice, with do_send and do_recv turned
-    about."""
+    """As serving engines call them: the same arguments twice, do_send and do_recv swapped."""
     layout = Layout(4, 4, 2, 2, 1, 16, 32, 0)
     _, ranks = build(layout)
     ids = torch.tensor([[0, 3], [1, 2], [2, -1]], dtype=torch.int32)

@@ -111,8 +111,7 @@ def test_one_matrix_for_each_expert(deferred: bool, fused: bool, capacity: int |
 
 
 def test_deferred_weight_gradients_run_during_the_next_layer() -> None:
-    """Of two projections a layer no more than one layer's are ever queued, with all that they
-    hold."""
+    """Of two projections a layer no more than one layer's are ever queued with what they hold."""
     buffers, found = buffers_of(), []
     for deferred in (True, False):
         problem = make()
@@ -251,8 +250,7 @@ def test_a_backward_holds_what_it_needs_and_no_more(
 
 
 def test_ids_and_probs_may_begin_anywhere() -> None:
-    """Views off a 16-byte boundary: prepared launches take it for granted, so they are copied
-    there."""
+    """Views off a 16-byte boundary are copied: prepared launches take it for granted."""
     buffers = buffers_of()
     x, ids, probs, w1, w2 = make().arguments
     wide = [
