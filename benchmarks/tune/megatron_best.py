@@ -8,8 +8,9 @@ that are kept, and kept where it makes an iteration at least 1% faster and the f
 those of Megatron without it. One that was no faster is tried again beside later winners. One
 process at a time, alone on its host. What was tried, what would not start and why, and the winner
 stand in benchmarks/tune/megatron_best.json after every trial; the suite's variant `megatron_best`
-takes it from there. `--options fp8` begins with fp8, for a winner of its own (`megatron_best_fp8`).
-`--begin cutlass,apex` takes these from a search before and goes on from there.
+takes it from there. `--options fp8,...` begins with fp8, for a winner of its own
+(`megatron_best_fp8`), and so does `capacity_graph`, whose experts drop tokens; neither is searched
+by default. `--begin cutlass,apex` takes these from a search before and goes on from there.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ __all__ = ["main", "search", "table"]
 _FASTER = 0.99
 # Of the first losses. One rounding more moves Mixtral's third by 0.7%; fp8 begins with its own.
 _LOSSES, _APART = 3, 1e-2
+# What trains otherwise, and so is compared with itself alone; the end of such a search's label.
+_OF_ITS_OWN = {"fp8": ", fp8", "capacity_graph": ", tokens dropped"}
 _OVER_SEVERAL = ("allgather", "wgrad_overlap", "expert_overlap", "deepep", "nccl_ep", "stash_graph")
 
 Measure = Callable[[Variant], dict[str, Any]]
@@ -55,14 +58,15 @@ def search(
     and after each new winner.
 
     Args:
-        options: names of OPTIONS, tried in this order; "fp8" is kept whatever it costs.
+        options: names of OPTIONS, tried in this order; those of _OF_ITS_OWN are kept whatever they
+            cost.
         measure: trains with a variant; the report of benchmarks/cases/pretrain_rank.py.
         begin: names of OPTIONS, tried and kept together before the others are tried one by one.
 
     Raises:
         RuntimeError: Megatron does not start with no option at all.
     """
-    winner: list[str] = ["fp8"] if "fp8" in options else []
+    winner = [name for name in _OF_ITS_OWN if name in options]
     found: dict[str, Any] = {"winner": winner, "ms": None, "tried": []}
     losses: list[float] = []
 
@@ -158,13 +162,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not gpus:
         parser.error("found no GPU, on which Megatron's flags could be compared")
     ranks = int(os.environ.get("NPROC", "0")) or gpus
-    names = [name for name in OPTIONS if name != "fp8" and (ranks > 1 or name not in _OVER_SEVERAL)]
+    left_out = {*_OF_ITS_OWN, *(_OVER_SEVERAL if ranks == 1 else ())}
+    names = [name for name in OPTIONS if name not in left_out]
     if options.options:
         names = chosen(parser, "--options", options.options, OPTIONS)
     begin = chosen(parser, "--begin", options.begin, OPTIONS) if options.begin else []
     failed = 0
     for name in cases:
-        case, label = CASES[name], f"{name}, {ranks} GPU" + (", fp8" if "fp8" in names else "")
+        case, label = CASES[name], f"{name}, {ranks} GPU"
+        label += "".join(end for option, end in _OF_ITS_OWN.items() if option in names)
         if options.microbatches is not None:
             case = dataclasses.replace(case, microbatches=options.microbatches)
         head = {

@@ -1,5 +1,4 @@
-"""Prepared launches go to the driver, on the stream, the thread and into the graph that they are
-meant for."""
+"""Prepared launches go to the driver, on the stream, thread and graph that they are meant for."""
 
 import threading
 

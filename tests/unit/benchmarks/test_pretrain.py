@@ -98,11 +98,11 @@ def test_the_search_keeps_what_is_faster_and_trains_alike(
             raise RuntimeError("exit code 1: not with this dispatcher")
         seconds -= 0.4 if graph else 0.3 * fused
         seconds -= (0.1 + 0.1 * fused) * ("NVTE_USE_CUTLASS_GROUPED_GEMM" in variant.environment)
-        if "--moe-expert-capacity-factor" in flags:
+        if "--cross-entropy-loss-fusion" in flags:
             seconds, losses = 0.1, [6.0, 4.0]
         return {"seconds": [9.0, seconds], "losses": losses, "peak_bytes": 2**30}
 
-    names = ["apex", "graph", "router_fusion", "nccl_ep", "capacity_graph", "cutlass"]
+    names = ["apex", "graph", "router_fusion", "nccl_ep", "cross_entropy", "cutlass"]
     kept: list[str] = []
     found = megatron_best.search(names, measure, 1, lambda found: kept.append(json.dumps(found)))
     assert found["winner"] == ["graph", "cutlass", "router_fusion"]
@@ -112,7 +112,7 @@ def test_the_search_keeps_what_is_faster_and_trains_alike(
     reasons = {trial["options"][-1]: trial.get("why_not", "") for trial in found["tried"][1:]}
     assert reasons["apex"] == f"{apex} is not importable" and not reasons["router_fusion"]
     assert "not with this dispatcher" in reasons["nccl_ep"]
-    assert "its losses [6.0, 4.0] are not" in reasons["capacity_graph"]
+    assert "its losses [6.0, 4.0] are not" in reasons["cross_entropy"]
     document = {"tiny, 2 GPU": {**json.loads(kept[-1]), "gpu": "H100", "commit": "c0ffee1"}}
     cases.BEST.write_text(json.dumps(document))
     best = best_variant("tiny", 2)
@@ -120,7 +120,9 @@ def test_the_search_keeps_what_is_faster_and_trains_alike(
     assert best_variant("tiny", 2, fp8=True) is best_variant("olmoe", 2) is None
     text = megatron_best.table(cases.BEST)
     assert "2 GPU:** graph + cutlass + router_fusion, 400.0 ms (without options 1000.0)" in text
-    assert "| graph + capacity_graph | 100.0 | its losses" in text
+    assert "| graph + cross_entropy | 100.0 | its losses" in text
+    own = megatron_best.search(["cutlass", "capacity_graph"], measure, 1, lambda found: None)
+    assert own["winner"] == ["capacity_graph", "cutlass"]
 
 
 def test_the_warm_up_is_left_out_of_every_round() -> None:

@@ -38,8 +38,7 @@ def copy_engine_forms(ranks: int) -> list[CopyEngineBackend]:
 
 
 class _FusedOnCpu:
-    """What the kernels of FusedGemm do, on a CPU; the tiles that are counted are the kernels'
-    own."""
+    """What the kernels of FusedGemm do, on a CPU, which counts the tiles as they do."""
 
     def __init__(self, dtype: torch.dtype, workspace: Any) -> None:
         self.rank, self.ranks = workspace.rank, workspace.world_size
