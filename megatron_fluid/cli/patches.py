@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 1 if a patch does not fit."""
+    """Print the report; 1 if MEGATRON_FLUID_STRICT is set and a patch does not fit."""
     problem = ""
     if patches.megatron_installed():
         try:
