@@ -86,7 +86,8 @@ SUITES = {
     ),
     "recipes": Suite(
         what="training iterations of the recipes by Megatron-LM's unchanged pretrain_gpt.py on "
-        "mock data, with fewer layers (`fewer`)",
+        "mock data, with fewer layers (`fewer`). Megatron's best flags give gpt_oss_20b other "
+        "losses (docs/recipes.md)",
         told={"microbatches": "16"},
         others={
             "megatron": "the recipe's flags",
@@ -151,10 +152,10 @@ SUITES = {
         shown=lambda gpus: ".* (forward|train)",
     ),
     "memory": Suite(
-        what="one mixture-of-experts layer on one GPU, 4096 tokens: the time of a step, and beside "
-        "it the bytes kept for the backward (`kept_bytes`) and the most held above input and "
-        "weights (`peak_bytes`). Megatron's grouped GEMM is its default, not its fastest: times "
-        "are compared in `moe_layer`",
+        what="one mixture-of-experts layer on one GPU, 4096 tokens (sonicmoe 16384): the time of a "
+        "step, and beside it the bytes kept for the backward (`kept_bytes`) and the most held "
+        "above input and weights (`peak_bytes`). Megatron's grouped GEMM is its default, not its "
+        "fastest: times are compared in `moe_layer`",
         others={
             "megatron_te": "Transformer Engine",
             "megatron_te_moe_act": "with `--recompute-modules moe_act`",
@@ -181,7 +182,10 @@ SUITES = {
     ),
     "block": Suite(
         what="two whole transformer layers, context and expert parallel over all GPUs; `seed` "
-        "has the sizes of transformer_speedup on four",
+        "has the sizes of transformer_speedup on four. Routing is forced to balance. Megatron's "
+        "MoE layer has the alltoall dispatcher without CUTLASS, not its fastest for small experts: "
+        "with the allgather dispatcher and CUTLASS one of Qwen3-30B-A3B took 20 to 25% less in "
+        "moe_layer",
         floor="their projections, attention kernels and experts' GEMMs alone",
         others={"megatron_te_a2a": _A2A},
         rivals={"megatron_te_p2p": "Megatron's exchanges p2p and all_gather"},
@@ -284,7 +288,9 @@ SUITES = {
         "megatron_fluid's once for each rank and the others' once for each of a token's eight "
         "experts: on two GPUs four times the bytes, on more GPUs less. "
         "`dispatch` and `combine` are 20 calls captured in one CUDA graph, `_eager` as many in a "
-        "row that are launched one by one, megatron_fluid's as two kernels from Python",
+        "row that are launched one by one, megatron_fluid's as two kernels from Python. "
+        "megatron_fluid's combine has the weights from its dispatch, the others get them at the "
+        "combine, as `fluid_weights_at_combine` does",
         others={
             "torch_ata": "NCCL's all-to-all of padded buffers",
             "nvshmem_ata": "NVSHMEM's all-to-all of padded buffers",
