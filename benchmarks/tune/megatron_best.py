@@ -9,8 +9,9 @@ those of Megatron without it. One that was no faster is tried again beside later
 process at a time, alone on its host. What was tried, what would not start and why, and the winner
 stand in benchmarks/tune/megatron_best.json after every trial; the suite's variant `megatron_best`
 takes it from there. `--options fp8,...` begins with fp8, for a winner of its own
-(`megatron_best_fp8`), and so does `capacity_graph`, whose experts drop tokens; neither is searched
-by default. `--begin cutlass,apex` takes these from a search before and goes on from there.
+(`megatron_best_fp8`), and so do `capacity_graph` and `capacity_whole_graph`, whose experts drop
+tokens; none of these is searched by default. `--begin cutlass,apex` takes these from a search
+before and goes on from there.
 """
 
 from __future__ import annotations
@@ -40,8 +41,20 @@ __all__ = ["main", "search", "table"]
 _FASTER = 0.99
 # Of the first losses. One rounding more moves Mixtral's third by 0.7%; fp8 begins with its own.
 _LOSSES, _APART = 3, 1e-2
+# All of an iteration can be captured where experts drop tokens. Here, for no suite takes it.
+OPTIONS["capacity_whole_graph"] = Variant(
+    flags=[
+        *("--moe-expert-capacity-factor", "1.25", "--moe-pad-expert-input-to-capacity"),
+        *("--cuda-graph-impl", "full_iteration", *OPTIONS["unchecked"].flags),
+    ],
+    without=OPTIONS["late_reductions"].without,
+)
 # What trains otherwise, and so is compared with itself alone; the end of such a search's label.
-_OF_ITS_OWN = {"fp8": ", fp8", "capacity_graph": ", tokens dropped"}
+_OF_ITS_OWN = {
+    "fp8": ", fp8",
+    "capacity_graph": ", tokens dropped",
+    "capacity_whole_graph": ", tokens dropped, one graph",
+}
 _OVER_SEVERAL = ("allgather", "wgrad_overlap", "expert_overlap", "deepep", "nccl_ep", "stash_graph")
 
 Measure = Callable[[Variant], dict[str, Any]]
