@@ -329,7 +329,8 @@ def train(output: RunOutput) -> None:
         output.close()
         if output.rank == 0:
             print(f"Megatron ended before training; its last lines:\n{output.last_lines()}")
-        raise finished
+        # Of a checkpoint that it cannot read Megatron only says so.
+        raise finished if args.ckpt_convert_format else SystemExit(finished.code or 1)
     result = record.result()
     if output.rank == 0:
         picture = folder.end(result)

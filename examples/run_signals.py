@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+from multiprocessing import popen_spawn_posix, resource_tracker
 from types import FrameType
 from typing import Any
 
@@ -44,6 +45,7 @@ class StopRequest:
         a call that may wait for another rank, which the same signal has ended.
         """
         self._megatrons = signal.getsignal(self._exit_signal)
+        _shield_helpers({signal.SIGINT, self._exit_signal})
         self._answer(signal.SIG_DFL)
         os.register_at_fork(after_in_child=lambda: self._answer(self._handle))  # reads data
 
@@ -87,3 +89,20 @@ class StopRequest:
             return
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+def _shield_helpers(signals: set[int]) -> None:
+    """Let processes that are started from here on, not forked, have `signals` blocked: one holds
+    the results of Megatron's saves, and a launcher signals a rank's whole process group."""
+    spawn: Any = popen_spawn_posix.Popen
+    launch = spawn._launch
+
+    def shielded(popen: Any, process: Any) -> None:
+        resource_tracker.ensure_running()  # to start it later would unblock the signals
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        try:
+            launch(popen, process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    spawn._launch = shielded

@@ -25,7 +25,8 @@ _GRACE_S = 600
 
 
 def run(words: Sequence[str]) -> int:
-    """Start the ranks; returns the exit status of the one that failed first, or 0.
+    """Start the ranks; returns the exit status of the one that failed first, or 0; after a signal
+    128 and its number, unless a rank failed at what it does then.
 
     Args:
         words: torchrun's flags and `--grace SECONDS`, the script and its flags. Without a
@@ -41,7 +42,7 @@ def run(words: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    _wait_for_ranks_after_a_signal(wanted.grace)
+    left = _wait_for_ranks_after_a_signal(wanted.grace)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         torchrun.run(wanted)
@@ -53,7 +54,12 @@ def run(words: Sequence[str]) -> int:
             return 128 - failure.exitcode
         return int(failure.exitcode)
     except SignalException as stop:
-        return 128 + int(stop.sigval)
+        expected = 0, -stop.sigval, 128 + stop.sigval
+        failed = next((code for code in left if code not in expected), None)
+        if failed is None:
+            return 128 + int(stop.sigval)
+        print(f"after the signal a rank ended with status {failed}", file=sys.stderr)
+        return failed if failed > 0 else 128 - failed
     except (AssertionError, DistError, ValueError) as error:  # a flag, or a port that is taken
         parser.error(str(error))
     return 0
@@ -114,11 +120,12 @@ def _arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpars
     return wanted
 
 
-def _wait_for_ranks_after_a_signal(grace_s: int) -> None:
-    """Make torchrun wait for its ranks as long as they may need to save."""
+def _wait_for_ranks_after_a_signal(grace_s: int) -> list[int]:
+    """Make torchrun wait for its ranks as long as they may need to save. Returns a list that then
+    gets their exit codes."""
     from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 
-    close = PContext.close
+    close, left = PContext.close, list[int]()
 
     @functools.wraps(close)
     def patient_close(
@@ -127,5 +134,8 @@ def _wait_for_ranks_after_a_signal(grace_s: int) -> None:
         # Its agent closes in two cases: a rank failed, or the agent itself handles a signal.
         stopped = isinstance(sys.exception(), SignalException)
         close(self, death_sig, grace_s if stopped else timeout)
+        if stopped:
+            left.extend(rank.proc.returncode for rank in self.subprocess_handlers.values())
 
     PContext.close = patient_close  # type: ignore[method-assign]
+    return left

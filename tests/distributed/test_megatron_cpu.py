@@ -1,5 +1,4 @@
-"""CPU mode: however Megatron splits a model over gloo ranks, it trains as on one rank; and all of
-it can be undone."""
+"""CPU mode: however Megatron splits a model over gloo ranks, it trains as on one. It is undone."""
 
 import itertools
 import math

@@ -1,5 +1,4 @@
-"""The bench of tensor-parallel strategies as a user starts it: what it prints, verifies and leaves
-behind."""
+"""The bench of tensor-parallel strategies as a user starts it: what it prints and verifies."""
 
 from pathlib import Path
 

@@ -83,8 +83,7 @@ def test_a_plan_without_a_peer_names_no_row_that_is_not_allocated(schedule: Sche
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_tables_of_a_plan_that_failed_are_not_followed(schedule: Schedule) -> None:
-    """Programs of one plan may find different answers where a peer comes late: nothing after it may
-    trust the tables."""
+    """Programs of one plan may find different answers where a peer is late: its tables are moot."""
     rank = Domain(schedule).ranks[0]
     x = torch.randn(T, H)
     handle = steps.publish(rank, torch.zeros(T, K, dtype=torch.int64), torch.ones(T, K))

@@ -1,5 +1,4 @@
-"""docs/frameworks.md: its Python runs, and its shell names settings, files and functions that
-exist."""
+"""docs/frameworks.md: its Python runs, its shell names settings, files, functions that exist."""
 
 import importlib
 import os

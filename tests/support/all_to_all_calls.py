@@ -92,8 +92,7 @@ def check_received(
     received: tuple[Tensor, Tensor | list[Tensor], Tensor | list[Tensor] | None], rank: int,
     ids: list[Tensor], x: list[Tensor], scale: list[Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Hold what `receive` returned, in the layout [L, R, ...] or by expert, to the reference bit by
-    bit."""
+    """Hold what `receive` returned, as [L, R, ...] or by expert, to the reference bit by bit."""
     counts, out, out_scale = received
     expected = dispatch_reference(ids, rank, len(counts))
     assert torch.equal(counts, expected.counts)

@@ -231,8 +231,7 @@ def _wait_for_all(ranks: Sequence[_Rank], deadline: float, grace_s: float) -> No
 def _rank_main(
     rank: int, job: _Job, payload: bytes, pipe: multiprocessing.connection.Connection
 ) -> None:
-    """A rank's life: environment, process group, the function, the report. Runs in the forked
-    process."""
+    """A forked rank's life: environment, process group, the function, the report."""
     os.setsid()  # its children (data loaders, checkpoint writers) end with it: see `stop`
     stacks = open(Path(job.folder) / f"stacks-{rank}", "w")  # noqa: SIM115 (lives as long as the process)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -288,8 +287,7 @@ def _join(rank: int, job: _Job) -> None:
 
 
 def take_gpu(local_rank: int, ranks: int) -> str:
-    """Set this rank's GPU. Returns the backend that `ranks` of one host can have: NCCL wants a GPU
-    for each."""
+    """Set this rank's GPU. Returns the backend for `ranks` of a host: NCCL wants a GPU for each."""
     gpus = torch.cuda.device_count()
     torch.cuda.set_device(local_rank % gpus)
     if ranks <= gpus:

@@ -200,8 +200,7 @@ class _Projection(torch.nn.Linear):
 
 @contextlib.contextmanager
 def _stand_ins(settings: Settings) -> Iterator[None]:
-    """What Megatron needs of Transformer Engine for latent experts and for single grouped
-    parameters."""
+    """What Megatron needs of Transformer Engine for latent experts and grouped parameters."""
     from megatron.core.transformer.moe import moe_layer
 
     with contextlib.ExitStack() as stack:

@@ -240,8 +240,7 @@ def overlapped(case: Case, group: dist.ProcessGroup, device: torch.device) -> di
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected (itself, where that is zero); NaN is
-    never small."""
+    """Norm of the difference over that of `expected` (itself, where 0); NaN is never small."""
     difference = (found.detach().to(expected.device).double() - expected.double()).norm().item()
     scale = expected.double().norm().item()
     return difference / scale if scale else difference

@@ -195,8 +195,7 @@ def train(
     distributed_optimizer: bool = False, overlap_grad_reduce: bool = False,
     overlap_param_gather: bool = False, learning_rate: float = 5e-3,
 ) -> Training:  # fmt: skip
-    """Train as Megatron's own loop does: microbatches without sync but the last, finalize, clip,
-    step."""
+    """Train as Megatron's loop does: microbatches, the last one with sync, finalize, clip, step."""
     data_rank = parallel_state.get_data_parallel_rank()
     [ddp], optimizer = wrapped(
         [model], model.config, distributed=distributed_optimizer, reduce=overlap_grad_reduce,

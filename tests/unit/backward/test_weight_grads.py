@@ -1,5 +1,4 @@
-"""Deferred weight gradients: none lost, none twice, none from a backward that failed, hooks as
-ever."""
+"""Deferred weight gradients: none lost, twice or from a backward that failed, hooks as ever."""
 
 import functools
 import gc

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -134,6 +135,21 @@ def test_a_rank_that_was_killed_gives_the_status_that_a_shell_would(
     monkeypatch.setattr(PContext, "close", PContext.close)  # which `run` wraps
     assert main(["run", "--nproc-per-node", "2", __file__]) == 128 + 9
     assert "rank 1 was ended by SIGKILL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("codes", "status"), [([0, -2], 130), ([0, 1], 1), ([130, -9], 137)])
+def test_after_a_signal_the_status_is_that_of_a_rank_that_failed(
+    codes: list[int], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def stopped(arguments: object) -> None:
+        raise SignalException("stopped", signal.SIGINT)
+
+    monkeypatch.setattr(torchrun, "run", stopped)
+    monkeypatch.setattr("megatron_fluid.cli.run._wait_for_ranks_after_a_signal", lambda _: codes)
+    assert main(["run", __file__]) == status
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,7 @@ def test_an_error_of_a_connection_names_the_rank_that_stopped(
 def test_an_error_before_the_first_beat_names_the_rank_that_never_came(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not the store, where a rank that rank 0 has not let in yet finds no beat, its own
-    neither."""
+    """And not the store, where a rank that rank 0 has not let in yet finds no beat."""
     world = World()
 
     def sleep(seconds: float) -> None:

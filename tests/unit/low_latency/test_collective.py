@@ -143,8 +143,7 @@ _BYTES = {"hidden_dim_bytes": 32, "hidden_dim_scale_bytes": 0, "batch_invariant"
 
 
 def _tokens_of(group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of a data-parallel group: tokens, ids with masks and an expert that is named twice,
-    weights."""
+    """Of a data-parallel group: tokens, ids with masks and an expert named twice, weights."""
     generator = torch.Generator().manual_seed(group)
     x = torch.randn(20, 16, generator=generator).bfloat16()
     ids = torch.rand(20, 4, generator=generator).argsort(1)[:, :3].int()

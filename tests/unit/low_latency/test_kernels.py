@@ -290,8 +290,7 @@ def test_both_halves_may_be_given_all_tensors() -> None:
 def test_a_peer_whose_puts_are_lost_is_named(
     fake_nvshmem: FakeNvshmem, operation: str, before: int
 ) -> None:
-    """Also after exchanges that went well: what they left must not pass for the signal that is
-    missing."""
+    """Also after exchanges that went well: what they left is not the signal that is missing."""
     _, ranks = build(Layout(2, 6, 1, 3, 1, 16, 32, 0), fake_nvshmem)
     x, ids, y = bf16(2, 16), torch.zeros(2, 1, dtype=torch.int32), bf16(2, 6, 16)
 

@@ -39,8 +39,7 @@ def test_the_backend_is_that_of_the_machines_devices(
 
 
 def _auto(rank: int, world: int, blind: int | None, wanted: str = "auto") -> tuple[str, str]:
-    """What "auto" takes on two hosts of two GPUs, of which rank `blind` cannot see its
-    neighbour's."""
+    """What "auto" takes on two hosts of two GPUs; rank `blind` cannot see its neighbour's."""
     group = world_group()
     with (
         mock.patch("socket.gethostname", return_value=f"host{rank // 2}"),

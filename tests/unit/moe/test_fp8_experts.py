@@ -73,8 +73,7 @@ def cast(rows: Tensor) -> Tensor:
 
 
 def cast_twice(rows: Tensor) -> Tensor:
-    """An expert's rows [n, width], n up to 128: in fp8, cast again with a scale for each
-    feature."""
+    """An expert's rows [n, width], n up to 128: in fp8, cast again with a scale a feature."""
     padded = torch.nn.functional.pad(cast(rows), (0, 0, 0, 128 - len(rows)))
     return cast(padded.t()).t()
 

@@ -228,8 +228,7 @@ def test_a_kept_graph_gives_its_gradients_again(schedule: Schedule) -> None:
 def test_a_backward_holds_what_it_needs_and_no_more(
     monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
-    """The gradient of fc1's output takes the place of that output; dw1 may have the memory of what
-    dw2 was made of."""
+    """The gradient of fc1's output takes its place; dw1 may have the memory of dw2's operands."""
     problem = make()
     y = nvlink_moe(buffers_of(), *problem.arguments)
     assert y.grad_fn is not None

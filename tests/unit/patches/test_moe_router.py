@@ -49,8 +49,7 @@ def _layer(settings: dict[str, Any]) -> Any:
 
 
 def _routed(layer: Any, columns: torch.Tensor | None, gradient: torch.Tensor) -> dict[str, Any]:
-    """What the NVLink path is given, by expert, and what `gradient` [T, E] of the probabilities
-    becomes."""
+    """What the NVLink path gets by expert; what `gradient` [T, E] of probabilities becomes."""
     path = seam.OverlappedLayer.__new__(seam.OverlappedLayer)
     path.columns = columns
     path.transports = SimpleNamespace(ascending=False)
@@ -121,8 +120,7 @@ def test_choices_come_best_first_with_gradients_and_without(report: dict[str, An
 
 
 def test_batch_invariant_choices_have_the_order_of_their_numbers_in_any_storage() -> None:
-    """By storage the order would depend on the ranks, each of which may keep its experts in
-    descending order."""
+    """By storage the order would depend on ranks, which may keep experts in descending order."""
     chosen = torch.tensor([[True, False, True, False], [False, True, False, False]])
     probs = torch.arange(8.0).view(2, 4)
     config = SimpleNamespace(moe_router_topk=2, moe_pad_expert_input_to_capacity=False)
