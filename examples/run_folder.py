@@ -120,7 +120,12 @@ class RunFolder:
         return folder
 
     def begin(self, args: Any, text: TextDataset | None) -> None:
-        """Write what runs and on which data; called by rank 0."""
+        """Write what runs and on which data; called by rank 0.
+
+        Raises:
+            ValueError: a file of the run is damaged, or Megatron cannot load the optimizer.
+        """
+        _refuse_other_experts(args)
         starts = _read(self.path / "run.json", [])
         _read(self.path / "losses.json", {})  # damaged, it would end the run's last minute
         starts.append(
@@ -168,6 +173,21 @@ class RunFolder:
         if result.step_s is not None:
             title += f", {1e3 * result.step_s:.0f} ms each"
         return _picture(known, self.path / "losses.png", title)
+
+
+def _refuse_other_experts(args: Any) -> None:
+    """Megatron loads no optimizer of experts on one rank for experts on several, nor the reverse:
+    it ends in a KeyError. By default experts are on as many ranks as there are."""
+    if not args.load or args.no_load_optim or args.finetune:
+        return
+    starts = _read(Path(args.load, "run.json"), [])
+    saved = starts[-1]["parallel"]["expert"] if starts else args.expert_model_parallel_size
+    if (saved == 1) != (args.expert_model_parallel_size == 1):
+        raise ValueError(
+            f"--expert-model-parallel-size: found {args.expert_model_parallel_size}, allowed with "
+            f"the optimizer in {args.load}: {'1' if saved == 1 else 'more than 1'}; without it "
+            "anything, by --no-load-optim --no-load-rng"
+        )
 
 
 def _same(one: str, other: str) -> bool:

@@ -32,8 +32,7 @@ class PlanReference:
 
 
 def plan_reference(ids: Tensor, probs: Tensor, rank: int, local_experts: int) -> PlanReference:
-    """The plan of `rank` from all ranks' ids and probs [W, C, K]: a stable sort of (rank, token, k)
-    by local expert."""
+    """`rank`'s plan from all ids and probs [W, C, K]: (rank, token, k) sorted by local expert."""
     top_k = ids.shape[-1]
     flat = ids.reshape(-1)
     mine = (flat >= rank * local_experts) & (flat < (rank + 1) * local_experts)

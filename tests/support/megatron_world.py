@@ -64,8 +64,7 @@ class Run:
 
 
 def run_cases(rank: int, world_size: int, cases: Sequence[Case], folder: str) -> dict[str, Run]:
-    """Train every case in turn. On one rank its initial parameters are saved first; on several they
-    are loaded."""
+    """Train every case in turn. One rank saves its initial parameters first; several load them."""
     torch.set_num_threads(1)
     runs = {}
     for case in cases:
@@ -135,8 +134,7 @@ def _initialise(case: Case, models: Sequence[Any], folder: Path) -> None:
 
 
 def _batches(step: int) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's microbatches of one sequence each: its data-parallel share, its context-parallel
-    part."""
+    """This rank's microbatches of one sequence: its data-parallel share, context-parallel part."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCABULARY, (SEQUENCES, SEQUENCE), generator=generator)
     labels = (tokens * 5 + 1) % VOCABULARY  # something to learn

@@ -85,8 +85,7 @@ def _odd_activation(h: Tensor) -> Tensor:
 
 @dataclass
 class _Inputs:
-    """Of one microbatch, all ranks: x [T, H], grad of the output [T, H], ids and probs of each
-    layer [T, K]."""
+    """Of a microbatch, all ranks: x [T, H], the output's grad [T, H], ids and probs [T, K]."""
 
     counts: list[int]
     x: Tensor

@@ -81,8 +81,7 @@ def spread_routing(
 
 @dataclass
 class Call:
-    """One rank's arguments: x [T, H], ids [T, K], probs [T, K], w1 [El, F1, H], w2 [El, H, F], grad
-    [T, H]."""
+    """One rank's x [T, H], ids [T, K], probs [T, K], w1 [El, F1, H], w2 [El, H, F], grad [T, H]."""
 
     x: Tensor
     ids: Tensor

@@ -97,6 +97,11 @@ def test_a_run_is_not_begun_anew_in_the_folder_that_holds_it(tmp_path: Path, res
     given = {"finetune": True, "load": None if resume else folder}
     with pytest.raises(ValueError, match="--finetune: .* goes on to 64, .* would overwrite it"):
         RunFolder.choose(given, folder, folder, resume)
+    (tmp_path / "run.json").write_text('[{"parallel": {"expert": 2}}]')
+    args = argparse.Namespace(load=folder, no_load_optim=None, finetune=False)
+    args.expert_model_parallel_size = 1
+    with pytest.raises(ValueError, match="size: found 1, allowed with .*: more than 1; without"):
+        RunFolder(tmp_path, None, None).begin(args, None)
 
 
 def test_an_error_at_a_checkpoint_is_one_line_with_its_cause(
