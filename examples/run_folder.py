@@ -177,16 +177,18 @@ class RunFolder:
 
 def _refuse_other_experts(args: Any) -> None:
     """Megatron loads no optimizer of experts on one rank for experts on several, nor the reverse:
-    it ends in a KeyError. By default experts are on as many ranks as there are."""
+    it ends in a KeyError. By default experts are on as many ranks as there are. Which start of a
+    run saved last is not known: it is refused where none was like this one."""
     if not args.load or args.no_load_optim or args.finetune:
         return
+    found = args.expert_model_parallel_size
     starts = _read(Path(args.load, "run.json"), [])
-    saved = starts[-1]["parallel"]["expert"] if starts else args.expert_model_parallel_size
-    if (saved == 1) != (args.expert_model_parallel_size == 1):
+    on_one = {start["parallel"]["expert"] == 1 for start in starts}
+    if starts and (found == 1) not in on_one:
         raise ValueError(
-            f"--expert-model-parallel-size: found {args.expert_model_parallel_size}, allowed with "
-            f"the optimizer in {args.load}: {'1' if saved == 1 else 'more than 1'}; without it "
-            "anything, by --no-load-optim --no-load-rng"
+            f"--expert-model-parallel-size: found {found}, allowed with the optimizer in "
+            f"{args.load}: {'1' if True in on_one else 'more than 1'}; without it anything, by "
+            "--no-load-optim --no-load-rng"
         )
 
 

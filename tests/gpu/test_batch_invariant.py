@@ -39,8 +39,7 @@ if not HOPPER:
 
 
 def _kinds(world: int, case: str) -> list[str]:
-    """What moves the tokens. Rounds and the plain all-to-all have no fp8, and gloo sends no tensors
-    of GPUs."""
+    """What moves tokens. Rounds and plain all-to-alls have no fp8; gloo sends no GPU tensors."""
     exchanged = [] if SHARED or case == "fp8" else ["rounds", "baseline"]
     return (["local"] if world == 1 else ["nvlink"]) + exchanged
 

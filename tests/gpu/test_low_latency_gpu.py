@@ -24,8 +24,7 @@ _TOLERANCE = 8e-3
 
 
 class _Routing:
-    """Random tokens of this rank and, by one all-gather, what every rank should receive. All on the
-    device."""
+    """Random tokens of this rank and, by an all-gather, what each should receive; on the GPU."""
 
     def __init__(
         self, rank: int, world: int, capacity: int, experts: int, k: int, hidden: int

@@ -215,8 +215,7 @@ def test_one_matrix_for_each_expert(
 
 
 def random_call(seed: int, rank: int, ranks: int, shape: tuple[int, int, int, int, int]) -> Call:
-    """One of very many routings: any number of tokens, some experts hot, some empty, some choices
-    dropped."""
+    """One of very many routings: any token count, some experts hot, some empty, choices dropped."""
     everyone = torch.Generator().manual_seed(seed)  # what ranks agree on
     hot, empty, dropped = (torch.rand(3, generator=everyone) < 0.4).tolist()
     favoured = torch.randn(shape[3], generator=everyone) * 4.0

@@ -43,8 +43,7 @@ def test_what_is_not_kept_is_made_again(space: SymmetricWorkspace, schedule: Sch
 
 
 def changes(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """What is not bitwise equal on this rank: name, relative difference, elements that differ of
-    all."""
+    """What is not bitwise equal on this rank: name, relative difference, elements that differ."""
     return [
         f"{name}: {difference(value, right):.2g} in {int((value != right).sum())} of "
         f"{right.numel()}"
@@ -54,8 +53,7 @@ def changes(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
 
 
 def test_layers_microbatches_and_accumulation_do_not_mix(space: SymmetricWorkspace) -> None:
-    """12 layers share one buffers; two forwards run before their backwards; gradients add up over
-    both."""
+    """12 layers share one buffers; two forwards run before their backwards; gradients add up."""
     shape = (64, 256, 64, 8, 2)
     buffers = buffers_of(space, shape, SENT)
     batches = [

@@ -16,8 +16,7 @@ pytestmark = [
 
 
 def _write_at_once(rank: int, ranks: int) -> float:
-    """Rank 0 is long busy when its memory is taken, and so zeroed late; the next rank writes as
-    soon as it may."""
+    """Rank 0's memory is zeroed late, for it is long busy; the next rank writes at once."""
     group = dist.group.WORLD
     assert group is not None
     space = SymmetricWorkspace(group, timeout_s=20.0)

@@ -105,8 +105,7 @@ def test_every_row_of_long_blocks_is_right() -> None:
 
 
 def _split(rank: int, ranks: int) -> None:
-    """So few tiles and so long a K that tiles are cut along it: right in every row, and the same
-    each time."""
+    """So few tiles and so long a K that tiles are cut along it: rows right, the same each time."""
     group = world_group()
     _many_chunks()
     m, n, k = 250, 2064, 16384 + 176

@@ -16,8 +16,7 @@ _KERNELS = "megatron_fluid.kernels.low_latency.nvshmem"
 
 
 class FakeNvshmem(ModuleType):
-    """Puts are copied at the call and delivered by `deliver`, in random order within what fences
-    leave free."""
+    """Puts are copied at the call; `deliver` delivers them in any order that fences leave free."""
 
     def __init__(self) -> None:
         super().__init__(_BINDINGS)

@@ -11,8 +11,7 @@ HEADS = 8
 
 
 def normed(x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, centered: bool) -> Tensor:
-    """RMSNorm, or where there is a bias LayerNorm, in fp32 or wider; centered: the weight is stored
-    less one."""
+    """RMSNorm, with a bias LayerNorm, in fp32 or wider; centered: the weight is stored less one."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     weight = gamma.to(wide.dtype) + centered
     if beta is not None:

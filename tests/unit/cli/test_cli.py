@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO
 
 import pytest
@@ -142,13 +143,19 @@ def test_after_a_signal_the_status_is_that_of_a_rank_that_failed(
     codes: list[int], status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 
-    def stopped(arguments: object) -> None:
-        raise SignalException("stopped", signal.SIGINT)
+    ranks = {i: SimpleNamespace(proc=SimpleNamespace(returncode=c)) for i, c in enumerate(codes)}
+
+    def stopped(arguments: object) -> None:  # as torchrun's agent does
+        try:
+            raise SignalException("stopped", signal.SIGINT)
+        except SignalException:
+            PContext.close(SimpleNamespace(subprocess_handlers=ranks))  # type: ignore[arg-type]
+            raise
 
     monkeypatch.setattr(torchrun, "run", stopped)
-    monkeypatch.setattr("megatron_fluid.cli.run._wait_for_ranks_after_a_signal", lambda _: codes)
+    monkeypatch.setattr(PContext, "close", lambda *_: None)  # which `run` wraps
     assert main(["run", __file__]) == status
 
 

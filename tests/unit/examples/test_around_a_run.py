@@ -14,6 +14,7 @@ from typing import Any
 import next_commands as nc
 import pretrain_defaults as pd
 import pytest
+import run_folder
 import run_output
 import torch
 from run_folder import RunFolder
@@ -102,6 +103,8 @@ def test_a_run_is_not_begun_anew_in_the_folder_that_holds_it(tmp_path: Path, res
     args.expert_model_parallel_size = 1
     with pytest.raises(ValueError, match="size: found 1, allowed with .*: more than 1; without"):
         RunFolder(tmp_path, None, None).begin(args, None)
+    (tmp_path / "run.json").write_text('[{"parallel": {"expert": 1}}, {"parallel": {"expert": 2}}]')
+    run_folder._refuse_other_experts(args)
 
 
 def test_an_error_at_a_checkpoint_is_one_line_with_its_cause(

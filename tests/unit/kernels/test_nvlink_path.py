@@ -240,8 +240,7 @@ def test_rows_that_are_sent_one_by_one_add_up_to_their_reference(kind: str, top_
 
 
 def test_origins_say_which_choice_a_row_is_of() -> None:
-    """Of so many ranks that the last one's are beyond 31 bits, and a capacity that is no power of
-    two."""
+    """Of so many ranks that the last one's are beyond 31 bits; the capacity is no power of two."""
     ranks = Ranks("balanced", 5, 17, 1, 3, 5, hidden=8)
     ranks.buffers[0].shift = 27
     handle, plan = ranks.publish()[0], ranks.reference(0)
