@@ -249,6 +249,7 @@ BACKENDS: dict[str, Callable[[Problem], Call]] = {
     "te_userbuffers_pipeline": _te("pipeline"),
     "flux": flux,
     "fluid": _fluid("auto"),  # what its table or rule chooses
+    "fluid_collective": _fluid("collective"),
     "fluid_copy_engine": _fluid("copy_engine"),
     "fluid_fused": _fluid("fused"),
 }

@@ -2,8 +2,8 @@
 
     python -m benchmarks.tune.tp_table benchmarks/results/tp_overlap.json [more.json ...]
 
-For each case the fastest of NCCL with the GEMM and our forms; a form must win by two percent, else
-NCCL stays. What the host takes longer for than the GPU counts by the host's time: in a model it
+For each case the fastest of our forms; an overlapped one must win by two percent, else NCCL and the
+GEMM stay. What the host takes longer for than the GPU counts by the host's time: in a model it
 would be waited for. Entries of other GPUs and numbers of ranks are kept.
 """
 
@@ -21,7 +21,7 @@ from megatron_fluid.tensor_parallel.choice import TABLE, Entry, read_table
 
 __all__ = ["entries_of", "main", "render"]
 
-FORMS = {"torch": "collective", "fluid_copy_engine": "copy_engine", "fluid_fused": "fused"}
+FORMS = {f"fluid_{name}": name for name in ("collective", "copy_engine", "fused")}
 _MARGIN = 0.98
 
 

@@ -27,7 +27,7 @@ from megatron_fluid.cuda.devices import is_hopper
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.kernels.fused_gemm.launch import MOST_RANKS
 from megatron_fluid.tensor_parallel.backend import Backend, refuse_capture
-from megatron_fluid.tensor_parallel.collective import CollectiveBackend
+from megatron_fluid.tensor_parallel.collective import collective_of
 from megatron_fluid.tensor_parallel.gemm import Gemm
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class _GroupBackends:
         from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
         from megatron_fluid.tensor_parallel.fused import FusedBackend
 
-        self.collective = CollectiveBackend(group)
+        self.collective = collective_of(group)
         self.gpu = torch.cuda.get_device_name()
         self.unsupported_reason = symmetric_unsupported_reason(group)
         if self.unsupported_reason is None:
@@ -150,7 +150,7 @@ def backend_for(
         backends = backends_of(group)
         reason = backends.unsupported_reason
     if name == "collective" or (name == "auto" and reason is not None):
-        return CollectiveBackend(group)
+        return collective_of(group)
     if backends is None or reason is not None:
         allowed = f"allowed here: auto, collective, because {reason}"
         raise ConfigError(f"backend: found {name!r}, {allowed}")

@@ -5,17 +5,20 @@ The overlapped forms are compared with it. It serves the shapes where nothing is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fluid.comm.waits import group_waits
+from megatron_fluid.comm.groups import group_resource
+from megatron_fluid.comm.waits import WaitName, group_waits, record_event
 from megatron_fluid.config import current_config
 from megatron_fluid.tensor_parallel.gemm import Gemm
 
-__all__ = ["CollectiveBackend"]
+__all__ = ["CollectiveBackend", "collective_of"]
 
 
 class CollectiveBackend:
@@ -32,6 +35,7 @@ class CollectiveBackend:
         self._waits = group_waits(group)
         self.ranks = group.size()
         self.rank = group.rank()
+        self._started = False  # NCCL has connected the ranks
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ranks={self.ranks}, rank={self.rank})"
@@ -53,7 +57,9 @@ class CollectiveBackend:
     def gather_matmul(
         self, a_shard: Tensor, gemm: Gemm, keep: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        full = self.start_gather(a_shard)()
+        shard = a_shard.contiguous()
+        full = shard.new_empty((self.ranks * shard.shape[0], shard.shape[1]))
+        self._in_stream("all-gather of a linear's rows", dist.all_gather_into_tensor, full, shard)
         return gemm(full), full if keep else None
 
     def matmul_scatter(
@@ -64,16 +70,42 @@ class CollectiveBackend:
         reduces = c.is_cuda and not current_config().deterministic
         out = c.new_empty((rows, c.shape[1])) if reduces else torch.empty_like(c)
         collective = dist.reduce_scatter_tensor if reduces else dist.all_to_all_single
-        wait = self._waits.start(
-            "reduce-scatter of a linear's rows",
-            lambda: collective(out, c, group=self.group, async_op=True),
-        )
-        if overlapped is not None:
+        name = "reduce-scatter of a linear's rows"
+        if overlapped is None:
+            self._in_stream(name, collective, out, c)
+        else:
+            launch = functools.partial(collective, out, c, group=self.group, async_op=True)
+            wait = self._waits.start(name, launch)
             overlapped()
-        wait()
+            wait()
         if not reduces:
             parts = out.view(self.ranks, rows, c.shape[1])
             out = parts[0].to(wide)
             for part in parts[1:]:  # in the order of the ranks
                 out = out + part.to(wide)
         return (out if gemm.bias is None else out + gemm.bias).to(c.dtype)
+
+    def _in_stream(
+        self, name: str, collective: Callable[..., Any], out: Tensor, sent: Tensor
+    ) -> None:
+        """Run a collective that nothing overlaps. After the first one NCCL works on the current
+        stream: to change to its own and back costs the host more than a small collective takes."""
+        waits = self._waits
+        if not self._started or waits.device.type != "cuda":
+            launch = functools.partial(collective, out, sent, group=self.group, async_op=True)
+            waits.collective(name, launch)
+            self._started = True
+            return
+        if waits.channel.alone or torch.cuda.is_current_stream_capturing():
+            collective(out, sent, group=self.group)
+            return
+        stream = torch.cuda.current_stream(waits.device)
+        started = record_event(stream)
+        collective(out, sent, group=self.group)
+        done = record_event(stream)
+        waits.watch(WaitName(name), started.query, done.query, waits.timeout_s, stream)
+
+
+def collective_of(group: dist.ProcessGroup) -> CollectiveBackend:
+    """Return the backend of a group, one object for each life of it. Not collective."""
+    return group_resource(group, "tensor parallel collective", lambda: CollectiveBackend(group))

@@ -7,7 +7,7 @@ Shapes: A ``[M, K]``, B ``[K, N]`` or, with ``transpose_b``, ``[N, K]`` (the lay
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class Gemm:
 
     def without_bias(self) -> Gemm:
         """The same product without its bias (a reduction adds the bias once, at the end)."""
-        return replace(self, bias=None)
+        return self if self.bias is None else Gemm(self.b, self.transpose_b)
 
     def into(self) -> Callable[[Tensor, Tensor], None]:
         """Return a function of (a block of rows of A, its C) that fills C; quick to call."""

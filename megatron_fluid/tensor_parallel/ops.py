@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_fluid.backward.autograd import once_differentiable
 from megatron_fluid.comm.agreement import agreement
 from megatron_fluid.comm.failed_waits import tells_peers
+from megatron_fluid.comm.groups import group_resource
 from megatron_fluid.comm.layers import compare_shapes
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.tensor_parallel.choice import Backend, backend_for
@@ -37,9 +38,9 @@ def _without_autocast[Compute: Callable[..., Any]](compute: Compute) -> Compute:
 
     @functools.wraps(compute)
     def run(*arguments: Any, **named: Any) -> Any:
-        kind = next(t for t in (*arguments, *named.values()) if isinstance(t, Tensor)).device.type
-        if not torch.is_autocast_enabled(kind):
+        if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
             return compute(*arguments, **named)
+        kind = next(t for t in (*arguments, *named.values()) if isinstance(t, Tensor)).device.type
         with torch.autocast(kind, enabled=False):
             return compute(*arguments, **named)
 
@@ -86,13 +87,13 @@ def all_gather_matmul(
             Where each rank's shape has followed its last one before, differences go unseen: with
             lengths that vary, pad A to one shape.
     """
-    ranks = _ranks_of(group)
+    calls = _calls_of(group)
     if a_shard.dim() != 2:
         raise ConfigError(f"a_shard: found {a_shard.dim()} dimensions, allowed: 2, [m, K]")
-    rows = ranks * a_shard.shape[0]
+    rows = calls.ranks * a_shard.shape[0]
     gemm = Gemm(b, transpose_b, bias)
     gemm.check(a_shard)
-    compare_shapes("all_gather_matmul", group, "a_shard [m, K]", a_shard.shape, a_shard)
+    calls.compare("all_gather_matmul", "a_shard [m, K]", tuple(a_shard.shape), a_shard)
     chosen = backend_for(backend, group, "gather", gemm, rows, a_shard)
     if _differentiable(a_shard, b, bias):
         call = _Call(gemm, backend, group, chosen, weight_grad)
@@ -129,12 +130,12 @@ def matmul_reduce_scatter(
         ConfigError: as `all_gather_matmul`, and M not divisible by the number of ranks; on every
             rank: C differs in shape or dtype between ranks.
     """
-    rows, ranks = a.shape[0], _ranks_of(group)
+    rows, calls = a.shape[0], _calls_of(group)
     gemm = Gemm(b, transpose_b, bias)
     gemm.check(a)
-    compare_shapes("matmul_reduce_scatter", group, "C [M, N]", (rows, gemm.n), a)
-    if rows % ranks:
-        allowed = f"multiples of the {ranks} ranks of the group"
+    calls.compare("matmul_reduce_scatter", "C [M, N]", (rows, gemm.n), a)
+    if rows % calls.ranks:
+        allowed = f"multiples of the {calls.ranks} ranks of the group"
         raise ConfigError(f"M (rows of a): found {rows}, allowed: {allowed}")
     chosen = backend_for(backend, group, "scatter", gemm, rows, a)
     if _differentiable(a, b, bias):
@@ -143,11 +144,32 @@ def matmul_reduce_scatter(
     return chosen.matmul_scatter(a, gemm)
 
 
-def _ranks_of(group: dist.ProcessGroup | None) -> int:
+class _Calls:
+    """What the operations of one group keep between calls."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        agreement(group)  # through which a call that this rank refuses is reported to the others
+        self.group, self.ranks = group, group.size()
+        # By operation: what its last call on a GPU sent, and how many calls in a row have sent it.
+        self._sent: dict[str, tuple[object, int]] = {}
+
+    def compare(self, operation: str, what: str, shape: tuple[int, ...], a: Tensor) -> None:
+        """As `compare_shapes`, which has nothing to do from the third call of a shape on."""
+        if not a.is_cuda:
+            compare_shapes(operation, self.group, what, shape, a)
+            return
+        mine = shape, a.dtype
+        last, times = self._sent.get(operation, (None, 0))
+        if last == mine and times >= 2:
+            return
+        compare_shapes(operation, self.group, what, shape, a)
+        self._sent[operation] = mine, times + 1 if last == mine else 1
+
+
+def _calls_of(group: dist.ProcessGroup | None) -> _Calls:
     if group is None:
         raise ConfigError.of("group", None, "the process group of the tensor-parallel ranks")
-    agreement(group)  # through which a call that this rank refuses is reported to the others
-    return group.size()
+    return group_resource(group, "tensor parallel calls", lambda: _Calls(group))
 
 
 def _differentiable(*tensors: Tensor | None) -> bool:

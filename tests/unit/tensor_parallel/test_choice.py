@@ -62,7 +62,7 @@ def nothing_symmetric(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(choice, "backends_of", refuse)
     served = SimpleNamespace(name="collective")
-    monkeypatch.setattr(choice, "CollectiveBackend", lambda group: served)
+    monkeypatch.setattr(choice, "collective_of", lambda group: served)
 
 
 def test_a_backend_is_taken_where_it_was_the_fastest_and_can_multiply(
