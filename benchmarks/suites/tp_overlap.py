@@ -20,8 +20,10 @@ exposed of NCCL followed by the GEMM.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -248,17 +250,18 @@ def _verify(
     return errors
 
 
-def _host_us(call: Callable[[], object], device: torch.device, calls: int = 4) -> float:
-    """Microseconds in which the host enqueues one call; where there is no device, in which it runs
-    it."""
+def _host_us(call: Callable[[], object], device: torch.device, calls: int = 15) -> float:
+    """Microseconds in which the host enqueues one call, the median of `calls`; where there is no
+    device, in which it runs it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     dist.barrier()
-    start = time.perf_counter()
+    times = [time.perf_counter()]
     for _ in range(calls):
         call()
-    spent = torch.tensor((time.perf_counter() - start) / calls * 1e6)
-    worst = spent.to(device)
+        times.append(time.perf_counter())
+    spent = statistics.median(after - before for before, after in itertools.pairwise(times))
+    worst = torch.tensor(spent * 1e6, dtype=torch.float32).to(device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return float(worst)
 

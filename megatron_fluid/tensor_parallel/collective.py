@@ -35,7 +35,7 @@ class CollectiveBackend:
         self._waits = group_waits(group)
         self.ranks = group.size()
         self.rank = group.rank()
-        self._started = False  # NCCL has connected the ranks
+        self._started = False  # whether NCCL has connected the ranks
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ranks={self.ranks}, rank={self.rank})"
@@ -91,10 +91,11 @@ class CollectiveBackend:
         """Run a collective that nothing overlaps. After the first one NCCL works on the current
         stream: to change to its own and back costs the host more than a small collective takes."""
         waits = self._waits
-        if not self._started or waits.device.type != "cuda":
+        by_nccl = sent.is_cuda and waits.device.type == "cuda"
+        if not (by_nccl and self._started):
             launch = functools.partial(collective, out, sent, group=self.group, async_op=True)
             waits.collective(name, launch)
-            self._started = True
+            self._started |= by_nccl
             return
         if waits.channel.alone or torch.cuda.is_current_stream_capturing():
             collective(out, sent, group=self.group)
