@@ -231,8 +231,8 @@ SUITES = {
     "tp_overlap": Suite(
         what="a linear under tensor parallelism: `ag-M-N-K` gathers its input, `rs-M-N-K` "
         "reduce-scatters its output, around a GEMM "
-        "of M x N x K on each GPU. Transformer Engine's pipeline has no gather. Flux did not "
-        "return from its 39th shape: the others were measured in a second run without it",
+        "of M x N x K on each GPU. Transformer Engine's pipeline has no gather. Flux was "
+        "run on 38 of the shapes before (docs/rivals.md)",
         floor="the GEMM alone",
         others={
             "torch": "NCCL, then the GEMM or before it",

@@ -1,10 +1,9 @@
 """Overlapped and plain context-parallel attention against a one-process reference: outputs and
 every gradient, on gloo ranks.
 
-Every rank draws the same whole sequence and weights from one seed, runs its shard through the
-layer, and returns its rows of y and dX and its share of every weight gradient. The test puts rows
-in order, sums shares, and compares with the reference, which runs here in float64 on the same
-(rounded) numbers. tests/gpu/test_attention.py runs the same on GPUs.
+Every rank draws the same whole sequence and weights from one seed, and returns its rows of y and dX
+and its share of every weight gradient. The reference runs here in float64 on the same (rounded)
+numbers. tests/gpu/test_attention.py runs the same on GPUs.
 """
 
 import dataclasses

@@ -1,10 +1,9 @@
 """What people do between and within training steps, in drawn order: after each step the numbers are
 those of Megatron's own path, to fp32 rounding.
 
-A rule-based machine of Hypothesis asks long-lived ranks (tests/support/training_world.py), so a
-failing sequence is shrunk. Ten sequences always, of two ranks and of four (two expert-parallel
-groups of two). `MEGATRON_FLUID_TEST_DRAWS=200` draws as many, of more steps; FIRST:LAST takes those
-seeds, each of ten sequences.
+Hypothesis asks long-lived ranks (tests/support/training_world.py) and shrinks a failing sequence.
+Ten sequences always, of two ranks and of four (two expert-parallel groups of two).
+`MEGATRON_FLUID_TEST_DRAWS=200` draws as many, of more steps; FIRST:LAST takes those seeds.
 """
 
 import os

@@ -1,9 +1,8 @@
 """A rank of the end-to-end benchmark to which something happens while it trains.
 
 Run as a module with Megatron's flags (tests/support/graph_jobs.py). GRAPH_RANK holds JSON:
-
 - "turns": two iterations, counted from 1. Routers send every token to the first experts in the
-  first, to the last ones in the second. The flags have to turn on expert biases.
+  first, to the last ones in the second; needs expert biases.
 - "text": a folder for the tokens of real text (Python's library) in place of mock data.
 - "dies": the replay of a CUDA graph, counted from 1, in which the last rank kills itself.
 """

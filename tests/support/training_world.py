@@ -2,8 +2,7 @@
 by Megatron's own path (every patch but CPU mode off). A test tells all of them what to do next
 (tests/support/training_rank.py) and compares what they hand back.
 
-Of 2N processes the first N are megatron_fluid's, the others Megatron's; each half has a process
-group. Errors are handed back too, so both halves may be expected to refuse the same thing.
+Of 2N processes the first N are megatron_fluid's. Errors are handed back too.
 """
 
 import dataclasses

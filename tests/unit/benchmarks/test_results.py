@@ -104,7 +104,7 @@ def test_a_command_does_not_tell_where_its_files_were_put(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "path", sorted(RESULTS.glob("tp_overlap*.json")), ids=lambda path: path.stem
+    "path", sorted((RESULTS / "archive").glob("tp_table*.json")), ids=lambda path: path.stem
 )
 def test_the_committed_table_is_that_of_the_committed_results(path: Path) -> None:
     entries = tp_table.entries_of(read_results(path))

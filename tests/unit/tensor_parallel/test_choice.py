@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.fused_gemm.launch import MOST_ROWS
-from megatron_fluid.tensor_parallel import choice
+from megatron_fluid.tensor_parallel import choice, ops
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
 from megatron_fluid.tensor_parallel.fused import FusedBackend
 from megatron_fluid.tensor_parallel.gemm import Gemm
@@ -161,3 +161,16 @@ def test_what_is_smaller_than_half_of_any_measured_shape_is_left_to_the_collecti
 def test_another_gpu_and_another_number_of_ranks_take_the_nearest_entries() -> None:
     assert _backend(1024, gpu="A100") == _backend(1024, ranks=2) == "fused"
     assert _backend(1024, ranks=16) == "collective"
+
+
+def test_on_a_gpu_a_shape_is_compared_until_it_has_followed_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = []
+    monkeypatch.setattr(ops, "compare_shapes", lambda *given: compared.append(given[3][0]))
+    monkeypatch.setattr(ops, "agreement", lambda group: None)
+    calls, a = ops._Calls(_group()), _operands()[0]
+    for rows in (8, 8, 8, 8, 4, 8, 8, 8):
+        calls.compare("all_gather_matmul", "a_shard [m, K]", (rows, 4096), a)
+    calls.compare("matmul_reduce_scatter", "C [M, N]", (8, 4096), a)
+    assert compared == [8, 8, 4, 8, 8, 8]
