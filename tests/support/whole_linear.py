@@ -17,7 +17,7 @@ def whole_linear(
     column: x ``[S / W, B, K]``, weight ``[N / W, K]``, bias ``[N / W]``, output ``[S, B, N / W]``;
     row: x ``[S, B, K / W]``, weight ``[N, K / W]``, bias ``[N]``, output ``[S / W, B, N]``.
 
-    `tensors` are this rank's x and weight, and bias, gamma, beta if any. What every rank holds alike
+    `tensors` are this rank's x and weight, and bias, gamma, beta if any. What all ranks hold alike
     (the bias of rows, a norm's weights) has the gradient of this rank's rows, as Megatron sums over
     ranks later. `upstream` is the output's gradient; `norm` takes x, gamma, beta.
     """
