@@ -242,6 +242,7 @@ SUITES = {
             "flux": "Flux",
         },
         ours={
+            "fluid_collective": "megatron_fluid by NCCL and the GEMM",
             "fluid_copy_engine": "megatron_fluid by copy engine",
             "fluid_fused": "megatron_fluid by kernels for Hopper",
         },
@@ -280,7 +281,7 @@ SUITES = {
             "fluid_two_kernels": "megatron_fluid, swiglu in a kernel of its own",
             "fluid_unkept": "megatron_fluid, without fc1's own result",
         },
-        shown=lambda gpus: "(qwen3-30b-a3b|deepseek-v3) .*",
+        shown=lambda gpus: "(qwen3-30b-a3b|mixtral-8x7b) .*",
     ),
     "all_to_all": Suite(
         what="decoding's all-to-all: a case is a model and the tokens a GPU brings. Rows go in "

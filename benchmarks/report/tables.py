@@ -65,10 +65,21 @@ def time_of(milliseconds: float | None) -> str:
     return f"{milliseconds:.2f} ms" if milliseconds >= 1 else f"{1e3 * milliseconds:.1f} us"
 
 
-# Of rows that tell: heading, name in their config, text.
-_MORE: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("host", "host_ms", time_of),
-    ("kept for the backward", "kept_bytes", lambda count: f"{count / 2**20:.0f} MiB"),
+def _host_ms(config: Mapping[str, Any]) -> float | None:
+    """The host's time of a call; tp_overlap tells it in microseconds."""
+    found, us = config.get("host_ms"), config.get("host_us")
+    return found if us is None else us / 1e3
+
+
+def _kept(config: Mapping[str, Any]) -> str:
+    count = config.get("kept_bytes")
+    return "" if count is None else f"{count / 2**20:.0f} MiB"
+
+
+# Of rows that tell: heading, text of what their config tells.
+_MORE: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
+    ("host", lambda config: time_of(_host_ms(config))),
+    ("kept for the backward", _kept),
 )
 
 
@@ -276,7 +287,7 @@ def _other_commits(document: Document) -> str:
 def _paced(document: Document) -> str:
     """Where the fastest of the others waits for its host: another host gives another ratio."""
     host = {
-        (row["case"], row["mode"], row["variant"]): row["config"].get("host_ms") or 0.0
+        (row["case"], row["mode"], row["variant"]): _host_ms(row["config"]) or 0.0
         for row in document["rows"]
     }
     suite, found, ours = SUITES[document["suite"]], [], []
@@ -403,18 +414,13 @@ def suite_page(name: str, folder: Path = RESULTS) -> str:
     for title, document in documents(folder):
         if document["suite"] != name:
             continue
-        told = [row["config"] for row in document["rows"]]
-        more = [words for words in _MORE if any(config.get(words[1]) for config in told)]
+        more = [words for words in _MORE if any(words[1](r["config"]) for r in document["rows"])]
         lines = []
         for row in document["rows"]:
             spread = f"{time_of(row['p10_ms'])} to {time_of(row['p90_ms'])}"
             line = [row["case"], row["mode"], row["variant"], time_of(row["median_ms"]), spread]
             line.append(str(row["iters"]))
-            config = row["config"]
-            line += [
-                "" if config.get(key) is None else shown(config[key]) for _, key, shown in more
-            ]
-            lines.append(line)
+            lines.append([*line, *(text(row["config"]) for _, text in more)])
         head = ["case", "mode", "variant", "median", "p10 to p90", "samples"]
         words = [f"## {title}", _explanation(document), summary_table(document)]
         if times := kernel_table(document):

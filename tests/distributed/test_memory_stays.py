@@ -1,7 +1,5 @@
-"""The memory of a rank does not grow with the iterations.
-
-Torch's flight recorder keeps a process's last 2,000 collectives, about 1.2 KiB each. A rank grows
-by that in its first thousand iterations, also without this package; it is made small here.
+"""The memory of a rank does not grow with the iterations, but for torch's flight recorder of the
+last 2,000 collectives, about 1.2 KiB each, also without this package: it is made small here.
 """
 
 import ctypes

@@ -110,7 +110,8 @@ def test_a_signal_ends_the_command_before_its_parent(number: int, tmp_path: Path
     child = "import pathlib, signal, sys, time\n"
     child += f"end = lambda *_: sys.exit(pathlib.Path({str(ended)!r}).touch())\n"
     child += f"signal.signal({int(number)}, end); print('ready', flush=True); time.sleep(30)"
-    parent = "import os, sys; from megatron_fluid.cli.terminal import run_command\n"
+    parent = "import os, signal, sys; from megatron_fluid.cli.terminal import run_command\n"
+    parent += f"signal.signal({int(number)}, signal.SIG_DFL)\n"  # under nohup it is ignored
     parent += f"run_command([sys.executable, '-c', {child!r}], os.environ)"
     run = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
     with run:
