@@ -18,7 +18,7 @@ READY := $(VENV)/.ready
 endif
 RANKS = $$($(PYTHON) -c 'import torch; print(torch.cuda.device_count() or 2)')
 ARGS :=
-PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m pytest -n auto --dist loadgroup
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
 .PHONY: pretrain test test-versions test-fast lint style bench bench-hosts environment readme release-check clean
 
