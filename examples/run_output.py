@@ -48,6 +48,10 @@ class RunOutput:
 
     def __init__(self, argv: Sequence[str]) -> None:
         self.verbose = asked("verbose", argv=argv)
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            if not (found := os.environ.get(name, "0")).isdecimal():
+                allowed = "a whole number, as megatron-fluid run and torchrun set it"
+                sys.exit(f"pretrain_gpt_moe.py: error: {name}: found {found!r}, allowed: {allowed}")
         self.rank = int(os.environ.get("RANK", "0"))
         self.sequence_length: int | None = None
         self._terminal: TextIO = sys.stdout

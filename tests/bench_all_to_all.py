@@ -2,8 +2,8 @@
 tests.bench_all_to_all`.
 
 A row for each transport and each rival, a column for each number of ranks (EP8, EP4, EP2). A cell
-is the mean and the standard deviation of the slowest rank, in microseconds, or `x` where nothing
-was measured; why is said below the table. Each cell comes from `benchmarks/suites/all_to_all.py`.
+of `benchmarks/suites/all_to_all.py` is mean and standard deviation of the slowest rank, in
+microseconds, or `x` where nothing was measured; why is said below the table.
 
     python3 -m tests.bench_all_to_all --tokens 1 128 --transports nvlink nccl
     mpirun -np 4 python3 -m tests.bench_all_to_all

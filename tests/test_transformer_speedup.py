@@ -8,8 +8,7 @@ writes benchmarks/results/transformer_speedup.json (with 2 GPUs transformer_spee
     torchrun --nnodes 2 --nproc_per_node 8 --node_rank 0 --master_addr HOST --master_port 29500
     tests/test_transformer_speedup.py
 
-Under pytest it runs small on gloo ranks and checks that both variants compute the same and that the
-figures are figures. How fast they are decides nothing.
+Under pytest it runs small on gloo ranks and checks that both variants compute the same.
 """
 
 import sys

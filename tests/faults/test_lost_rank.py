@@ -1,8 +1,6 @@
 """A rank of a real training is killed or frozen: all others end in bounded time with an error that
-names it, the last checkpoint loads, and the loss goes on as if nothing had happened. Numbers that
-are not finite end it, too.
-
-A few faults always; `MEGATRON_FLUID_TEST_DRAWS=20` (or FIRST:LAST) adds as many drawn by seed.
+names it, the last checkpoint loads, and the loss goes on as if nothing had happened. A few faults
+always; `MEGATRON_FLUID_TEST_DRAWS=20` (or FIRST:LAST) adds as many drawn by seed.
 """
 
 import functools

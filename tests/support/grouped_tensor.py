@@ -1,10 +1,9 @@
 """Stands in for Transformer Engine's GroupedTensor, whose library needs a GPU: the parameter that
 `moe_single_grouped_weight` makes of an expert linear's weights, and Megatron's fused operation.
 
-As in Transformer Engine 2.14 to 2.20: a tensor subclass of shape [El, ...] without memory of its
-own. Its values lie in `rowwise_data`, flat, which Python attributes hold, so `param.data = ...`
-does not move them. Shape operations are refused but for `view(-1)`; operations in place write into
-the members; any other makes a plain stacked copy first.
+As in Transformer Engine 2.14 to 2.20: a tensor subclass of shape [El, ...] whose values lie in
+`rowwise_data`, flat, so `param.data = ...` does not move them. Shape operations are refused but for
+`view(-1)`; operations in place write into the members; any other copies first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run a function on N ranks, each a fresh process, from inside a test.
 
 One process has imported torch (and Megatron-Core, where there is no GPU). A template is forked from
-it for each test module (templates.py) and imports that module; the module's ranks are forked from
-that. So ranks start fast and share no state with the test before. Every rank joins a process group.
+it for each test module (templates.py), and the module's ranks from that: they start fast and share
+no state with the test before. Every rank joins a process group.
 
     def body(rank: int, world_size: int, n: int) -> float: ...  # at module level: it goes by name
     results = run_ranks(body, 4, 128)                           # results[rank]

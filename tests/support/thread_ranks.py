@@ -1,7 +1,5 @@
-"""Ranks as threads of one process over simulated symmetric memory.
-
-One thread runs until it waits for the others in a barrier, so no two use the interpreter or the
-memory at a time. A rank that has yet to read a receive buffer sees when it is written too early.
+"""Ranks as threads of one process over simulated symmetric memory. One runs until it waits for the
+others in a barrier. A rank that has yet to read a receive buffer sees when it is written too early.
 """
 
 import threading

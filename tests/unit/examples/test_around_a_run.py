@@ -120,6 +120,12 @@ def test_an_error_at_a_checkpoint_is_one_line_with_its_cause(
         assert last.startswith(f"error: {begin}") and last.endswith("rank 1: KeyError: 'a.weight'")
 
 
+def test_a_rank_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "zz")
+    with pytest.raises(SystemExit, match="WORLD_SIZE: found 'zz', allowed: a whole number"):
+        run_output.RunOutput([])
+
+
 ITERATION = (
     "[2026] iteration {:8}/ 3 | elapsed time per iteration (ms): 100.0 | global batch size: 8 "
     "| lm loss: 2.5E+00 |\n"
