@@ -97,8 +97,7 @@ def run_steps(
     scheduler: WeightGradScheduler, device: str = "cpu", dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Outputs and input gradients of every microbatch, of this rank's rows, and which these are.
-    ``attend``: the layer of an index, without its residual. ``dtype``: computed in, if not the
-    case's."""
+    ``attend``: the layer of an index, without its residual. ``dtype``: if not the case's."""
     rows = SequenceLayout(case.length, world, case.layout).positions(rank)
     ys, dxs = [], []
     for microbatch in range(case.microbatches):

@@ -1,7 +1,6 @@
 """Megatron's SelfAttention on packed sequences (THD) under context parallelism by a2a: outputs and
 every gradient against the same module on the whole pack, for packs whose sequences are padded, and
-shorter than there are ranks. Transformer Engine's core attention is a stand-in
-(te_attention.py).
+shorter than there are ranks. Core attention is Transformer Engine's stand-in (te_attention.py).
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """README.md and docs/: generated tables are up to date, their Python runs, links lead somewhere,
-the site is built strictly, and every command of the user's pages is run, here or where ELSEWHERE
-says."""
+the site is built strictly, and every command of the user's pages is run here or as ELSEWHERE says.
+"""
 
 import os
 import re

@@ -1,6 +1,5 @@
 """Megatron's fine-grained activation offloading of experts that are ours, on a GPU: a GPT of
-Transformer Engine's modules has the bits that it has without, and takes less memory by what is
-offloaded."""
+Transformer Engine's modules has the bits that it has without, and takes less memory by as much."""
 
 import gc
 import importlib.util

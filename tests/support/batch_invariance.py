@@ -16,8 +16,7 @@ def bits_in_batches(
     device: torch.device | str = "cpu", scale: int = 1,
 ) -> Tensor:  # fmt: skip
     """The same tokens beside others in several batches, and at last one by one, as bits of the
-    layer's output [batches, TOKENS, H]. Collective if the layer is. scale: of the numbers of
-    others."""
+    output [batches, TOKENS, H]. Collective if the layer is. scale: of the others' numbers."""
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randn(TOKENS, hidden, generator=generator).to(device, dtype)
     found = []

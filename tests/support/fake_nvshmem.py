@@ -1,6 +1,5 @@
 """A fake NVSHMEM for Triton's interpreter: it delays puts, delivers them in any order that fences
-allow, and drops them. As in NVSHMEM inside a host, SIGNAL_SET sets a signal and any other operation
-adds to it."""
+allow, and drops them. As inside a host, SIGNAL_SET sets a signal, other operations add to it."""
 
 import ctypes
 import random

@@ -41,8 +41,7 @@ def _name_in(parameters: Mapping[str, Any], name: str) -> str:
 
 def two_passes(layer: nn.Module, hidden: Tensor, fp8: Any) -> dict[str, Tensor]:
     """Two accumulated passes: output, input gradient and weight gradients (from main_grad where
-    Megatron fuses their accumulation), in fp32. A single grouped parameter's gradient is given for
-    each expert."""
+    Megatron fuses their accumulation), in fp32; a single grouped parameter's by expert."""
     x = hidden.detach().clone().requires_grad_()
     config: Any = layer.config
     for parameter in layer.parameters():

@@ -1,6 +1,5 @@
 """Transformer Engine's FusedAdam as far as Megatron's distributed optimizer uses it, in torch on
-any device: the same state, and arithmetic in the same order (rounded where its fused multiply-adds
-are not)."""
+any device: the same state, and arithmetic in the same order, but for fused multiply-adds."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -60,8 +59,7 @@ def copies(optimizer: Any) -> tuple[list[tuple[Any, Any]], dict[Any, int]]:
 
 class ShardedOptimizer:
     """What the patch reads of a distributed optimizer: fp32 shards of `sizes`, and where they are
-    copied, in the dtype `kind`. The first half of the shards decays. `adam` makes the optimizer of
-    two groups, with `settings`."""
+    copied, in the dtype `kind`. The first half decays. `adam` makes it, with `settings`."""
 
     shard_fp32_from_float16_groups: Any = ()
 

@@ -57,9 +57,7 @@ def dispatch_reference(x: Tensor, plan: PlanReference) -> Tensor:
 
 
 def reduce_reference(y: Tensor, plan: PlanReference) -> Tensor:
-    """The sum of a rank's experts per landing row: [W * C, H] in y's dtype, summed in fp32 by k,
-    from expert rows y [N, H].
-    """
+    """The sum of a rank's experts per landing row: [W * C, H] in y's dtype, summed in fp32 by k."""
     total = torch.zeros(plan.inverse.shape[0], y.shape[1], dtype=torch.float32)
     for k in range(plan.inverse.shape[1]):
         row = plan.inverse[:, k].long()

@@ -109,8 +109,7 @@ def on_ranks(
     world_size: int | None = None, **options: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test on `world_size` ranks. It takes its rank, their number, then its own parameters,
-    which must be picklable. Without `world_size` the test is parametrised by their number.
-    `options` are those of run_ranks."""
+    picklable. Without `world_size` it is parametrised by it. `options`: of run_ranks."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         _, ranks, *taken = inspect.signature(body).parameters.values()

@@ -86,8 +86,7 @@ class Training:
 @contextlib.contextmanager
 def plug_in(on: bool, way: str = "fused", **fluid: Any) -> Iterator[dict[str, int]]:
     """`tiny_gpt.plug_in`; yields how often this package's parts run: "fused", "exchange" and
-    "experts" alone. In the way "experts", `moe_backend="auto"` chooses as on GPUs that do not reach
-    each other's memory."""
+    "experts" alone: in this way "auto" chooses as on GPUs that reach no other's memory."""
     from megatron_fluid.moe.open_exchange import OpenExchange
     from megatron_fluid.patches.moe import layer, separate_experts
 

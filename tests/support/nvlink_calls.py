@@ -182,8 +182,7 @@ def pooled_gaps(found: Result, expected: Result) -> dict[str, float]:
     """The relative Frobenius difference of each result over all ranks together. Collective.
 
     A probability's gradient is one inner product, which few live (token, k) can make small beside
-    its rounding. So it is held against its typical size, too: sqrt(H) output elements of about 0.5
-    each.
+    its rounding. So it is held against its typical size, too: sqrt(H) outputs of about 0.5 each.
     """
     right, sums = results(expected), []
     for name, value in results(found).items():

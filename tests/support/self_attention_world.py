@@ -1,7 +1,5 @@
 """Megatron's SelfAttention as the tests of its patch build and run it: one module of fixed weights
-under any setting, in Megatron's local spec or in Transformer Engine's, whose classes are stand-ins
-here, as it needs a GPU.
-"""
+under any setting in Megatron's local spec or Transformer Engine's (stand-ins for its classes)."""
 
 import dataclasses
 from typing import Any
@@ -141,8 +139,7 @@ def step(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Outputs, input gradients and parameter gradients (or what was added to main_grad) of some
     microbatches. `rows` are this rank's, of ``length``; `angles` those of all positions, with
-    `packed` (PackedSeqParams) of one sequence. The module computes in `dtype`, if not in the
-    case's."""
+    `packed` (PackedSeqParams) of one sequence. `dtype`: computed in, if not the case's."""
     part = angles if angles is None or packed is not None else angles[rows]
     more = {} if packed is None else {"packed_seq_params": packed}
     shape = length, BATCH if packed is None else 1, attention.config.hidden_size

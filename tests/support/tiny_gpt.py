@@ -282,8 +282,7 @@ def grouped_spec(config: TransformerConfig) -> Any:
 
 def moe_layer(config: TransformerConfig, seed: int = 4321, grouped: bool = False) -> MoELayer:
     """One MoE layer of that configuration, alone; router weights large enough for a decided
-    routing. `grouped`: with TEGroupedMLP (and GroupedLinear above), not the local spec's
-    SequentialMLP."""
+    routing. `grouped`: with TEGroupedMLP (and GroupedLinear above), not SequentialMLP."""
     tensor_parallel.random.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     torch.manual_seed(seed)
     spec = get_gpt_decoder_layer_specs(

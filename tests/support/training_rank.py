@@ -115,8 +115,7 @@ class _Trainer:
 
     def use(self, layer: int, how: str) -> None:
         """Call an MoE layer "once", "twice", not at all ("skip") or not in the first microbatch
-        ("skip first"), or by Megatron's own forward, as where its activations are logged
-        ("megatron")."""
+        ("skip first"), or by Megatron's own forward ("megatron"), as where it is logged."""
         self._usage[layer] = how
         self._set_usage()
 
@@ -147,8 +146,7 @@ class _Trainer:
 
     def log_activations(self, on: bool) -> None:
         """Keep inputs and outputs of linear layers and routers by the hooks of Megatron's logger,
-        as --save-activations-interval does in single iterations. (Its list of modules cannot be
-        read without Transformer Engine.)"""
+        as --save-activations-interval does, whose list of modules needs Transformer Engine."""
         from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
         from megatron.core.transformer.moe.router import Router
         from megatron.training.activation_logging import ActivationLogger

@@ -1,6 +1,6 @@
 """The benchmark of slow links: rates follow from the computation, the share hidden is the right way
-round, hosts leave nothing behind, and a tiny case runs whole. That a link has its rate is seen in
-tests/faults/test_slow_wire.py."""
+round, hosts leave nothing behind, a tiny case runs whole (rates: tests/faults/test_slow_wire.py).
+"""
 
 import json
 import os

@@ -1,7 +1,6 @@
 """The sum over slots equals its reference in plain torch, bit for bit: fp32, rank order.
 
-Triton's interpreter cuts fp32 to bf16 where hardware rounds, so there a bf16 result may be one step
-below.
+Triton's interpreter cuts fp32 to bf16 where hardware rounds: a bf16 result may be one step below.
 """
 
 import pytest

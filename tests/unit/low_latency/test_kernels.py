@@ -1,6 +1,5 @@
 """The decode-time all-to-all over simulated peer memory, and over a fake NVSHMEM that delays puts
-and delivers them in any order that fences allow: all ranks in one process, kernels in Triton's
-interpreter."""
+and delivers them in any order that fences allow; all ranks in one process, interpreted."""
 
 import gc
 import itertools

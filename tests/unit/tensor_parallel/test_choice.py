@@ -1,5 +1,6 @@
 """Which backend `auto` takes: for a measured shape and its neighbours, and for others."""
 
+import functools
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.kernels.fused_gemm.launch import MOST_ROWS
-from megatron_fluid.tensor_parallel import choice, ops
+from megatron_fluid.tensor_parallel import choice, collective, ops
 from megatron_fluid.tensor_parallel.copy_engine import CopyEngineBackend
 from megatron_fluid.tensor_parallel.fused import FusedBackend
 from megatron_fluid.tensor_parallel.gemm import Gemm
@@ -174,3 +175,25 @@ def test_on_a_gpu_a_shape_is_compared_until_it_has_followed_itself(
         calls.compare("all_gather_matmul", "a_shard [m, K]", (rows, 4096), a)
     calls.compare("matmul_reduce_scatter", "C [M, N]", (8, 4096), a)
     assert compared == [8, 8, 4, 8, 8, 8]
+
+
+def test_after_the_first_a_collective_is_watched_on_the_callers_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    did: list[Any] = []
+
+    def event(stream: object) -> SimpleNamespace:
+        did.append(stream)
+        return SimpleNamespace(query=functools.partial(int, len(did)))
+
+    waits = SimpleNamespace(device=torch.device("cuda"), channel=SimpleNamespace(alone=False))
+    waits.collective, waits.timeout_s = (lambda name, launch: launch()), 60.0
+    waits.watch = lambda name, start, end, *_: did.append((name.operation, start(), end()))
+    monkeypatch.setattr(collective, "group_waits", lambda group: waits)
+    monkeypatch.setattr(collective, "record_event", event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    backend, a = collective.CollectiveBackend(_group()), _operands()[0]
+    for _ in range(2):
+        backend._in_stream("gather", lambda *_, **named: did.append("async_op" in named), a, a)
+    assert did == [True, "stream", False, "stream", ("gather", 2, 4)]
