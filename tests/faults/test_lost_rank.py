@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.graph_jobs import free_port
 from tests.support.launch import RankOutcome
 from tests.support.small_training import FIRST_SAVE, ITERATIONS, RANKS, SHARDED, Training, train
 
@@ -134,9 +134,7 @@ def check(fault: Fault, sound: tuple[Path, Training], tmp_path: Path, resumed: b
     place = ("--load", str(saved), "--save", str(saved), SHARDED)
     env = {}
     if fault.rank_holds_store:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
     lost = train(
         *(tmp_path, "lost", *place), env=env, prepare=functools.partial(arm, fault),
         awaited=[rank for rank in range(RANKS) if rank != fault.rank],

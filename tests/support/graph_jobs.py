@@ -37,6 +37,7 @@ MODEL = [
 ]
 # What Megatron says afterwards.
 _CAPTURED = ("Time spent in CUDA Graphs capture", "> built ", "CUDA graph capture done")
+_HELD: list[socket.socket] = []  # the ports that free_port gave
 
 
 @dataclass(frozen=True)
@@ -91,20 +92,20 @@ def _start(folder: Path, job: Job, ranks: int, hosts: int) -> list[subprocess.Po
     return started
 
 
-def _process(
-    command: list[str], log: Path, environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
+def _process(command: list[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """A process that adds to `log`, in its folder."""
     with log.open("ab") as words:
         return subprocess.Popen(
-            command, cwd=log.parent, env=environment, stdout=words, stderr=subprocess.STDOUT
+            command, cwd=log.parent, env=env, stdout=words, stderr=subprocess.STDOUT
         )
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """A port for one listener; it stays bound here, so that nobody else is given it meanwhile."""
+    _HELD.append(held := socket.socket())
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return int(held.getsockname()[1])
 
 
 def start_alone(folder: Path, job: Job, ranks: int) -> tuple[list[subprocess.Popen[bytes]], Any]:
