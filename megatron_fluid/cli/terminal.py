@@ -75,28 +75,34 @@ def run_command(
         ConfigError: the command does not exist or is not executable.
     """
     errors = None if log is None else subprocess.STDOUT
-    try:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=errors)
-    except OSError as error:
-        raise ConfigError(f"COMMAND: cannot start {command[0]!r}: {error.strerror}") from error
+    process: subprocess.Popen[bytes] | None = None
+    asked: list[int] = []  # signals
 
     def stop(number: int, _: object) -> None:
-        process.send_signal(number)
-        raise SystemExit(128 + number)
+        asked.append(number)
+        if process is not None:  # else it is starting
+            process.send_signal(number)
+            raise SystemExit(128 + number)
 
-    with process:
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:  # as nohup asks
-                signal.signal(number, stop)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as nohup asks
+            signal.signal(number, stop)
+    try:
         try:
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=errors)
+        except OSError as error:
+            raise ConfigError(f"COMMAND: cannot start {command[0]!r}: {error.strerror}") from error
+        try:
+            if asked:
+                stop(asked[0], None)
             return process.wait()
         except (KeyboardInterrupt, SystemExit):
             process.wait()  # a launcher that was killed would leave its ranks behind
             raise
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def wrapped_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -118,3 +118,20 @@ def test_a_signal_ends_the_command_before_its_parent(number: int, tmp_path: Path
         assert run.stdout is not None and run.stdout.readline() == b"ready\n"
         run.send_signal(number)
     assert run.returncode == 128 + number and ended.exists()
+
+
+@pytest.mark.process
+def test_a_signal_ends_a_command_that_starts() -> None:
+    parent = """
+import os, signal, subprocess
+from megatron_fluid.cli.terminal import run_command
+start = subprocess.Popen
+def killed(*args, **kwargs):
+    process = start(*args, **kwargs)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return process
+subprocess.Popen = killed
+run_command(["sleep", "1000"], os.environ)
+"""  # whoever outlives the parent holds its output open
+    run = subprocess.run([sys.executable, "-c", parent], stdout=subprocess.PIPE, timeout=600)
+    assert run.returncode == 128 + signal.SIGTERM
