@@ -1,8 +1,7 @@
 """Overlapped MoE against the plain oracle: outputs, dX, dprobs and every dW.
 
 pytest tests/test_correctness.py                          # spawns gloo ranks
-torchrun --nproc_per_node=4 tests/test_correctness.py     # NCCL where there are GPUs, else gloo;
-prints a table
+torchrun --nproc_per_node=4 tests/test_correctness.py     # NCCL or gloo; prints a table
 """
 
 import os

@@ -1,9 +1,8 @@
 """Overlapped and plain context-parallel attention against a one-process reference: outputs and
 every gradient, on gloo ranks.
 
-Every rank draws the same whole sequence and weights from one seed, and returns its rows of y and dX
-and its share of every weight gradient. The reference runs here in float64 on the same (rounded)
-numbers. tests/gpu/test_attention.py runs the same on GPUs.
+Every rank draws the same whole sequence and weights from one seed. The reference runs here in
+float64 on the same (rounded) numbers. tests/gpu/test_attention.py runs the same on GPUs.
 """
 
 import dataclasses
@@ -155,10 +154,9 @@ def _rms(t: Tensor, dim: int | None = None) -> Tensor:
 def _error(found: Tensor, expected: Tensor) -> float:
     """The largest difference as a share of the largest value.
 
-    In 16 bits single values of a sum of thousands may be off by many roundings: there it is the
-    root mean square of all differences, or half that of the worst row if that is more, as a share
-    of the root mean square of the values. A row is one token, or one output of a projection, so
-    that a single head of a single token from the wrong place is seen.
+    In 16 bits, where single values of a sum may be off by many roundings: the root mean square of
+    all differences, or half that of the worst row (a token, or an output of a projection) if that
+    is more, as a share of the root mean square of the values.
     """
     difference = found.double() - expected
     if found.dtype.itemsize != 2:

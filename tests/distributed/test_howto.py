@@ -85,7 +85,8 @@ def commands_of(page: Path) -> list[list[str]]:
 def sources(folder: Path) -> Path:
     """A copy of the sources, and of their bytecode, by which they are imported sooner."""
     for part in ("megatron_fluid", "patches", "tests"):
-        shutil.copytree(ROOT / part, folder / part)
+        half_written = shutil.ignore_patterns("*.pyc.*")
+        shutil.copytree(ROOT / part, folder / part, ignore=half_written)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, folder)
     return folder

@@ -1,5 +1,6 @@
 """The launcher itself: tracebacks, dead ranks, timeouts, and nothing left behind."""
 
+import contextlib
 import os
 import subprocess
 import time
@@ -46,7 +47,7 @@ def test_a_rank_that_dies_without_a_word_is_reported() -> None:
 
 def test_after_the_timeout_the_stacks_are_shown_and_the_rank_is_gone() -> None:
     with pytest.raises(RankError, match="_one_rank_hangs_here") as caught:
-        run_ranks(_one_rank_hangs_here, 2, timeout_s=4.0)
+        run_ranks(_one_rank_hangs_here, 2, timeout_s=15.0)
     hung = caught.value.outcomes[0]
     assert "_one_rank_hangs_here" in hung.stacks
     assert hung.exitcode == -9
@@ -59,7 +60,7 @@ def _leaves_a_child(rank: int, world_size: int) -> int:
 def test_children_of_a_rank_end_with_it() -> None:
     for pid in run_ranks(_leaves_a_child, 2):
         deadline = time.monotonic() + 10.0
-        stat = Path(f"/proc/{pid}/stat")
-        while stat.exists() and " Z " not in stat.read_text():
-            assert time.monotonic() < deadline, f"the child {pid} still runs"
-            time.sleep(0.05)
+        with contextlib.suppress(OSError):  # it is gone
+            while " Z " not in Path(f"/proc/{pid}/stat").read_text():
+                assert time.monotonic() < deadline, f"the child {pid} still runs"
+                time.sleep(0.05)

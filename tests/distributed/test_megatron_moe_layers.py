@@ -1,8 +1,6 @@
 """One MoE layer of Megatron with the plug-in against Megatron's own, in double precision: outputs,
 the input's gradient and the gradient of every parameter, by each way in which this package serves a
 layer; and distributed checkpoints of either in the other.
-
-A world of two ranks and one of four run all cases; the tests judge them one by one.
 """
 
 from pathlib import Path

@@ -1,8 +1,6 @@
 """GPT-MoEs trained by Megatron with the plug-in and without: the same losses and gradient norms,
 for public models cut down in width and depth, for each way in which this package serves a layer,
 and for splits of a model. test_training_sequences.py draws what people change between steps.
-
-A world of two ranks and one of four train all cases; the tests judge them one by one.
 """
 
 from typing import Any

@@ -1,9 +1,8 @@
 """`variable_seq_lengths` on GPUs: a model trains over NVLink with lengths drawn for each rank and
 microbatch, against Megatron's own path.
 
-Routing and Adam enlarge what two roundings differ by. A third training, Megatron's with weights off
-by 1e-5 (as much as these experts may be off in fp32), shows by how much.
-MEGATRON_FLUID_TEST_ITERATIONS=200 makes all three longer.
+Routing and Adam enlarge roundings: a third training, Megatron's with weights off by 1e-5 as these
+experts' may be in fp32, shows by how much. MEGATRON_FLUID_TEST_ITERATIONS=200 makes them longer.
 """
 
 import itertools

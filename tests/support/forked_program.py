@@ -53,5 +53,5 @@ def run_here(
         os.dup2(output, stream)
     for text in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # not of a file
-            text.reconfigure(line_buffering=True)  # lines of ranks do not mix
+            text.reconfigure(line_buffering=True, write_through=False)  # lines do not mix
     return exit_status(lambda: runpy.run_path(script, run_name="__main__"))

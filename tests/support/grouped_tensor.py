@@ -1,9 +1,8 @@
 """Stands in for Transformer Engine's GroupedTensor, whose library needs a GPU: the parameter that
 `moe_single_grouped_weight` makes of an expert linear's weights, and Megatron's fused operation.
 
-As in Transformer Engine 2.14 to 2.20: a tensor subclass of shape [El, ...] whose values lie in
-`rowwise_data`, flat, so `param.data = ...` does not move them. Shape operations are refused but for
-`view(-1)`; operations in place write into the members; any other copies first.
+As in Transformer Engine 2.14 to 2.20: a tensor subclass of shape [El, ...] with its values flat in
+`rowwise_data`. `view(-1)` is the one shape operation; those in place write into the members.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """A tiny GPT-MoE trained by stock Megatron-Core's own pipeline schedules, under any split of it
-over gloo ranks. What is under test is CPU mode.
-
-All splits start from one checkpoint, written by a run on one rank, and see the same global batch;
-so their losses and gradient norms must agree.
+over gloo ranks, in CPU mode. All start from one checkpoint and see the same global batch, so their
+losses and gradient norms must agree.
 """
 
 import dataclasses
@@ -35,8 +33,7 @@ class Case:
     """One split of one model. Sequence parallelism goes with tp > 1.
 
     Runs that share `model` share a checkpoint. `fused`: overlapped attentions add their
-    projections' gradients to main_grad, as with gradient accumulation fusion (for which Megatron's
-    own linears need a CUDA extension).
+    projections' gradients to main_grad, as with gradient accumulation fusion.
     """
 
     name: str  # for messages

@@ -1,9 +1,8 @@
 """Cases of overlapped MoE layers against the oracle: shared by pytest (spawned gloo ranks) and
 torchrun (GPUs or gloo).
 
-A case stacks layers with residual connections over fixed random routings. Every rank knows all
-inputs, so it computes the whole oracle by itself, with all experts and no communication. It
-compares its own part: outputs, dX, dprobs, and every weight gradient.
+A case stacks layers with residual connections over fixed random routings. Every rank computes the
+whole oracle by itself and compares its own part: outputs, dX, dprobs, and every weight gradient.
 """
 
 import dataclasses

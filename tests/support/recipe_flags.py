@@ -1,7 +1,6 @@
 """Parse and check the flags of every recipe as a rank of an H100 node would, and print JSON.
 
-A program of its own, as the tests' CPU mode would adapt the flags. It answers what Megatron asks
-the device, and takes out what needs Transformer Engine alone after Megatron has checked the flags.
+A program of its own, as the tests' CPU mode would adapt the flags. It answers for the device.
 """
 
 import json

@@ -1,8 +1,7 @@
 """A template is a process that has imported a test's module; the test's ranks are forked from it.
 
-Those ranks share what was imported, copy-on-write, and nothing else. A template is itself forked
-from one that has imported third parties alone or, unless the environment is to change before, from
-one that has also imported megatron_fluid and armed its patches, which takes the longest.
+A template is itself forked from one that has imported third parties or, unless the environment is
+to change before, from one that has also imported megatron_fluid, which takes the longest.
 """
 
 from __future__ import annotations

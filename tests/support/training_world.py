@@ -1,8 +1,6 @@
 """Long-lived gloo ranks that train one small GPT-MoE twice, side by side: with megatron_fluid, and
 by Megatron's own path (every patch but CPU mode off). A test tells all of them what to do next
-(tests/support/training_rank.py) and compares what they hand back.
-
-Of 2N processes the first N are megatron_fluid's. Errors are handed back too.
+(training_rank.py) and compares what they hand back. Of 2N ranks the first N have megatron_fluid.
 """
 
 import dataclasses

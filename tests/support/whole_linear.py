@@ -17,9 +17,8 @@ def whole_linear(
     column: x ``[S / W, B, K]``, weight ``[N / W, K]``, bias ``[N / W]``, output ``[S, B, N / W]``;
     row: x ``[S, B, K / W]``, weight ``[N, K / W]``, bias ``[N]``, output ``[S / W, B, N]``.
 
-    `tensors` are this rank's x and weight, and bias, gamma, beta if any. What all ranks hold alike
-    (the bias of rows, a norm's weights) has the gradient of this rank's rows, as Megatron sums over
-    ranks later. `upstream` is the output's gradient; `norm` takes x, gamma, beta.
+    `tensors`: x, weight, and bias, gamma, beta if any. What all ranks hold has the gradient of this
+    rank's rows, as in Megatron. `upstream`: the output's; `norm` takes x, gamma, beta.
     """
     leaves = {
         name: [part.double().requires_grad_() for part in _every_rank(tensor, group)]

@@ -1,7 +1,7 @@
 """Kernels compiled for sm_90 on a machine without a GPU: one module a family, each with its list
-CASES. `python -m tests.support.kernel_cases tests.support.kernel_cases.local_moe`, run without
-TRITON_INTERPRET, tells whether its kernels compile. A case is noted down from a call on tensors of
-a CPU whose launches are not started, so its types and constants are those that a GPU would get.
+CASES. `python -m tests.support.kernel_cases local_moe`, without TRITON_INTERPRET, compiles one. A
+case is noted down from a call on tensors of a CPU whose launches are not started, so its types and
+constants are those that a GPU would get.
 """
 
 from collections.abc import Callable, Mapping, Sequence

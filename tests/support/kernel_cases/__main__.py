@@ -69,11 +69,12 @@ def problems(case: KernelCase) -> Iterator[str]:
         yield f"{compiled['registers']} registers, allowed: {case.maxnreg}"
 
 
-def main(module: str) -> None:
-    """Exit with an error that names every problem."""
+def main(family: str, part: int = 0, parts: int = 1) -> None:
+    """Exit with an error that names every problem of a part of a module's cases."""
+    module = importlib.import_module(f"tests.support.kernel_cases.{family}")
     found = [
         f"{case.name}: {problem}"
-        for case in importlib.import_module(module).CASES
+        for case in module.CASES[part::parts]
         for problem in problems(case)
     ]
     if found:

@@ -148,6 +148,7 @@ def test_a_tiny_model_is_measured_and_what_cannot_be_run_is_named(
     output = tmp_path / "pretrain.json"
     names = "megatron_graph_apex,fluid"
     words = ["--cases", "tiny", "--variants", names, "--rounds", "1", "--ranks", "1"]
+    words += ["--limit", "1500"]
     assert pretrain.main([*words, "--iters", "4", "--warm-up", "1", "--output", str(output)]) == 0
     rows = {row["variant"]: row for row in json.loads(output.read_text())["rows"]}
     assert set(rows) == {"fluid"}

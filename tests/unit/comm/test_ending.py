@@ -8,7 +8,7 @@ import sys
 _PROGRAM = """
 import os, sys, threading
 import megatron_fluid.comm
-megatron_fluid.comm._MOMENT_S = 0.5
+megatron_fluid.comm._MOMENT_S = 3.0
 
 def late():
     gate.acquire()

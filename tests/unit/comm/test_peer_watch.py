@@ -227,7 +227,7 @@ def test_a_thread_that_comes_back_to_the_same_call_moves_and_one_that_stays_ther
             watch._sample(float(look))
             assert watch._moved_at == look
         stay.set()
-        time.sleep(0.2)  # it enters the last call
+        time.sleep(2)  # it enters the last call
         for look in range(100, 105):
             watch._sample(float(look))
         assert watch._moved_at == 100 and watch._place.startswith("wait (")

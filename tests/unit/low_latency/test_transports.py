@@ -64,7 +64,7 @@ def test_auto_falls_back_everywhere_where_one_domain_cannot_map_memory() -> None
 def _close(rank: int, world: int, case: str) -> tuple[bool, bool]:
     """(whether the memory was given back, whether this rank waited for others)."""
     group = world_group()
-    space = SimulatedWorkspace(world).rank(rank)
+    space = SimulatedWorkspace(world, timeout_s=30.0 if case == "all is well" else 1.0).rank(rank)
     space.errors.peers = agreement(group)
 
     def device_finishes(device: torch.device) -> None:

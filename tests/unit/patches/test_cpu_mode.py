@@ -192,7 +192,8 @@ def test_without_it_megatrons_own_error_follows_a_line_about_the_flag() -> None:
 
 
 _FAULTS = """
-import resource
+import ctypes, resource
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: 2 MiB at once would be few faults
 import megatron_fluid
 from megatron_fluid.patches.cpu.mode import cpu_mode_active
 import torch

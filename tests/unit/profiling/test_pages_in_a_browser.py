@@ -1,7 +1,6 @@
 """The pages of `compare` and `profile` in a real browser, wide and as narrow as a telephone.
 
-A script is added to a copy of the page. It looks at the page as drawn, turns the wheel and drags,
-and writes what it finds into the document, which the browser prints.
+A script in a copy of the page turns the wheel, drags, and writes what it finds into the document.
 """
 
 import json
