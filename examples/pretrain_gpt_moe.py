@@ -131,8 +131,9 @@ def add_arguments(output: RunOutput, parser: argparse.ArgumentParser) -> argpars
             parsed.tensorboard_dir = str(folder.path / "tensorboard")
         if folder.resumed is not None:
             parsed.load = save
+        if parsed.load is not None and not parsed.use_checkpoint_opt_param_scheduler:
             # The learning rate's schedule follows this command: it may ask for more iterations.
-            parsed.override_opt_param_scheduler = not parsed.use_checkpoint_opt_param_scheduler
+            parsed.override_opt_param_scheduler = True
         # Megatron writes its arguments into checkpoints: plain values only.
         parsed.run_path, parsed.run_resumed_from = str(folder.path), folder.resumed
         return parsed

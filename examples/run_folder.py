@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrain_defaults import run_folder_of
 from run_record import RunResult
 from text_dataset import TextDataset
 
@@ -44,7 +45,9 @@ def saved_iteration(folder: str | os.PathLike[str] | None) -> str | None:
     if folder is None:
         return None
     tracker = Path(folder, _TRACKER)
-    return tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else None
+    if not tracker.is_file():
+        return None
+    return tracker.read_text(encoding="utf-8", errors="replace").strip()
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,10 @@ class RunFolder:
         """
         path = Path(run)
         found = saved_iteration(save)
-        if found == "":  # Megatron would leave with status 0
+        if found is not None and not _names_a_checkpoint(save, found):
             raise ValueError(
-                f"{Path(save or '', _TRACKER)} is empty: a save was cut off; write the number of "
-                "the last complete iter_ folder into it"
+                f"{Path(save or '', _TRACKER)}: found {found!r}, allowed: the number of a complete "
+                "iter_ folder beside it, or release; a save was cut off: write the last one into it"
             )
         load = given.get("load")
         same = load is not None and save is not None and _same(load, save)
@@ -182,7 +185,7 @@ def _refuse_other_experts(args: Any) -> None:
     if not args.load or args.no_load_optim or args.finetune:
         return
     found = args.expert_model_parallel_size
-    starts = _read(Path(args.load, "run.json"), [])
+    starts = _read(Path(run_folder_of(args.load, args.load), "run.json"), [])
     on_one = {start["parallel"]["expert"] == 1 for start in starts}
     if starts and (found == 1) not in on_one:
         raise ValueError(
@@ -190,6 +193,13 @@ def _refuse_other_experts(args: Any) -> None:
             f"{args.load}: {'1' if True in on_one else 'more than 1'}; without it anything, by "
             "--no-load-optim --no-load-rng"
         )
+
+
+def _names_a_checkpoint(folder: str | None, found: str) -> bool:
+    """Whether what a tracker names is there; else Megatron leaves with status 0, or a traceback."""
+    name = found if found == "release" else f"iter_{found:0>7}"
+    known = found == "release" or (found.isascii() and found.isdigit())
+    return known and Path(folder or "", name).is_dir()
 
 
 def _same(one: str, other: str) -> bool:

@@ -19,7 +19,7 @@ esac
 # Made-up tokens, unless the command line names data.
 DATA=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$VOCAB_SIZE")
 case " $* " in
-    *" --data-path "* | *" --data-args-path "* | *" --train-data-path "* | *" --per-split-data-args-path "*) DATA=() ;;
+    *" --data-path"[\ =]* | *" --data-args-path"[\ =]* | *" --train-data-path"[\ =]* | *" --per-split-data-args-path"[\ =]*) DATA=() ;;
 esac
 
 if [ "$mode" = smoke ]; then

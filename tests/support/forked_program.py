@@ -1,6 +1,5 @@
 """Run a program on ranks as torchrun does, but forked from the server that has imported torch and
-Megatron-Core and armed the patches. Flags that patches look for when they are armed are refused.
-Whether it starts from a shell, and what torchrun's agent does, is for tests with `subprocess`."""
+Megatron-Core and armed the patches. Flags that patches look for when they are armed are refused."""
 
 import contextlib
 import os

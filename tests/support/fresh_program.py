@@ -1,6 +1,5 @@
 """Run Python code in a process that has imported neither Megatron-Core nor this package, forked
-from one that has imported torch: a fresh interpreter takes about seven seconds for Megatron-Core,
-six of them for torch. What an import imports, or a shell starts, is for `subprocess`."""
+from one that has imported torch. What an import imports, or a shell starts, is for `subprocess`."""
 
 import functools
 import multiprocessing

@@ -11,9 +11,8 @@ class SimulatedWorkspace:
     """All ranks of a group in one process: `rank(r)` is rank r's Workspace.
 
     Run each step of an operation for every rank in turn: producers run before consumers, so no wait
-    spins. Buffers come from ordinary memory of `device` and are filled with a poison value. A wait
-    ends after `timeout_s`. `watched` and `flag_words` are as in Workspace; not watched by default,
-    as ranks of a test fail on purpose.
+    spins. Buffers come from ordinary memory of `device` and are filled with a poison value.
+    `watched` and `flag_words` are as in Workspace. Ranks of a test fail on purpose, unwatched.
     """
 
     def __init__(

@@ -78,8 +78,7 @@ class Template:
 
     Args:
         start: what it is forked from; None starts an interpreter.
-        modules: imported before any fork. What cannot be imported fails the forked process, which
-            imports it again.
+        modules: imported before any fork; what cannot be imported fails the forked process.
         env: the environment variables that are set before the import.
     """
 

@@ -1,5 +1,4 @@
-"""What the example does around a training: the commands that its summary proposes, the folders it
-accepts, and what the terminal shows of the log."""
+"""What the example does around a training: proposed commands, accepted folders, shown lines."""
 
 import argparse
 import io
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 def _args(folder: Path, **given: Any) -> argparse.Namespace:
     """Megatron's arguments of a run of the example without flags, as far as they are looked at."""
     (folder / "latest_checkpointed_iteration.txt").write_text("64")
+    (folder / "iter_0000064").mkdir(exist_ok=True)
     settings = pd.default_settings({}, pd.Machine(2, False, False, False, False))
     return argparse.Namespace(
         **{**settings, "save": str(folder), "train_samples": None, "curr_iteration": 50, **given}
@@ -33,7 +33,6 @@ def _args(folder: Path, **given: Any) -> argparse.Namespace:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four CPU cores, two of them in use."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
@@ -99,12 +98,17 @@ def test_a_run_is_not_begun_anew_in_the_folder_that_holds_it(tmp_path: Path, res
     with pytest.raises(ValueError, match="--finetune: .* goes on to 64, .* would overwrite it"):
         RunFolder.choose(given, folder, folder, resume)
     (tmp_path / "run.json").write_text('[{"parallel": {"expert": 2}}]')
-    args = argparse.Namespace(load=folder, no_load_optim=None, finetune=False)
+    place = str(tmp_path / "checkpoints") if resume else folder
+    args = argparse.Namespace(load=place, no_load_optim=None, finetune=False)
     args.expert_model_parallel_size = 1
     with pytest.raises(ValueError, match="size: found 1, allowed with .*: more than 1; without"):
         RunFolder(tmp_path, None, None).begin(args, None)
     (tmp_path / "run.json").write_text('[{"parallel": {"expert": 1}}, {"parallel": {"expert": 2}}]')
     run_folder._refuse_other_experts(args)
+    for found in (b"", b"99", b"\0\0", b"\xff5"):
+        (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(found)
+        with pytest.raises(ValueError, match="latest_.*txt: found '.*', allowed: the number of a"):
+            RunFolder.choose({}, folder, folder, resume)
 
 
 def test_an_error_at_a_checkpoint_is_one_line_with_its_cause(
