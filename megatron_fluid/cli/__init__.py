@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed again at the end
         return 141  # 128 + SIGPIPE
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         print(f"{error}: this command needs it (docs/install.md)", file=sys.stderr)
         return 2
     except (ConfigError, FluidError, OSError) as error:

@@ -44,14 +44,16 @@ _FIELDS = {
 }
 # Of a step that the loss scale made Megatron skip: its loss was finite, and may not be logged.
 _SKIPPED = re.compile(r"skipped iterations:\s*[1-9].*\bnan iterations:\s*0\b")
-_MEMORY = re.compile(r"max allocated:?\s*([.\d]+)")
+_MEMORY = re.compile(r"\[Rank 0\].*max allocated:?\s*([.\d]+)")
+_IMPORTS = re.compile(r"^\s*(?:import|from) megatron_fluid\b", re.M)
 _NO_GPU = (
     "no GPU: ranks share this machine's memory, which leaves no wire to hide. Losses can be "
     "compared; times say nothing of GPUs"
 )
 _LEFT_OUT = (
     "--save", "--save-interval", "--tensorboard-dir", "--exit-interval", "--log-interval",
-    "--fluid-profile-steps", "--wandb-project",  # which write into the folder of one of these
+    # which write into the folder of one of these, or the working folder
+    "--fluid-profile-steps", "--wandb-project", "--profile", "--use-pytorch-profiler",
 )  # fmt: skip
 # The start-up table, one row a feature; its first column is the widest.
 _TABLE = re.compile(
@@ -115,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
                 (args.output / ".room").unlink()
             print("\n".join(log.read_text(errors="replace").splitlines()[-15:]))
             print(f"the run {name!r} ended with status {status}", file=sys.stderr)
-            return status if status > 0 else 128 - status  # ended by a signal
+            return status
         if found < args.warm_up + 2:
             raise ConfigError(
                 f"COMMAND: found {found} lines 'iteration N/M | ... lm loss: ...' in {log}, at "
@@ -189,8 +191,8 @@ def prepare(words: Sequence[str], steps: int, on: bool) -> list[str]:
     start, flags = list(words[: scripts[0]]), list(words[scripts[0] + 1 :])
     script = words[scripts[0]]
     text = Path(script).read_text(errors="replace")
-    if "megatron_fluid.run" not in start and "import megatron_fluid" not in text:
-        start += ["-m", "megatron_fluid.run"]
+    if "megatron_fluid.run" not in start and not _IMPORTS.search(text):
+        start = [*(start or [sys.executable]), "-m", "megatron_fluid.run"]
     ours = () if on else ("--fluid-",)
     flags = list(_without(flags, ours))
     return [*start, script, *flags, "--exit-interval", str(steps), "--log-interval", "1"]
@@ -213,6 +215,7 @@ def _environment(on: bool) -> Mapping[str, str]:
     """Of a run. Without a GPU, "off" leaves CPU mode, without which Megatron does not start."""
     environment = {**os.environ, "MEGATRON_FLUID": "on", "MEGATRON_FLUID_VERBOSE": "1"}
     environment["PYTHONUNBUFFERED"] = "1"
+    environment.pop("MEGATRON_FLUID_PROFILE_STEPS", None)  # as the flag is left out
     if on:
         return environment
     if torch.cuda.is_available():

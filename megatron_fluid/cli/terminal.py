@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -69,7 +69,8 @@ def run_command(
 ) -> int:
     """Run a command that the user gave, with its output in `log` if there is one; its exit status.
     Ctrl-C, which the terminal sends to the command as well, and SIGTERM and SIGHUP, which are
-    passed on, are raised once the command has ended.
+    passed on, are raised once the command has ended. A signal that ends the command gives 128 and
+    its number, as in a shell.
 
     Raises:
         ConfigError: the command does not exist or is not executable.
@@ -96,9 +97,12 @@ def run_command(
         try:
             if asked:
                 stop(asked[0], None)
-            return process.wait()
+            status = process.wait()
+            return status if status >= 0 else 128 - status
         except (KeyboardInterrupt, SystemExit):
-            process.wait()  # a launcher that was killed would leave its ranks behind
+            while process.poll() is None:  # a launcher that is killed leaves its ranks behind
+                with suppress(KeyboardInterrupt, SystemExit):  # a second signal
+                    process.wait()
             raise
     finally:
         for number, handler in before.items():
