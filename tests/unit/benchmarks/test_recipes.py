@@ -26,7 +26,7 @@ def test_every_recipe_has_fewer_layers_and_its_own_flags() -> None:
 def test_rows_hold_times_behind_the_warm_up_and_how_far_losses_are_apart(tmp_path: Path) -> None:
     for name, ms, loss in (("off", 40.0, 2.0), ("on", 10.0, 2.02), ("off_again", 20.0, 2.0)):
         steps = (LINE.format(n=n, ms=ms if n > 1 else 9e3, loss=loss) for n in (1, 2, 3))
-        (tmp_path / f"{name}.log").write_text("".join(steps) + "max allocated: 2048.0\n")
+        (tmp_path / f"{name}.log").write_text("".join(steps) + "[Rank 0] max allocated: 2048.0\n")
     plain, fluid = rows_of("olmoe_1b_7b", tmp_path, 1, 2, "0.19.1")
     assert (plain.variant, plain.median_ms, plain.iters) == ("megatron", 30.0, 4)
     assert (fluid.variant, fluid.median_ms, fluid.iters) == ("fluid", 10.0, 2)
