@@ -1,8 +1,6 @@
 """Overlapped and plain context-parallel attention against a one-process reference: outputs and
-every gradient, on gloo ranks.
-
-Every rank draws the same whole sequence and weights from one seed. The reference runs here in
-float64 on the same (rounded) numbers. tests/gpu/test_attention.py runs the same on GPUs.
+every gradient in float64 on the same (rounded) numbers. Every rank draws the whole sequence and the
+weights from one seed. tests/gpu/test_attention.py runs the same on GPUs.
 """
 
 import dataclasses
@@ -152,12 +150,9 @@ def _rms(t: Tensor, dim: int | None = None) -> Tensor:
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
-    """The largest difference as a share of the largest value.
-
-    In 16 bits, where single values of a sum may be off by many roundings: the root mean square of
-    all differences, or half that of the worst row (a token, or an output of a projection) if that
-    is more, as a share of the root mean square of the values.
-    """
+    """The largest difference as a share of the largest value; in 16 bits, where single values may
+    be off by many roundings: the root mean square of all, or half that of the worst row if that is
+    more, as a share of the values' root mean square."""
     difference = found.double() - expected
     if found.dtype.itemsize != 2:
         return (difference.abs().max() / expected.abs().max()).item()

@@ -1,8 +1,5 @@
 """examples/pretrain_gpt_moe.py as a user runs it: real text, checkpoint, resume, evaluation,
-summary. Every test reads what such runs print and leave behind.
-
-`megatron-fluid run` starts that about Ctrl-C; the others are forked (forked_program.py), as each
-start costs two imports of Megatron.
+summary. Runs are forked (forked_program.py), as each start costs two imports of Megatron.
 """
 
 import json

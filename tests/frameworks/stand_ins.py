@@ -1,9 +1,5 @@
 """What frameworks around Megatron-Core do to it, as far as this package meets it. Written for these
 tests; none of their code is here.
-
-slime wraps process groups, destroys them while a rollout runs, and makes them again. verl gives the
-memory of Megatron's buffers back and replays the experts of a rollout. ms-swift mends the count of
-tokens for the expert bias. Some models have MoE layers with forwards of their own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Whole layers and whole iterations in CUDA graphs on one expert-parallel rank, and iterations on
 several, through Megatron's own training loop: losses and norms have the bits of those without a
-graph, whatever the routing does, and also from a checkpoint on.
-
-MEGATRON_FLUID_TEST_ITERATIONS=500 makes the training on real text longer (its limit is an hour).
+graph, whatever the routing does, and also from a checkpoint on. MEGATRON_FLUID_TEST_ITERATIONS=500
+makes the training on real text longer (its limit is an hour).
 """
 
 import functools

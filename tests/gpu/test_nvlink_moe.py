@@ -1,8 +1,5 @@
-"""The NVLink MoE path on real GPUs: torchrun --nproc_per_node 4 -m pytest
-tests/gpu/test_nvlink_moe.py
-
-Every test runs on all ranks and asserts the same on all of them (`agree`): a rank that failed alone
-would leave the others waiting. The oracle computes the layer from all tokens and weights in fp32.
+"""The NVLink MoE path on GPUs (torchrun -m pytest). Every test asserts the same on all ranks
+(`agree`): one that failed alone would leave the others waiting. The oracle is in fp32.
 """
 
 import dataclasses

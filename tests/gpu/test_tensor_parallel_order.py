@@ -51,7 +51,7 @@ def _back_to_back(rank: int, ranks: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("connections", ["1", "32"])
-@pytest.mark.parametrize("form", ["copy_engine", "fused"])
+@pytest.mark.parametrize("form", ["copy_engine", "fused", "collective"])
 def test_calls_without_a_barrier_between_them_do_not_mix(form: str, connections: str) -> None:
     environment = {**TIMEOUT, "CUDA_DEVICE_MAX_CONNECTIONS": connections}
     run_ranks(_back_to_back, min(RANKS, 8), form, backend="nccl", timeout_s=200, env=environment)
@@ -121,7 +121,7 @@ def _training(rank: int, ranks: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("connections", ["1", "32"])
-@pytest.mark.parametrize("form", ["copy_engine", "fused"])
+@pytest.mark.parametrize("form", ["copy_engine", "fused", "collective"])
 def test_steps_without_a_barrier_between_them_do_not_mix(form: str, connections: str) -> None:
     environment = {**TIMEOUT, "CUDA_DEVICE_MAX_CONNECTIONS": connections}
     run_ranks(_training, min(RANKS, 8), form, backend="nccl", timeout_s=200, env=environment)

@@ -1,8 +1,6 @@
 """`variable_seq_lengths` on GPUs: a model trains over NVLink with lengths drawn for each rank and
-microbatch, against Megatron's own path.
-
-Routing and Adam enlarge roundings: a third training, Megatron's with weights off by 1e-5 as these
-experts' may be in fp32, shows by how much. MEGATRON_FLUID_TEST_ITERATIONS=200 makes them longer.
+microbatch, against Megatron's own path. Routing and Adam enlarge roundings: a third training,
+Megatron's with weights off by 1e-5, shows how far. MEGATRON_FLUID_TEST_ITERATIONS=200 is longer.
 """
 
 import itertools

@@ -138,11 +138,8 @@ def scaled_grouped_product(
     x: Tensor, scales: Tensor, w: Tensor, w_scales: Tensor, ends: Sequence[int]
 ) -> Tensor:
     """x[rows of e] @ w[e].T with the scales of both: e4m3 [N, K], scales [K / 128, >= N], e4m3 [El,
-    J, K], scales [El, J / 128, K / 128] -> fp32 [N, J], zero in rows of no expert.
-
-    fp32 sums of 128 along the depth, each scaled and added in fp32. A tensor core orders and
-    truncates within the 128 on its own, so the kernel differs by rounding.
-    """
+    J, K], scales [El, J / 128, K / 128] -> fp32 [N, J], zero in rows of no expert. fp32 sums of 128
+    along the depth, each scaled and added in fp32; a kernel differs by the roundings within."""
     out = x.new_zeros((x.shape[0], w.shape[1]), dtype=torch.float32)
     start = 0
     for expert, end in enumerate(ends):

@@ -1,10 +1,9 @@
 """A rank of the end-to-end benchmark to which something happens while it trains.
 
-Run as a module with Megatron's flags (tests/support/graph_jobs.py). GRAPH_RANK holds JSON:
-- "turns": two iterations, counted from 1. Routers send every token to the first experts in the
-  first, to the last ones in the second; needs expert biases.
-- "text": a folder for the tokens of real text (Python's library) in place of mock data.
-- "dies": the replay of a CUDA graph, counted from 1, in which the last rank kills itself.
+Run as a module with Megatron's flags (tests/support/graph_jobs.py). GRAPH_RANK holds JSON: "turns",
+two iterations in which routers send every token to the first, the last experts (needs expert
+biases); "text", a folder for the tokens of real text (Python's library) in place of mock data;
+"dies", the replay of a CUDA graph in which the last rank kills itself. All count from 1.
 """
 
 import functools

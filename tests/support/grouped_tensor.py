@@ -1,6 +1,5 @@
 """Stands in for Transformer Engine's GroupedTensor, whose library needs a GPU: the parameter that
 `moe_single_grouped_weight` makes of an expert linear's weights, and Megatron's fused operation.
-
 As in Transformer Engine 2.14 to 2.20: a tensor subclass of shape [El, ...] with its values flat in
 `rowwise_data`. `view(-1)` is the one shape operation; those in place write into the members.
 """

@@ -1,16 +1,10 @@
 """Run a function on N ranks, each a fresh process, from inside a test.
 
-A test module's ranks are forked from a process of its own (templates.py), and share no state with
-the test before. Every rank joins a process group.
+Ranks are forked from a process of the test's module (templates.py) and join a process group. One
+that raises, dies or outlives the timeout fails the call by a `RankError`. No process outlives it.
 
-    def body(rank: int, world_size: int, n: int) -> float: ...  # at module level: it goes by name
-    results = run_ranks(body, 4, 128)                           # results[rank]
-
-    @on_ranks(4)                                                # a test that runs on every rank
-    def test_another(rank: int, world_size: int) -> None: ...
-
-A rank that raises, dies or outlives the timeout fails the call by a `RankError`. No process
-outlives the call.
+    results = run_ranks(body, 4, 128)  # body(rank, world_size, 128) at module level; results[rank]
+    @on_ranks(4)                       # a test that runs on every rank, test(rank, world_size)
 """
 
 import contextlib
@@ -87,7 +81,7 @@ def run_ranks(
 
     Args:
         fn: a module-level function; it and its arguments and results must be picklable.
-        timeout_s: bound on the time from the last rank's start, and the process group's timeout.
+        timeout_s: from the last rank's start, and the process group's timeout.
         backend: "gloo" (its ranks see no GPU), "nccl" (rank r takes GPU r; where there are fewer
             GPUs, ranks share them and use gloo), or "": `fn` makes a group itself, or none.
         env: environment variables set before `fn` is imported (but after the server's modules).

@@ -1,6 +1,5 @@
 """The reference that every overlapped path is compared with: a mixture of experts in plain torch,
-on one process, without exchange, permutation or grouping. It takes the tokens of all ranks and all
-experts' weights; autograd computes the backward.
+on one process, without exchange, permutation or grouping; autograd computes the backward.
 
 Legend: T tokens of all ranks, K top-k, E experts, H hidden, F1 / F widths of the experts.
 """

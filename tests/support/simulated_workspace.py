@@ -8,12 +8,9 @@ from megatron_fluid.cuda.devices import synchronize
 
 
 class SimulatedWorkspace:
-    """All ranks of a group in one process: `rank(r)` is rank r's Workspace.
-
-    Run each step of an operation for every rank in turn: producers run before consumers, so no wait
-    spins. Buffers come from ordinary memory of `device` and are filled with a poison value.
-    `watched` and `flag_words` are as in Workspace. Ranks of a test fail on purpose, unwatched.
-    """
+    """All ranks of a group in one process: `rank(r)` is rank r's Workspace. Run each step of an
+    operation for every rank in turn: producers run before consumers, so no wait spins. Buffers are
+    ordinary memory of `device`, filled with a poison value. Ranks fail on purpose, unwatched."""
 
     def __init__(
         self, world_size: int, device: torch.device | str = "cpu", timeout_s: float = 1.0,

@@ -73,13 +73,9 @@ class ForkedProcess:
 
 
 class Template:
-    """The pytest process's end of a template, which ends with this object, as do all processes
-    that were forked from it. Several threads may ask at a time.
-
-    Args:
-        start: what it is forked from; None starts an interpreter.
-        modules: imported before any fork; what cannot be imported fails the forked process.
-        env: the environment variables that are set before the import.
+    """The pytest process's end of a template, which ends with this object, as do all its forks.
+    Several threads may ask at a time. It is forked from `start` (None: a new interpreter), has the
+    environment `env` and imports `modules`; what cannot be imported fails the forked process.
     """
 
     def __init__(

@@ -27,12 +27,8 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class KernelCase:
-    """A kernel with the arguments of one of its uses.
-
-    `arguments` are Triton's type names in the kernel's order, constexprs left out: "*bf16", "*i64",
-    "i32". ":16" marks what is divisible by 16, as tensors from torch are. "1" is an integer that is
-    1, which Triton makes a constant.
-    """
+    """A kernel and, for one of its uses, Triton's types of its arguments but constexprs: "*bf16",
+    "i32", with ":16" what is divisible by 16, "1" an integer 1, which Triton makes a constant."""
 
     name: str
     kernel: Any

@@ -1,6 +1,5 @@
 """Which backend `auto` takes: for a measured shape and its neighbours, and for others."""
 
-import functools
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -177,23 +176,45 @@ def test_on_a_gpu_a_shape_is_compared_until_it_has_followed_itself(
     assert compared == [8, 8, 4, 8, 8, 8]
 
 
-def test_after_the_first_a_collective_is_watched_on_the_callers_stream(
+def test_after_the_first_a_collective_is_watched_on_the_callers_stream_by_events_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    class Event:
+        over = False
+
+        def record(self, stream: object) -> None:
+            did.append(stream)
+
+        def query(self) -> bool:
+            return self.over
+
     did: list[Any] = []
-
-    def event(stream: object) -> SimpleNamespace:
-        did.append(stream)
-        return SimpleNamespace(query=functools.partial(int, len(did)))
-
+    watched: list[tuple[Any, Any]] = []
+    events: list[Event] = []
     waits = SimpleNamespace(device=torch.device("cuda"), channel=SimpleNamespace(alone=False))
     waits.collective, waits.timeout_s = (lambda name, launch: launch()), 60.0
-    waits.watch = lambda name, start, end, *_: did.append((name.operation, start(), end()))
+    waits.watch = lambda name, start, end, *_: watched.append((start, end))
     monkeypatch.setattr(collective, "group_waits", lambda group: waits)
-    monkeypatch.setattr(collective, "record_event", event)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: events.append(Event()) or events[-1])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     backend, a = collective.CollectiveBackend(_group()), _operands()[0]
-    for _ in range(2):
+
+    def run() -> None:
         backend._in_stream("gather", lambda *_, **named: did.append("async_op" in named), a, a)
-    assert did == [True, "stream", False, "stream", ("gather", 2, 4)]
+
+    run()
+    assert did == [True] and not watched, "the first one connects the ranks"
+    run()
+    run()
+    assert did[1:] == ["stream", False, "stream"] * 2 and len(events) == 4, "none is over"
+    (started, finished), _ = watched
+    events[0].over = True
+    assert started() and not finished()
+    events[1].over = True
+    assert finished()
+    run()
+    assert len(events) == 4 and watched[2] == (started, finished)
+    run()
+    assert len(events) == 6, "those of one that runs are not taken"
