@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,12 +104,31 @@ def test_a_command_does_not_tell_where_its_files_were_put(monkeypatch: pytest.Mo
     assert default_command(4) == f"NPROC=4 benchmarks/launch.sh tp_layer {kept}"
 
 
-@pytest.mark.parametrize(
-    "path", sorted((RESULTS / "archive").glob("tp_table*.json")), ids=lambda path: path.stem
-)
-def test_the_committed_table_is_that_of_the_committed_results(path: Path) -> None:
-    entries = tp_table.entries_of(read_results(path))
-    assert entries and set(entries) <= set(read_table())
+def test_the_committed_table_is_that_of_the_committed_results() -> None:
+    documents = [read_results(f) for f in (RESULTS / "archive").glob("tp_table-*gpu.json")]
+    assert set(tp_table.entries_of(documents)) == set(read_table())
+
+
+def test_a_form_enters_the_table_where_the_mean_of_all_files_beats_nccl_and_the_gemm() -> None:
+    def document(nccl: float, engine: float, fused: float, host_us: float = 0.0) -> dict[str, Any]:
+        times = {"torch": nccl, "fluid_copy_engine": engine, "fluid_fused": fused}
+        rows = [
+            {"case": "rs-8-4-2", "mode": "forward", "variant": name, "median_ms": ms,
+             "config": {"host_us": host_us if name == "fluid_fused" else None}}
+            for name, ms in times.items()
+        ]  # fmt: skip
+        return {"gpu": "any", "gpus": 2, "rows": rows}
+
+    def chosen(*documents: dict[str, Any]) -> str:
+        ((*key, name),) = tp_table.entries_of(documents)
+        return name if key == ["any", 2, "scatter", 8, 4, 2] else f"{key}"
+
+    assert chosen(document(1.0, 0.9, 0.8)) == "fused"
+    assert chosen(document(1.0, 0.9, 0.8, host_us=950.0)) == "copy_engine"
+    assert chosen(document(1.0, 0.99, 1.2)) == "collective", "two percent, at least"
+    assert chosen(document(1.0, 0.9, 0.8), document(1.0, 0.9, 1.4)) == "copy_engine"
+    with pytest.raises(ValueError, match="needed: one with forward rows of torch, fluid_copy"):
+        tp_table.entries_of([{"gpu": "any", "gpus": 2, "rows": []}])
 
 
 def names(suite: str) -> set[str]:
