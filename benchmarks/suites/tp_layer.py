@@ -63,6 +63,7 @@ class Shape:
 CASES = {
     "llama-3-70b": Shape(8192, 64, 8, 28672, 8192),
     "llama-3-8b": Shape(4096, 32, 8, 14336, 8192),
+    "qwen3-1.7b": Shape(2048, 16, 8, 6144, 4096),
     "tiny": Shape(64, 4, 2, 96, 32),
 }
 
