@@ -20,6 +20,7 @@ class Model:
     Attributes:
         value_dim: width of a head of values, where it is not head_dim.
         ffn: of a dense layer. expert_ffn, experts, top_k: of an MoE layer. 0: there is none.
+        gated: whether the activation of a dense layer has a gate, which doubles its first linear.
         q_rank, kv_rank: widths of the compressed rows of latent attention; 0: none.
         sequence, batch: positions of a sequence, sequences of a microbatch.
         context, tensor, expert: ranks of each kind of parallelism.
@@ -43,6 +44,7 @@ class Model:
     tensor: int = 1
     expert: int = 1
     layers: int = 0
+    gated: bool = True
 
     @property
     def rows(self) -> int:
@@ -72,6 +74,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     add("--expert-parallel", dest="expert", type=positive, metavar="RANKS", help="(1)")
     flags = "the flags of a Megatron training in place of MODEL; given last"
     add("--from-args", nargs=argparse.REMAINDER, metavar="FLAGS", help=flags)
+    parser.set_defaults(own=parser._option_string_actions)
 
 
 def wanted_models(args: argparse.Namespace) -> dict[str, Model]:
@@ -85,6 +88,9 @@ def wanted_models(args: argparse.Namespace) -> dict[str, Model]:
     if bool(args.models) == bool(args.from_args):
         raise ConfigError("give MODEL, or --from-args with Megatron's flags")
     models: dict[str, Model] = {}
+    own = set(args.own) - {f"--{flag}" for flag, _ in _FLAGS.values()}
+    if late := own.intersection(word.partition("=")[0] for word in args.from_args or ()):
+        raise ConfigError(f"{', '.join(sorted(late))}: found after --from-args, allowed: before it")
     if args.from_args:
         models["the model of these flags"] = model_of_flags(args.from_args)
     for name in args.models:
@@ -127,15 +133,17 @@ def model_of_flags(flags: Sequence[str]) -> Model:
         parser.add_argument(f"--{flag}", dest=field, type=positive, default=default)
     parser.add_argument("--qk-head-dim", type=positive, default=128)
     parser.add_argument("--qk-pos-emb-head-dim", type=positive, default=64)
-    parser.add_argument("--group-query-attention", action="store_true")
-    parser.add_argument("--multi-latent-attention", action="store_true")
+    for switch in ("group-query-attention", "multi-latent-attention", "swiglu", "quick-geglu"):
+        parser.add_argument(f"--{switch}", action="store_true")
     parsed = parser.parse_known_args(flags)[0]
     for field in ("hidden", "heads", "sequence"):
         if getattr(parsed, field) is None:
             flag = f"--from-args: --{_FLAGS[field][0]}"
             raise ConfigError.of(flag, "no such flag", "an integer")
     sizes = {field: getattr(parsed, field) for field in _FLAGS}
-    ffn = parsed.ffn or 4 * parsed.hidden
+    sizes["gated"] = parsed.swiglu or parsed.quick_geglu
+    usual = 8 * parsed.hidden // 192 * 64 if parsed.swiglu else 4 * parsed.hidden  # as Megatron's
+    ffn = parsed.ffn or usual
     if parsed.experts:
         sizes |= {"ffn": 0, "expert_ffn": parsed.expert_ffn or ffn}
     else:

@@ -143,7 +143,7 @@ def _linears(model: Model, machine: Machine) -> Iterator[Part]:
     ]
     if model.ffn:
         linears += [
-            ("linear_fc1", "gather", 2 * model.ffn // model.tensor, model.hidden),
+            ("linear_fc1", "gather", (1 + model.gated) * model.ffn // model.tensor, model.hidden),
             ("linear_fc2", "scatter", model.hidden, model.ffn // model.tensor),
         ]
     for name, operation, n, k in linears:
