@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_fluid.cli.terminal import positive, run_command, writing
+from megatron_fluid.cli.terminal import positive, run_command, writable_folder, writing
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.profiling.compare_page import Comparison, Step, write_page
 
@@ -35,16 +35,16 @@ __all__ = ["HELP", "add_arguments", "prepare", "read_log", "run"]
 
 HELP = "train some steps of a command with and without this package, and compare them"
 
-_VALUE = r"\s*:?\s*([-+.\deE]+|(?i:-?(?:nan|inf)))"
+_VALUE = r"\s*:?\s*(-?(?:\d+\.?\d*(?:E[-+]?\d+)?|nan|inf))(?=\s*\|)"
 _ITERATION = re.compile(r"\biteration\s+(\d+)/\s*\d+ \|")
 _FIELDS = {
-    "ms": re.compile(r"elapsed time per iteration \(ms\)" + _VALUE),
-    "loss": re.compile(r"\blm loss" + _VALUE),
-    "grad_norm": re.compile(r"\bgrad norm" + _VALUE),
+    "ms": re.compile(r"elapsed time per iteration \(ms\)" + _VALUE, re.I),
+    "loss": re.compile(r"\blm loss" + _VALUE, re.I),
+    "grad_norm": re.compile(r"\bgrad norm" + _VALUE, re.I),
 }
 # Of a step that the loss scale made Megatron skip: its loss was finite, and may not be logged.
 _SKIPPED = re.compile(r"skipped iterations:\s*[1-9].*\bnan iterations:\s*0\b")
-_MEMORY = re.compile(r"\[Rank 0\].*max allocated:?\s*([.\d]+)")
+_MEMORY = re.compile(r"\[Rank 0\].*max allocated:?\s*(\d+\.?\d*)")
 _IMPORTS = re.compile(r"^\s*(?:import|from) megatron_fluid\b", re.M)
 _NO_GPU = (
     "no GPU: ranks share this machine's memory, which leaves no wire to hide. Losses can be "
@@ -55,6 +55,8 @@ _LEFT_OUT = (
     # which write into the folder of one of these, or the working folder
     "--fluid-profile-steps", "--wandb-project", "--profile", "--use-pytorch-profiler",
 )  # fmt: skip
+# What this package prints, maybe behind torchrun's "[default0]:".
+_OURS = re.compile(r"(?:\[\w+\]:)?megatron_fluid(?:: | \d|$)")
 # The start-up table, one row a feature; its first column is the widest.
 _TABLE = re.compile(
     r"^feature +state.*\n-+ .*\n(?:\S.* (?:on|off|no effect) .*\n(?: {20}.*\n)*)*", re.M
@@ -93,8 +95,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError.of("--tolerance", args.tolerance, "0 or more")
     words = args.program[1:] if args.program[:1] == ["--"] else args.program
     commands = {on: prepare(words, args.steps, on) for on in (False, True)}
-    with writing("--output", args.output):
-        args.output.mkdir(parents=True, exist_ok=True)
+    writable_folder("--output", args.output)
     caution = "" if torch.cuda.is_available() else _NO_GPU
     if caution:
         print(caution)
@@ -112,25 +113,31 @@ def run(args: argparse.Namespace) -> int:
         found = len(steps)
         print(f"  {found} steps, {time.monotonic() - started:.0f} s", flush=True)
         if status:
-            with writing("--output", args.output):  # a full disk cuts logs short
-                (args.output / ".room").write_bytes(b"x" * 4096)
-                (args.output / ".room").unlink()
+            writable_folder("--output", args.output)  # a full disk cuts logs short
             print("\n".join(log.read_text(errors="replace").splitlines()[-15:]))
             print(f"the run {name!r} ended with status {status}", file=sys.stderr)
             return status
         if found < args.warm_up + 2:
+            why = "it must be a Megatron training with steps left"
+            if found:
+                why = "raise --train-iters or --steps (--load ends at a multiple), lower --warm-up"
             raise ConfigError(
                 f"COMMAND: found {found} lines 'iteration N/M | ... lm loss: ...' in {log}, at "
-                f"least {args.warm_up + 2} are needed: it must be a Megatron training"
+                f"least {args.warm_up + 2} are needed: {why}"
             )
     off, fluid, again = runs
+    if not fluid.messages:
+        caution += f"\nno sign of this package in {args.output / 'on.log'}, such as its start-up "
+        caution += "report: check that the script imports it, and that rank 0 is on this host"
     comparison = Comparison(
         off=off.steps, on=fluid.steps, again=again.steps, warm_up=args.warm_up,
         tolerance=args.tolerance, memory_mib=(off.memory_mib, fluid.memory_mib),
-        started=fluid.messages, command=commands[True], caution=caution,
+        started=fluid.messages, command=commands[True], caution=caution.strip(),
     )  # fmt: skip
     print("\n".join(comparison.lines()))
-    for path in write_page(comparison, args.output):
+    with writing("--output", args.output):
+        pages = write_page(comparison, args.output)
+    for path in pages:
         print(f"page: {path}")
     return int(not comparison.agrees)
 
@@ -148,10 +155,10 @@ class _Log:
 def read_log(text: str) -> _Log:
     """Read the lines that Megatron's training loop writes for each iteration.
 
-    A line without a loss is a step whose loss is NaN.
+    A line without a loss is a step whose loss is NaN. A last line that does not end was cut.
     """
     log = _Log()
-    for line in text.splitlines():
+    for line in text.split("\n")[:-1]:
         if at := _ITERATION.search(line):
             values = {
                 name: float(found[1]) if (found := pattern.search(line)) else None
@@ -164,7 +171,7 @@ def read_log(text: str) -> _Log:
                 log.steps.append(Step(int(at[1]), ms, loss, grad_norm))
         elif memory := _MEMORY.search(line):
             log.memory_mib = max(log.memory_mib or 0.0, float(memory[1]))
-        elif line.startswith("megatron_fluid: "):
+        elif _OURS.match(line):
             log.messages.append(line.rstrip())
     if table := _TABLE.search(text):
         log.messages += table[0].splitlines()

@@ -56,16 +56,11 @@ ABILITIES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the subcommand takes."""
+    required = f"exit with status 1 where one of these is missing: {', '.join(ABILITIES)}. "
     parser.add_argument(
-        "--require",
-        nargs="+",
-        action="extend",
-        default=["core"],
-        choices=list(ABILITIES),
-        metavar="ABILITY",
-        help=f"exit with status 1 where one of these is missing: {', '.join(ABILITIES)}. "
-        "'core' is always required.",
-    )
+        "--require", nargs="+", action="extend", default=["core"], choices=list(ABILITIES),
+        metavar="ABILITY", help=required + "'core' is always required.",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -80,24 +75,18 @@ def run(args: argparse.Namespace) -> int:
     missing = [ability for ability in dict.fromkeys(args.require) if lacks[ability]]
     steps = _to_do(failed)
     if args.json:
+        checked = [(finding._asdict(), CHECKS[finding.name]) for finding in findings]
         results = [
-            {
-                **finding._asdict(),
-                "consequence": CHECKS[finding.name].consequence,
-                "remedy": CHECKS[finding.name].remedy,
-            }
-            for finding in findings
+            {**found, "consequence": check.consequence, "remedy": check.remedy}
+            for found, check in checked
         ]
         report = {"findings": results, "abilities_lack": lacks, "to_do": steps, "missing": missing}
         print(json.dumps(report, indent=1))
     else:
         _print_report(findings, lacks, steps)
     for ability in missing:
-        print(
-            f"\nrequired, but missing: {ability}, which lacks {', '.join(lacks[ability])}: "
-            "see above",
-            file=sys.stderr,
-        )
+        text = f"{ability}, which lacks {', '.join(lacks[ability])}: see above"
+        print(f"\nrequired, but missing: {text}", file=sys.stderr)
     return 1 if missing else 0
 
 

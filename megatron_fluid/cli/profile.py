@@ -24,11 +24,11 @@ from pathlib import Path
 
 import torch
 
-from megatron_fluid.cli.terminal import positive, run_command, writing
+from megatron_fluid.cli.terminal import positive, run_command, writable_folder, writing
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.profiling.draw import draw
 from megatron_fluid.profiling.timeline import Timeline, read_timeline
-from megatron_fluid.profiling.traces import read_document
+from megatron_fluid.profiling.traces import chosen_events, read_document
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -77,8 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if sum(map(bool, (args.compare, args.trace, args.program))) > 1:
         raise ConfigError("--compare, --trace and COMMAND are mutually exclusive")
     if not args.trace:
-        with writing("--output", args.output):  # which ranks cannot refuse in one line
-            args.output.mkdir(parents=True, exist_ok=True)
+        writable_folder("--output", args.output)  # which ranks cannot refuse in one line
     if args.compare:
         return _compare(args)
     status, traces = 0, args.trace
@@ -89,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if status:
         return status
     for path in traces:
-        timeline = read_timeline(read_document(path), path.name)
+        timeline = _timeline(path, path.name)
         print("\n".join((_TRACE.format(path), *timeline.lines())), flush=True)
     return 0
 
@@ -114,16 +113,32 @@ def _compare(args: argparse.Namespace) -> int:
         if status := _trace_layer(args.output / name, args.ranks, wire, name == "baseline"):
             return status
         trace = args.output / name / _LAYER_TRACE
-        timelines[trace] = read_timeline(read_document(trace), title)
+        timelines[trace] = _timeline(trace, title)
     print(verdict := _verdict(*timelines.values()))
     for timeline in timelines.values():
         print("\n".join(timeline.lines()), flush=True)
     heading = f"{verdict} (one MoE layer, forward and backward{place})"
-    for path in draw([*timelines.values()], args.output, heading):
+    with writing("--output", args.output):
+        pictures = draw([*timelines.values()], args.output, heading)
+    for path in pictures:
         print(f"picture: {path}")
     for path in timelines:
         print(_TRACE.format(path))
     return 0
+
+
+def _timeline(path: Path, title: str) -> Timeline:
+    """The timeline of a trace. Raises ConfigError: it is damaged, or of another program."""
+    document = read_document(path)
+    kinds = sorted({str(event.get("cat", "none")) for event in document["traceEvents"]})[:6]
+    found = f"{len(document['traceEvents'])} events of the categories {', '.join(kinds) or 'none'}"
+    try:
+        if chosen_events(document["traceEvents"]):
+            return read_timeline(document, title)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        found += f", one of which cannot be read ({type(error).__name__}: {error})"
+    allowed = "torch.profiler's kernel, gpu_memcpy, gpu_memset, cpu_op and user_annotation"
+    raise ConfigError.of(f"trace {path}", found, allowed)
 
 
 def _verdict(plain: Timeline, fluid: Timeline) -> str:

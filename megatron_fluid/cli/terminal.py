@@ -7,6 +7,7 @@ import importlib.metadata
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ from megatron_fluid.errors import ConfigError
 
 __all__ = [
     "WIDTH", "BriefParser", "install_command", "paragraph", "positive", "run_command",
-    "wrapped_table", "writing",
+    "wrapped_table", "writable_folder", "writing",
 ]  # fmt: skip
 
 WIDTH = 100
@@ -50,6 +51,14 @@ def writing(setting: str, path: Path) -> Iterator[None]:
     except OSError as error:
         allowed = f"a path that can be written ({error.strerror})"
         raise ConfigError.of(setting, str(path), allowed) from error
+
+
+def writable_folder(setting: str, folder: Path) -> None:
+    """Make a folder. Raises ConfigError, which names `setting`, where 1 MiB cannot be written."""
+    with writing(setting, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 20))
 
 
 def install_command(extra: str) -> str:

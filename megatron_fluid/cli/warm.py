@@ -10,12 +10,12 @@ model also runs forward and backward, which compiles Triton's kernels.
 """
 
 import argparse
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from megatron_fluid.cli.models import Model, add_models, wanted_models
+from megatron_fluid.cli.terminal import writable_folder
 from megatron_fluid.errors import ConfigError
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -43,18 +43,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _try_to_keep(folder: Path) -> None:
-    """Write a file where kernels are kept, before minutes of compilation."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError(
-            f"warm: {folder}, which is to keep the kernels, cannot be written ({error.strerror}); "
-            "name another folder in TRITON_CACHE_DIR"
-        ) from None
-
-
 def _warm(model: Model, name: str) -> None:
     import torch
     import triton
@@ -68,7 +56,7 @@ def _warm(model: Model, name: str) -> None:
     units = [GROUPED.unit(kernel, dtype) for kernel in kernels]
     folder = Path(triton.knobs.cache.dir) / "megatron_fluid"
     if not all((folder / f"{unit.key}.cubin").is_file() for unit in units):  # an image may hold all
-        _try_to_keep(folder)
+        writable_folder("TRITON_CACHE_DIR", folder)  # before minutes of compilation
     for future in kernel_build.start(units):
         future.result()
     print(f"{len(kernels)} kernels for Hopper in {name}: {time.monotonic() - begin:.1f} s")

@@ -17,7 +17,7 @@ import os, sys
 assert "--save" not in sys.argv and "--log-interval" in sys.argv, sys.argv
 on = not os.environ.get("MEGATRON_FLUID_DISABLE_PATCH")
 assert on or not any(word.startswith("--fluid") for word in sys.argv), sys.argv
-if on:
+if on and not os.environ.get("SILENT"):
     print("feature               state  objects  reason")
     print("--------------------  -----  -------  ------")
     print("overlapped MoE layer  on     2        rounds")
@@ -72,6 +72,7 @@ def test_a_page_says_how_much_faster_and_that_losses_agree(
         ("DRIFT", "0.01", "losses agree: with and without the package they differ by 0.00"),
         ("DRIFT", "0.5", "losses DIFFER: with and without the package they differ by 0."),
         ("DRIFT", "nan", "losses DIFFER: with the package iteration 2 has no finite loss\n"),
+        ("SILENT", "1", "losses agree: with and without the package they differ by nothing"),
         ("MISSING", "1", "losses DIFFER: with the package iteration 1 has no finite loss\n"),
         ("MISSING", "3", "losses DIFFER: with the package iteration 3 has no finite loss\n"),
     ],
@@ -85,7 +86,8 @@ def test_the_exit_status_says_whether_losses_agree(
     monkeypatch.setenv(name, value)
     words = ["compare", "--steps", "4", "--warm-up", "1", "--output", str(tmp_path / "out")]
     assert main([*words, *command]) == ("DIFFER" in said)
-    assert said in capsys.readouterr().out
+    assert said in (text := capsys.readouterr().out)
+    assert ("no sign of this package in" in text) is (name == "SILENT")
 
 
 @pytest.mark.process
@@ -114,16 +116,12 @@ def test_the_script_is_started_with_the_package_unless_it_imports_it(tmp_path: P
     own.write_text("import megatron_fluid")
     end = ["--exit-interval", "5", "--log-interval", "1"]
     runner = ["-m", "megatron_fluid.run"]
-    left_out = ["--fluid-disable-patch", "moe-layer", "peer-watch"]
-    flags = ["--lr", "-1e-4", "--log-interval=10", *left_out, "--x"]
-    kept = ["--lr", "-1e-4", "--x"]
+    left_out = "--log-interval=10 --fluid-disable-patch moe-layer peer-watch"
+    flags, kept = f"--lr -1e-4 {left_out} --x".split(), ["--lr", "-1e-4", "--x"]
     launcher = ["torchrun", "--nproc-per-node", "2"]
-    assert prepare([*launcher, str(plain), *flags], 5, on=False) == [
-        *launcher, *runner, str(plain), *kept, *end
-    ]  # fmt: skip
-    assert prepare([*launcher, *runner, str(plain)], 5, on=True) == [
-        *launcher, *runner, str(plain), *end
-    ]  # fmt: skip
+    begin = [*launcher, *runner, str(plain)]
+    assert prepare([*launcher, str(plain), *flags], 5, on=False) == [*begin, *kept, *end]
+    assert prepare(begin, 5, on=True) == [*begin, *end]
     assert prepare(["python", str(own)], 5, on=True) == ["python", str(own), *end]
     program = "megatron-fluid run --nproc-per-node 2".split()
     example = str(ROOT / "examples/pretrain_gpt_moe.py")  # of the README
@@ -131,8 +129,14 @@ def test_the_script_is_started_with_the_package_unless_it_imports_it(tmp_path: P
 
 
 def test_steps_without_a_gradient_norm_are_read() -> None:
-    line = " iteration  3/ 9 | elapsed time per iteration (ms): 1.5 | lm loss: 2.0 | x: 1 |"
-    assert read_log(line).steps == [Step(3, 1.5, 2.0, None)]
+    line = " iteration  3/ 9 | elapsed time per iteration (ms): 1.5 | lm loss: 2.0E+00 | x: 1 |"
+    assert read_log(f"{line}\n").steps == [Step(3, 1.5, 2.0, None)]
+
+
+@pytest.mark.parametrize("cut", ["iteration 4/ 9 | lm loss: 2.0E+", "[Rank 0] max allocated: ."])
+def test_a_line_that_is_cut_is_left_out(cut: str) -> None:
+    for log in (read_log(cut), read_log(f"{cut}\n")):
+        assert not log.steps and log.memory_mib is None
 
 
 def test_a_line_without_a_loss_is_a_step_whose_loss_is_nan() -> None:
@@ -144,6 +148,7 @@ def test_a_line_without_a_loss_is_a_step_whose_loss_is_nan() -> None:
         begin.format(3) + end.format(0, 0),
         begin.format(4) + end.format(1, 1),
     ]
+    lines.append("")
     found = [(step.iteration, str(step.loss)) for step in read_log("\n".join(lines)).steps]
     assert found == [(2, "2.0"), (3, "nan"), (4, "nan")]
     assert len(read_log("\n".join(lines[2:])).steps) == 2, "all may be lost from the first on"

@@ -111,9 +111,9 @@ def test_doctor_as_json_survives_a_broken_installation(
     report = json.loads(capsys.readouterr().out)
     found = {finding["name"]: finding for finding in report["findings"]}
     assert set(found) == set(CHECKS)
-    assert not found["wrapt"]["ok"]
-    assert found["wrapt"]["detail"] == "OSError: cannot open shared object"
-    assert found["wrapt"]["consequence"] == "Megatron is not patched"
+    wrapt = found["wrapt"]
+    assert (wrapt["ok"], wrapt["detail"]) == (False, "OSError: cannot open shared object")
+    assert wrapt["consequence"] == "Megatron is not patched"
     assert report["abilities_lack"]["core"] == ["wrapt"] and report["missing"] == ["core"]
     assert "for core, megatron: pip install 'wrapt>=1.16'" in report["to_do"]
 
@@ -182,23 +182,14 @@ FILES = {
         f"nvshmem {name}": (f"nvshmem_transport_{name}.so", "site/nvidia/nvshmem/lib/{}.3", "")
         for name in ("ibgda", "ibrc", "libfabric")
     },
-    "rdma devices": (
-        "sys/class/infiniband is absent",
-        "sys/class/infiniband/mlx5_0/ports/1/state",
-        "4: ACTIVE\n",
-    ),
-    "gpu direct rdma": (
-        "nvidia_peermem is not loaded",
-        "proc/modules",
-        "nvidia_peermem 16384 0 - Live\n",
-    ),
-    "nvidia driver options": (
-        "proc/driver/nvidia/params is absent",
-        "proc/driver/nvidia/params",
-        'EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n',
-    ),
+    "rdma devices": ("sys/class/infiniband is absent",
+        "sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n"),
+    "gpu direct rdma": ("nvidia_peermem is not loaded",
+        "proc/modules", "nvidia_peermem 16384 0 - Live\n"),
+    "nvidia driver options": ("proc/driver/nvidia/params is absent", "proc/driver/nvidia/params",
+        'EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n'),
     "libfabric provider": ("no libfabric.so", "opt/amazon/efa/lib64/libfabric.so.1", ""),
-}
+}  # fmt: skip
 
 
 def test_a_bare_machine_is_told_what_it_lacks_and_a_furnished_one_passes(machine: Path) -> None:

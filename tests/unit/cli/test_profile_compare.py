@@ -1,6 +1,7 @@
 """`megatron-fluid profile --compare`: both variants on one page, of traces that lie there."""
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -75,10 +76,13 @@ def test_what_cannot_be_written_or_read_is_one_line_and_nothing_runs(
     monkeypatch.setattr(profile, "_trace_layer", lambda *_: pytest.fail("it runs"))
     file = tmp_path / "file"
     file.touch()
-    for flags in (["--output", str(file / "folder")], ["--trace", str(file)]):
-        assert main(["profile", *flags]) == 2
+    event = {"ph": "X", "name": "gloo:send", "ts": 0, "dur": 1}
+    (foreign := tmp_path / "foreign").write_text(json.dumps([event]))
+    (damaged := tmp_path / "damaged").write_text(json.dumps([event | {"cat": "cpu_op"}]))
+    for flag, path in ("--output", file), *(("--trace", each) for each in (file, foreign, damaged)):
+        assert main(["profile", flag, str(path)]) == 2
         said = capsys.readouterr()
-        assert str(file) in said.err and said.err.count("\n") == 1 and not said.out
+        assert str(path) in said.err and said.err.count("\n") == 1 and not said.out
 
 
 @pytest.mark.process

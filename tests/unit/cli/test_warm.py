@@ -35,10 +35,7 @@ FLAGS = "--num-attention-heads 16 --seq-length 4096 --num-experts"
 
 @pytest.mark.parametrize(
     "command",
-    [
-        "qwen3-30b-a3b",
-        f"--from-args --hidden-size 2048 --moe-ffn-hidden-size 768 --bf16 {FLAGS} 128",
-    ],
+    ["qwen3-30b-a3b", f"--from-args --hidden-size 2048 --moe-ffn-hidden-size 768 {FLAGS} 128"],
 )
 def test_a_model_by_name_or_by_the_flags_of_a_training(
     compiled: list[Any], command: str, capsys: pytest.CaptureFixture[str]
@@ -70,4 +67,4 @@ def test_a_cache_that_keeps_nothing_is_refused_before_anything_is_compiled(
         triton.knobs.cache.dir = str(tmp_path / "file")
         assert main(["warm", "olmoe"]) == 2
     assert not compiled
-    assert "cannot be written (Not a directory)" in capsys.readouterr().err
+    assert "a path that can be written (Not a directory)" in capsys.readouterr().err
