@@ -122,15 +122,18 @@ def _load_patches_of_source_tree() -> None:
 
 def _arm() -> None:
     """Arm the patches of Megatron. A variable that cannot be read ends a command and a job's ranks
-    with one line a host; in any other process it is a ConfigError."""
+    with one line a host, and so does a broken requirement of the command line; in any other process
+    it is the error itself."""
     errors = importlib.import_module("megatron_fluid.errors")
     try:
         importlib.import_module("megatron_fluid.patches").arm()
-    except errors.ConfigError as error:
-        command = sys.argv[0] == "-m" or Path(sys.argv[0]).name.startswith("megatron-fluid")
-        if not command and "RANK" not in os.environ:
+    except (errors.ConfigError, ImportError) as error:
+        ours = Path(sys.argv[0]).name.startswith("megatron-fluid")
+        ours |= "megatron_fluid.cli" in sys.orig_argv
+        command, rank = ours or sys.argv[0] == "-m", "RANK" in os.environ
+        if not (ours if isinstance(error, ImportError) else command or rank):
             raise
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if ours or not rank or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"megatron_fluid: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

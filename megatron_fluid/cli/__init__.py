@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Sequence
 
 from megatron_fluid import __version__
-from megatron_fluid.cli import compare, doctor, patches, plan, profile, run, warm
 from megatron_fluid.cli.terminal import BriefParser
 from megatron_fluid.errors import ConfigError, FluidError
 
@@ -25,16 +24,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter
-    for module in (doctor, compare, patches, plan, profile, warm):
-        name = module.__name__.rpartition(".")[2]
-        command = commands.add_parser(
-            name, help=module.HELP, description=module.__doc__, formatter_class=raw
-        )
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-    commands.add_parser("run", help=run.HELP, add_help=False)  # which parses torchrun's flags
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        from megatron_fluid.cli import compare, doctor, patches, plan, profile, run, warm  # torch
+
+        for module in (doctor, compare, patches, plan, profile, warm):
+            name = module.__name__.rpartition(".")[2]
+            command = commands.add_parser(
+                name, help=module.HELP, description=module.__doc__, formatter_class=raw
+            )
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+        commands.add_parser("run", help=run.HELP, add_help=False)  # which parses torchrun's flags
         if words[:1] == ["run"]:
             return run.run(words[1:])
         args = parser.parse_args(words)

@@ -13,9 +13,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from megatron_fluid.cli.terminal import BriefParser, positive
+from megatron_fluid.errors import first_line
 
 __all__ = ["HELP", "run"]
 
@@ -41,6 +43,7 @@ def run(words: Sequence[str]) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     left = _wait_for_ranks_after_a_signal(wanted.grace)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -60,8 +63,15 @@ def run(words: Sequence[str]) -> int:
             return 128 + int(stop.sigval)
         print(f"after the signal a rank ended with status {failed}", file=sys.stderr)
         return failed if failed > 0 else 128 - failed
-    except (AssertionError, DistError, ValueError) as error:  # a flag, or a port that is taken
-        parser.error(str(error))
+    except (DistError, ImportError, RendezvousError) as error:  # also of a port that is taken
+        at = wanted.rdzv_endpoint or f"{wanted.master_addr}:{wanted.master_port} (--master-addr)"
+        parser.error(
+            f"argument --rdzv-endpoint: found {at}, where --nnodes {wanted.nnodes} did not meet by "
+            f"--rdzv-backend {wanted.rdzv_backend} ({first_line(error.__cause__ or error)}), "
+            "allowed: a host that every node reaches, with a free port"
+        )
+    except (AssertionError, RuntimeError, ValueError) as error:  # of a flag
+        parser.error(first_line(error))
     return 0
 
 
@@ -105,9 +115,18 @@ def _arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpars
         ranks = torchrun.determine_local_world_size(wanted.nproc_per_node)
     except ValueError as error:
         parser.error(f"argument --nproc-per-node: {error}")
-    if ranks < 1:
-        found = wanted.nproc_per_node
-        parser.error(f"argument --nproc-per-node: found {found!r}, allowed: 1 or more")
+    least, most = 0, 0
+    with suppress(RuntimeError, ValueError):
+        least, most = torchrun.parse_min_max_nnodes(wanted.nnodes)
+    for name, fits, allowed in (
+        ("nproc-per-node", ranks > 0, "1 or more"),
+        ("nnodes", 0 < least <= most, "N or MIN:MAX, 1 or more"),
+        ("max-restarts", wanted.max_restarts >= 0, "0 or more"),
+        ("monitor-interval", wanted.monitor_interval > 0, "seconds, more than 0"),
+    ):
+        if not fits:
+            found = getattr(wanted, name.replace("-", "_"))
+            parser.error(f"argument --{name}: found {found!r}, allowed: {allowed}")
     script = wanted.training_script
     if not (wanted.module or wanted.no_python or os.path.exists(script)):
         parser.error(f"argument SCRIPT: found {script!r}, allowed: a file that exists")

@@ -78,7 +78,8 @@ def test_patches_that_do_not_fit_are_named_and_fail_if_strict(strict: bool) -> N
         ("docter", "invalid choice: 'docter'"),
         ("run --nproc-per-node 0 x.py", "--nproc-per-node: found '0', allowed: 1 or"),
         ("run --nproc-per-node two x.py", "Unsupported nproc_per_node value: two"),
-        ("run --standalone --grace=0 x.py", "argument --grace: found '0', allowed: 1 or more"),
+        ("run --nnodes abc x.py", "--nnodes: found 'abc', allowed: N or MIN:MAX, 1 or more"),
+        ("run --monitor-interval -1 x.py", "--monitor-interval: found -1.0, allowed: seconds, mo"),
         ("run --grace 0 x.py", "argument --grace: found '0', allowed: 1 or more"),
         ("run", "megatron-fluid run: error: no script is named"),
         ("run --nproc-per-node 2 none.py", "SCRIPT: found 'none.py', allowed: a file that exi"),
@@ -100,6 +101,11 @@ def test_patches_that_do_not_fit_are_named_and_fail_if_strict(strict: bool) -> N
         ("plan mixtral-8x7b --expert-parallel 3", "experts: found 8, allowed: a multiple of 3"),
         ("plan mixtral-8x7b --machine nowhere", 'machine: found "nowhere ('),
         ("warm --from-args --hidden-size 2", "--from-args: --num-attention-heads"),
+        ("plan --from-args --hidden-size 2 --write=a", "--write: found after --from-args, allowed"),
+        (
+            "warm --from-args --hidden-size wide",
+            "argument --hidden-size: found 'wide', allowed: 1 ",
+        ),
         ("warm llama-3-70b", "llama-3-70b has no experts"),
     ],
 )
@@ -122,20 +128,36 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_a_rank_that_was_killed_gives_the_status_that_a_shell_would(
+def test_a_rank_that_was_killed_and_a_node_that_does_not_come_are_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from torch.distributed import run as torchrun
+    from torch.distributed.elastic import rendezvous
     from torch.distributed.elastic.multiprocessing.api import PContext
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-    def killed(arguments: object) -> None:
-        raise ChildFailedError("x.py", {1: ProcessFailure(1, 7, -9, "no file")})
-
-    monkeypatch.setattr(torchrun, "run", killed)
+    killed = ChildFailedError("x.py", {1: ProcessFailure(1, 7, -9, "no file")})
+    errors = iter((killed, rendezvous.RendezvousTimeoutError()))
+    monkeypatch.setattr(torchrun, "run", lambda _: exec("raise error", {"error": next(errors)}))
     monkeypatch.setattr(PContext, "close", PContext.close)  # which `run` wraps
     assert main(["run", "--nproc-per-node", "2", __file__]) == 128 + 9
     assert "rank 1 was ended by SIGKILL" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "--nnodes", "2", "--master-addr", "a", __file__])
+    said = "--rdzv-endpoint: found a:29500 (--master-addr), where --nnodes 2 did not meet by --rdz"
+    assert said in (text := capsys.readouterr().err) and text.count("\n") == 1
+
+
+def test_a_missing_requirement_or_a_wrong_variable_is_one_line() -> None:
+    wrong = (
+        "import os; os.environ.update(MEGATRON_FLUID='maybe', LOCAL_RANK='1'); sys.argv = ['-m']"
+    )
+    for setup, said in (
+        ("sys.modules['torch'] = None", "import of torch halted"),
+        (wrong, "megatron_fluid: MEGATRON_FLUID: found 'maybe'"),
+    ):
+        done = run_program(setup, "plan", "olmoe")
+        assert done.returncode == 2 and re.fullmatch(f"{said}.*\n", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(("codes", "status"), [([0, -2], 130), ([0, 1], 1), ([130, -9], 137)])
@@ -263,22 +285,17 @@ def test_a_script_sees_what_python_would_show_it_and_the_package(tmp_path: Path)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
-    assert first == f"__main__ True ['--lr', '1e-3', '-x'] {tmp_path} train.py"
-    assert second == "found"
+    first = f"__main__ True ['--lr', '1e-3', '-x'] {tmp_path} train.py"
+    assert done.stdout.splitlines() == [first, "found"]
 
 
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [([], "no script is named"), (["absent.py", "--lr"], "there is no file absent.py")],
-)
-def test_a_script_that_is_not_there_is_named(words: list[str], found: str) -> None:
-    with pytest.raises(SystemExit, match=f"megatron_fluid.run: {found}; usage: python -m"):
-        run(words)
-
-
-def test_running_a_script_has_a_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run(["--help"])
-    assert ended.value.code == 0
+def test_a_script_that_is_absent_is_named_beside_a_help(capsys: pytest.CaptureFixture[str]) -> None:
+    missing = "run: no script is named; usage: python -m", "there is no file absent.py; usage"
+    for words, found in (
+        ([], missing[0]),
+        (["absent.py", "--lr"], missing[1]),
+        (["--help"], "^0$"),
+    ):
+        with pytest.raises(SystemExit, match=found):
+            run(words)
     assert capsys.readouterr().out.startswith("usage: python -m megatron_fluid.run SCRIPT")
