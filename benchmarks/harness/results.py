@@ -121,6 +121,7 @@ def environment(gpus: int, command: str | None = None) -> dict[str, Any]:
         if on_gpu
         else (platform.processor() or platform.machine()),
         "gpus": gpus,
+        "host_cpu": _host_cpu(),
         "host_cpus": os.cpu_count(),
         "host_load": os.getloadavg()[0],  # runnable threads, the suite's own among them
         "torch": torch.__version__,
@@ -131,6 +132,16 @@ def environment(gpus: int, command: str | None = None) -> dict[str, Any]:
         "transformer_engine": _version("transformer-engine", "transformer_engine_torch"),
         "command": command if command is not None else default_command(gpus),
     }
+
+
+def _host_cpu() -> str:
+    """The model of this machine's CPUs, as Linux names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def default_command(ranks: int) -> str:

@@ -60,8 +60,10 @@ _A2A = "Megatron with Transformer Engine, a2a"
 SUITES = {
     "pretrain": Suite(
         what="whole training iterations through Megatron's own loop on mock data: forward, "
-        "backward and optimizer of all microbatches; a model's own widths, fewer layers, and on "
-        "one GPU 64 of DeepSeek-V3's 256 experts",
+        "backward and optimizer of all microbatches of one sequence a GPU; a model's own widths "
+        "but for Qwen3's attention (heads of 64 in place of 128), fewer layers, and on one GPU 64 "
+        "of DeepSeek-V3's 256 experts. Softmax routers without groups and expert biases; neither "
+        "norms of queries and keys nor multi-token prediction",
         told={"microbatches": "4", "routing": "forced"},
         others={
             "megatron": "Transformer Engine",
@@ -86,8 +88,10 @@ SUITES = {
     ),
     "recipes": Suite(
         what="training iterations of the recipes by Megatron-LM's unchanged pretrain_gpt.py on "
-        "mock data, with fewer layers (`fewer`). Megatron's best flags give gpt_oss_20b other "
-        "losses (docs/recipes.md)",
+        "mock data, with fewer layers (`fewer`) and one sequence a microbatch, where olmoe_1b_7b "
+        "has two. Megatron's best flags were searched in `pretrain`, not again for the recipe; "
+        "mixtral_8x7b lacks the fused router that was found later (1.3% there). They give "
+        "gpt_oss_20b other losses (docs/recipes.md)",
         told={"microbatches": "16"},
         others={
             "megatron": "the recipe's flags",
@@ -113,7 +117,9 @@ SUITES = {
     ),
     "moe_layer": Suite(
         what="one mixture-of-experts layer with its router; in cases named `-zipf` popular experts "
-        "get more",
+        "get more. Where both ratios are shown, the second is a layer on plain torch beside "
+        "Megatron's, so it includes what Megatron's module does around the layer. In fp8 Megatron "
+        "was run with the alltoall dispatcher alone, which is not its fastest in bf16",
         told={"tokens": "4096"},
         floor="the experts' GEMMs alone, by torch, on as many rows spread evenly",
         others={
@@ -154,8 +160,9 @@ SUITES = {
     "memory": Suite(
         what="one mixture-of-experts layer on one GPU, 4096 tokens (sonicmoe 16384): the time of a "
         "step, and beside it the bytes kept for the backward (`kept_bytes`) and the most held "
-        "above input and weights (`peak_bytes`). Megatron's grouped GEMM is its default, not its "
-        "fastest: times are compared in `moe_layer`",
+        "above input and weights (`peak_bytes` in the file: of one layer the same with every "
+        "recomputation). Variants run one after the other with four samples each, and Megatron's "
+        "grouped GEMM is its default, not its fastest: times are compared in `moe_layer`",
         others={
             "megatron_te": "Transformer Engine",
             "megatron_te_moe_act": "with `--recompute-modules moe_act`",
@@ -171,7 +178,9 @@ SUITES = {
     "slow_wire": Suite(
         what="hosts joined by a link of limited rate, played by one machine on CPU cores: case "
         "`moe-2x1-wire-0.5` is an MoE layer over 2 hosts of 1 rank, with a wire that takes half as "
-        "long as the computation; wire-0 has no limit",
+        "long as the computation; wire-0 has no limit. fp32, 512 wide, 1,024 tokens a rank. What "
+        "is hidden includes what fewer bytes and both directions at once save "
+        "(docs/several_nodes.md)",
         others={
             "plain": "plain all-to-all",
             "megatron_alltoall": "Megatron's own, alltoall dispatcher",
@@ -182,7 +191,9 @@ SUITES = {
     ),
     "block": Suite(
         what="two whole transformer layers, context and expert parallel over all GPUs; `seed` "
-        "has the sizes of transformer_speedup on four. Routing is forced to balance. Megatron's "
+        "has the sizes of transformer_speedup on four. Megatron's routing is forced to balance; on "
+        "plain torch random weights route about evenly. The second ratio is plain torch beside "
+        "Megatron's modules, and includes what these do around the layers. Megatron's "
         "MoE layer has the alltoall dispatcher without CUTLASS, not its fastest for small experts: "
         "with the allgather dispatcher and CUTLASS one of Qwen3-30B-A3B took 20 to 25% less in "
         "moe_layer",
@@ -198,8 +209,9 @@ SUITES = {
     ),
     "transformer_speedup": Suite(
         what="two transformer layers on plain torch, context and expert parallel over all "
-        "GPUs: over symmetric memory, in rounds, and over plain all-to-alls of NCCL. Most of the "
-        "gain is the cheaper exchange, not overlap. Both ratios are to the plain all-to-alls. "
+        "GPUs: over symmetric memory, in rounds, and over plain all-to-alls of NCCL. How much "
+        "of the gain is overlap and how much the cheaper exchange is not told apart. Rounds have "
+        "no chunks of dX here. Both ratios are to the plain all-to-alls. "
         "`inference` keeps nothing for a backward, `seed` has the sizes that the command takes by "
         "default",
         others={"all_to_all": "plain all-to-all"},
@@ -208,7 +220,8 @@ SUITES = {
         also=("rounds", "over round-robin P2P exchanges"),
     ),
     "attention": Suite(
-        what="self-attention with its norm, the sequence split over all GPUs",
+        what="self-attention with its norm, the sequence split over all GPUs; bf16, one sequence, "
+        "causal, without rotary embeddings, launched one by one",
         floor="norm, projections and the attention kernel alone",
         others={"megatron_te_a2a": _A2A},
         rivals={"megatron_te_p2p": "Megatron's exchanges p2p and all_gather"},
@@ -221,7 +234,11 @@ SUITES = {
     ),
     "tp_layer": Suite(
         what="one dense layer of Megatron's, tensor and sequence parallel over all GPUs; "
-        "megatron_fluid is `--fluid-tp-overlap auto`",
+        "megatron_fluid is `--fluid-tp-overlap auto`. bf16, without fused weight gradients, "
+        "launched one by one: in a CUDA graph linears are NCCL and the GEMM. `--tp-comm-overlap` "
+        "has its defaults, without multicast; another form of it may be faster, as its ring is in "
+        "all scatters of tp_overlap",
+        told={"tokens": ""},
         floor="its four linears alone, on data that is already there",
         others={"megatron": "no overlap", "megatron_te_tp_overlap": "`--tp-comm-overlap`"},
         ours={"fluid_on": "megatron_fluid, `--fluid-tp-overlap on`"},
@@ -231,8 +248,11 @@ SUITES = {
     "tp_overlap": Suite(
         what="a linear under tensor parallelism: `ag-M-N-K` gathers its input, `rs-M-N-K` "
         "reduce-scatters its output, around a GEMM "
-        "of M x N x K on each GPU. Transformer Engine's pipeline has no gather. Flux was "
-        "run on 38 of the shapes before (docs/rivals.md)",
+        "of M x N x K on each GPU. bf16, launched one by one behind a head start: in a CUDA graph "
+        "megatron_fluid's are NCCL and the GEMM. `auto` has a table of these shapes, Transformer "
+        "Engine its defaults, without multicast; its pipeline has no gather. The first table has "
+        "10 of the 79 shapes, all large (docs/results.md says how the others came out). Flux was "
+        "run on 38 before (docs/rivals.md)",
         floor="the GEMM alone",
         others={
             "torch": "NCCL, then the GEMM or before it",
@@ -267,7 +287,7 @@ SUITES = {
     ),
     "grouped_gemm": Suite(
         what="the experts' GEMMs of one GPU, with the rows that four GPUs of 4096 tokens send "
-        "it; main_grad adds to fp32 gradients",
+        "it; main_grad adds to fp32 gradients. The first table has two of the five models",
         others={
             "torch": "torch's grouped GEMM",
             "cublas": "cuBLAS, expert by expert",
@@ -280,6 +300,10 @@ SUITES = {
             "fluid_fp8": "megatron_fluid in fp8",
             "fluid_two_kernels": "megatron_fluid, swiglu in a kernel of its own",
             "fluid_unkept": "megatron_fluid, without fc1's own result",
+        },
+        rivals={
+            "te": "Transformer Engine's grouped GEMMs",
+            "deepgemm_wgrad": "DeepGEMM's weight gradients",
         },
         shown=lambda gpus: "(qwen3-30b-a3b|mixtral-8x7b) .*",
     ),

@@ -100,7 +100,7 @@ def headline(folder: Path = RESULTS) -> str:
     rows = [row for t in lines for row in t.document["rows"] if row["case"] == t.case]
     forced = any(row["config"].get("routing", "forced") == "forced" for row in rows)
     routing = "force" if forced else "an auxiliary loss"
-    source = "[commits, commands and every row](docs/results.md)"
+    source = "[commits, commands and every row](docs/results/pretrain.md)"
     older = " Not measured again since the code changed."
     older = older if any(age(line.document) for line in lines) else ""
     counts = sorted({row["iters"] for line in lines for row in (line.megatron, line.fluid)})

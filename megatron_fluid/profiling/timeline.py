@@ -137,7 +137,7 @@ def read_timeline(document: Mapping[str, Any], title: str) -> Timeline:
     written = document.get(_FACTS) or {}
     facts: dict[str, Any] = json.loads(written) if isinstance(written, str) else written
     steps = int(facts.get("steps", 1))
-    share = f"{1 - _total(exposed) / _total(moving):.1%}" if _total(moving) else "no communication"
+    share = f"{1 - _total(exposed) / _total(moving):.1%}" if moving else "no communication"
     host_gaps = "none of 5 us or more"
     if idle:
         longest = max(e - b for b, e in idle)
