@@ -33,7 +33,7 @@ PARALLEL=(
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 )
 PRECISION=(--bf16)
-if [ "${NNODES:-1}" -eq 1 ]; then
+if [ "${NNODES:-1}" = 1 ]; then
     global_batch=256
     MODEL+=(--num-layers 3)
     MOE+=(--moe-layer-freq '([0]*1+[1]*2)')
@@ -62,7 +62,7 @@ TRAINING=(
 )
 FLUID=(--fluid-moe-backend auto --fluid-fused-optimizer)
 # With pipeline stages an iteration cannot be one graph.
-if [ "${NNODES:-1}" -eq 1 ]; then
+if [ "${NNODES:-1}" = 1 ]; then
     FLUID+=(--fluid-graph)
 fi
 SMOKE=(

@@ -16,6 +16,15 @@ case "${1-}" in
     --print | --smoke) mode=${1#--}; shift ;;
 esac
 
+for name in NNODES NODE_RANK GPUS_PER_NODE MASTER_PORT; do
+    least=1
+    [ $name = NODE_RANK ] && least=0
+    [[ ${!name:-1} =~ ^(0|[1-9][0-9]*)$ && ${!name:-1} -ge $least ]] || {
+        echo "$name: found '${!name}', allowed: a whole number, $least or more" >&2
+        exit 2
+    }
+done
+
 # Made-up tokens, unless the command line names data.
 DATA=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$VOCAB_SIZE")
 case " $* " in

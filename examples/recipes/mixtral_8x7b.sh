@@ -24,7 +24,7 @@ PARALLEL=(
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 )
 PRECISION=(--bf16)
-if [ "${NNODES:-1}" -eq 1 ]; then
+if [ "${NNODES:-1}" = 1 ]; then
     # The moments of Adam in bf16: 46.7B parameters on one node.
     PRECISION+=(--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16)
 else
@@ -44,7 +44,7 @@ TRAINING=(
 )
 FLUID=(--fluid-moe-backend auto --fluid-fused-optimizer)
 # With pipeline stages an iteration cannot be one graph.
-if [ "${NNODES:-1}" -eq 1 ]; then
+if [ "${NNODES:-1}" = 1 ]; then
     FLUID+=(--fluid-graph)
 fi
 SMOKE=(

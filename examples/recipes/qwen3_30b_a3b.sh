@@ -26,7 +26,7 @@ PARALLEL=(
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 )
 PRECISION=(--bf16)
-if [ "${NNODES:-1}" -gt 1 ]; then
+if [ "${NNODES:-1}" != 1 ]; then
     PARALLEL+=(--pipeline-model-parallel-size 2)
 fi
 KERNELS=(
@@ -43,7 +43,7 @@ TRAINING=(
 )
 FLUID=(--fluid-moe-backend auto --fluid-fused-optimizer)
 # With pipeline stages an iteration cannot be one graph.
-if [ "${NNODES:-1}" -eq 1 ]; then
+if [ "${NNODES:-1}" = 1 ]; then
     FLUID+=(--fluid-graph)
 fi
 SMOKE=(
