@@ -155,12 +155,6 @@ def build_text_dataset(
         partial = root / f"{key}.partial.{host}.{os.getpid()}"
         try:
             partial.mkdir()
-        except OSError as error:
-            raise ValueError(
-                f"--text-cache {root}: this folder cannot be written ({error.strerror}), and this "
-                "text is not in it yet; name a folder of your own with --text-cache"
-            ) from None
-        try:
             summary = _tokenise(files, tokenizer, split, partial)
             write_record(partial, summary)
             try:
@@ -170,6 +164,11 @@ def build_text_dataset(
                     _read(folder) is None
                 ):  # a node that does not see our lock may have been faster: same content
                     raise
+        except OSError as error:
+            raise ValueError(
+                f"--text-cache {root}: this folder cannot be written ({error.strerror}), and this "
+                "text is not in it yet; name another folder with --text-cache"
+            ) from None
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     done = _read(folder)
@@ -244,7 +243,10 @@ def _tokenise(
         for path in random.Random(0).sample(
             list(files), len(files)
         ):  # neighbours by name are alike: mix them
-            data = path.read_bytes()
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                raise ValueError(f"--text-path: {path} cannot be read ({error.strerror})") from None
             progress.update(len(data))
             if b"\0" in data[:_SNIFF]:
                 skipped.append(str(path))

@@ -7,14 +7,11 @@ from typing import Any
 import pretrain_defaults as pd
 import pytest
 
-CPU = pd.Machine(
-    ranks=2, cuda=False, transformer_engine=False, wgrad_kernel=False, softmax_kernel=False
-)
+CPU = pd.Machine(2, False, transformer_engine=False, wgrad_kernel=False, softmax_kernel=False)
 GPU = replace(CPU, cuda=True, ranks=4)
 
 
 def parser() -> argparse.ArgumentParser:
-    """A parser with the kinds of arguments that Megatron's has."""
     made = argparse.ArgumentParser(allow_abbrev=False)
     for name, value in pd.default_settings({}, GPU).items():
         flag = "--" + name.replace("_", "-")
@@ -28,10 +25,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def test_what_was_given_is_told_from_what_was_not() -> None:
-    given = pd.given_arguments(
-        parser(), ["--num-layers=7", "--swiglu", "--unknown", "x", "--text-path", "a", "b"]
-    )
-    assert given == {"num_layers": 7, "swiglu": True, "text_path": ["a", "b"]}
+    words = "--num-layers=7 --swiglu --unknown x --text-path a b".split()
+    given = {"num_layers": 7, "swiglu": True, "text_path": ["a", "b"]}
+    assert pd.given_arguments(parser(), words) == given
     assert pd.given_arguments(parser(), ["--help"]) == {}
 
 
@@ -39,8 +35,7 @@ def test_given_flags_win_and_the_rest_is_reported() -> None:
     made = parser()
     shown = pd.set_parser_defaults(made, CPU, ["--num-layers", "7"])
     args = made.parse_args(["--num-layers", "7"])
-    assert args.num_layers == 7
-    assert "--num-layers" not in shown
+    assert args.num_layers == 7 and "--num-layers" not in shown
     assert args.hidden_size == shown["--hidden-size"] == 128
     assert args.swiglu and shown["--swiglu"] is None
 
@@ -63,36 +58,24 @@ SPREADS: list[tuple[int, dict[str, Any], int]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("ranks", "given", "experts_over"), SPREADS)
-def test_experts_spread_over_ranks_that_divide_them(
-    ranks: int, given: dict[str, Any], experts_over: int
-) -> None:
-    chosen = pd.default_settings(given, replace(CPU, ranks=ranks))
-    assert chosen["expert_model_parallel_size"] == experts_over
+def test_experts_spread_over_ranks_that_divide_them() -> None:
+    for ranks, given, experts_over in SPREADS:
+        chosen = pd.default_settings(given, replace(CPU, ranks=ranks))
+        assert chosen["expert_model_parallel_size"] == experts_over, (ranks, given)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "pipeline"), [(1, 1), (2, 1), (4, 1), (16, 1), (2, 2), (4, 2), (16, 2), (8, 4)]
-)
-def test_the_global_batch_does_not_depend_on_the_ranks(ranks: int, pipeline: int) -> None:
-    given, machine = {"pipeline_model_parallel_size": pipeline}, replace(CPU, ranks=ranks)
-    chosen = pd.default_settings(given, machine)
-    assert chosen["global_batch_size"] == 16
-    at_once = chosen["micro_batch_size"] * ranks // pipeline
-    assert 16 % at_once == 0
-    assert 16 // at_once % pipeline == 0, "interleaved pipelines need it"
+def test_the_global_batch_does_not_depend_on_the_ranks() -> None:
+    for ranks, stages in ((1, 1), (2, 1), (4, 1), (16, 1), (2, 2), (4, 2), (16, 2), (8, 4)):
+        given, machine = {"pipeline_model_parallel_size": stages}, replace(CPU, ranks=ranks)
+        chosen = pd.default_settings(given, machine)
+        at_once = chosen["micro_batch_size"] * ranks // stages
+        assert chosen["global_batch_size"] == 16 and 16 % at_once == 0
+        assert 16 // at_once % stages == 0, "interleaved pipelines need it"
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"micro_batch_size": 3},
-        {"rampup_batch_size": [1, 1, 9]},
-        {"step_batch_size_schedule": "0:8"},
-    ],
-)
-def test_a_batch_that_was_described_is_not_described_again(given: dict[str, Any]) -> None:
-    assert "global_batch_size" not in pd.default_settings(given, CPU)
+def test_a_batch_that_was_described_is_not_described_again() -> None:
+    for name in ("micro_batch_size", "rampup_batch_size", "step_batch_size_schedule"):
+        assert "global_batch_size" not in pd.default_settings({name: 3}, CPU)
 
 
 def test_data_flags_choose_the_tokenizer() -> None:
@@ -109,19 +92,16 @@ def test_data_flags_choose_the_tokenizer() -> None:
 
 def test_machines_differ_only_where_they_must() -> None:
     gpu = pd.default_settings({}, GPU)
-    assert gpu["use_gloo_process_groups"] is False
-    assert gpu["bf16"] is True
+    assert gpu["use_gloo_process_groups"] is False and gpu["transformer_impl"] == "local"
+    assert gpu["bf16"] is True and "bf16" not in pd.default_settings({}, CPU)
     assert "bf16" not in pd.default_settings({"fp16": True}, GPU)
-    assert "bf16" not in pd.default_settings({}, CPU)
-    assert gpu["transformer_impl"] == "local"
     # Megatron's own default is to fuse, which torch's FSDP does not go with.
     fused, name = replace(GPU, wgrad_kernel=True), "gradient_accumulation_fusion"
     assert gpu[name] is False and name not in pd.default_settings({}, fused)
     assert pd.default_settings({"use_torch_fsdp2": True}, fused)[name] is False
     with_te = pd.default_settings({}, replace(GPU, transformer_engine=True))
-    assert "transformer_impl" not in with_te
+    assert not {"transformer_impl", "no_persist_layer_norm"} & set(with_te)
     assert with_te["moe_grouped_gemm"] is True
-    assert "no_persist_layer_norm" not in with_te
 
 
 def test_a_model_from_a_checkpoint_is_left_to_it() -> None:
@@ -131,11 +111,9 @@ def test_a_model_from_a_checkpoint_is_left_to_it() -> None:
     assert chosen["save"] == "there"
 
 
-@pytest.mark.parametrize(
-    ("batch", "stages", "ranks"), [(5, 2, 2), (9, 1, 3), (12, 2, 4), (16, 4, 4), (7, 1, 1)]
-)
-def test_microbatches_divide_a_given_global_batch(batch: int, stages: int, ranks: int) -> None:
-    given = {"global_batch_size": batch, "pipeline_model_parallel_size": stages}
-    size = pd.default_settings(given, replace(CPU, ranks=ranks))["micro_batch_size"]
-    replicas = ranks // stages
-    assert batch % (size * replicas) == 0 and batch // (size * replicas) >= stages
+def test_microbatches_divide_a_given_global_batch() -> None:
+    for batch, stages, ranks in ((5, 2, 2), (9, 1, 3), (12, 2, 4), (16, 4, 4), (7, 1, 1)):
+        given = {"global_batch_size": batch, "pipeline_model_parallel_size": stages}
+        size = pd.default_settings(given, replace(CPU, ranks=ranks))["micro_batch_size"]
+        at_once = size * ranks // stages
+        assert batch % at_once == 0 and batch // at_once >= stages

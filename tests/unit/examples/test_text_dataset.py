@@ -1,6 +1,7 @@
 """examples/text_dataset.py: what goes in comes out, once, split for good, and nobody waits for
 ever. examples/text_files.py and text_tokenizers.py: the files that are read, and their tokens."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -46,22 +47,15 @@ def documents(prefix: str | None) -> list[bytes]:
 
 
 def test_every_byte_comes_back_in_exactly_one_split(tmp_path: Path) -> None:
-    texts = {
-        "a.txt": lines(300),
-        "b.txt": bytes(range(1, 256)) * 20,
-        "c.txt": b"no end of line" * 500,
-    }
+    texts = {"a": lines(300), "b": bytes(range(1, 256)) * 20, "c": b"no end of line" * 500}
     files = write(tmp_path / "in", **texts)
     built = build(files, tmp_path, split=(0.7, 0.2, 0.1))
     parts = {split: documents(built.prefixes[split]) for split in td.SPLITS}
     everything = [piece for pieces in parts.values() for piece in pieces]
     assert sorted(b"".join(everything)) == sorted(b"".join(texts.values()))
-    for piece in everything:
-        assert any(piece in text for text in texts.values())
+    assert all(any(piece in text for text in texts.values()) for piece in everything)
     assert {split: sum(map(len, pieces)) for split, pieces in parts.items()} == built.bytes
-    assert {
-        split: sum(map(len, pieces)) + len(pieces) for split, pieces in parts.items()
-    } == built.tokens
+    assert {split: built.bytes[split] + len(parts[split]) for split in parts} == built.tokens
     total = sum(built.bytes.values())
     for split, share in zip(td.SPLITS, (0.7, 0.2, 0.1), strict=True):
         assert abs(built.bytes[split] / total - share) < 0.05
@@ -100,12 +94,14 @@ def test_a_build_that_fails_leaves_nothing_and_can_be_repeated(tmp_path: Path) -
     with pytest.raises(ValueError, match="cannot read"):
         build(files, tmp_path, fails)
     assert fails.encode.call_args.args[1].endswith("a (piece 0)")
+    fails.encode.side_effect = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(ValueError, match=r"--text-cache .*\(No space left .*another folder with"):
+        build(files, tmp_path, fails)
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()] == []
     assert build(files, tmp_path).tokens["train"] > 0
 
 
 def test_waiting_for_a_builder_is_bounded_and_names_its_lock(tmp_path: Path) -> None:
-    """A builder that is killed: tests/faults/test_shared_cache.py."""
     lock = tmp_path / "key.lock"
     with only_builder(lock, 1.0):
         said = pytest.raises(TimeoutError, match=f"{lock}.*--text-wait-minutes")
@@ -115,17 +111,14 @@ def test_waiting_for_a_builder_is_bounded_and_names_its_lock(tmp_path: Path) -> 
         pass
 
 
-def one_bit(content: bytes) -> bytes:
-    return content[:100] + bytes([content[100] ^ 1]) + content[101:]
-
-
 @pytest.mark.parametrize("name", ["dataset.json", "valid.idx", "train.bin"])
 def test_a_damaged_cache_is_refused_by_path(tmp_path: Path, name: str) -> None:
     files = write(tmp_path / "in", a=lines(200))
     built = build(files, tmp_path)
     path = Path(built.folder, name)
     content = path.read_bytes()
-    path.write_bytes(one_bit(content) if name == "train.bin" else content[:40])
+    one_bit = content[:100] + bytes([content[100] ^ 1]) + content[101:]
+    path.write_bytes(one_bit if name == "train.bin" else content[:40])
     with pytest.raises(ValueError, match=f"{path} is damaged: .*remove the folder {built.folder}"):
         build(files, tmp_path)
 
@@ -135,8 +128,8 @@ def test_too_little_text_is_refused_with_figures(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"5 bytes of text.* are too few"):
         build(files, tmp_path)
     built = build(write(tmp_path / "in", a=lines(30)), tmp_path)
-    built.require_length(min(built.tokens["train"], built.tokens["valid"]) - 1)
     shortest = min(built.tokens["train"], built.tokens["valid"])
+    built.require_length(shortest - 1)
     with pytest.raises(ValueError, match=rf"--seq-length {shortest} needs at least {shortest + 1}"):
         built.require_length(shortest)
 
@@ -154,9 +147,6 @@ def test_cutting_loses_nothing_and_ends_pieces_with_lines() -> None:
         pieces = td.cut_text(data, limit)
         assert b"".join(pieces) == data and all(0 < len(piece) <= limit for piece in pieces)
         assert data.count(b"\n") == 0 or all(piece.endswith(b"\n") for piece in pieces)
-
-
-# ---- the files that are read, and their tokens
 
 
 def test_binary_files_in_a_folder_are_left_out_and_listed(tmp_path: Path) -> None:
@@ -177,11 +167,11 @@ def test_files_and_folders_are_found_once_and_hidden_ones_left_out(tmp_path: Pat
 
 
 def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--text-path .*nowhere.txt: no such file or folder"):
-        td.find_text_files([tmp_path / "nowhere.txt"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no files"):
-        td.find_text_files([tmp_path / "empty"])
+    wrong = {"nowhere": "--text-path .*nowhere: no such file or folder", "empty": "holds no files"}
+    for name, said in wrong.items():
+        with pytest.raises(ValueError, match=said):
+            td.find_text_files([tmp_path / name])
     with pytest.raises(ValueError, match="no text was named"):
         td.find_text_files([])
     files = write(tmp_path / "in", a=b"", b=b"")
