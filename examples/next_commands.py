@@ -89,10 +89,11 @@ def next_commands(
             left = step_s * max(0, args.train_iters - done)
         lines += [f"go on where it stopped{about(left)}:", command(ranks, *words, "--resume")]
     elif args.train_iters and saved is not None:
+        # A checkpoint may be of more than what was asked for: then nothing was trained.
         length = (
-            ("--train-samples", args.train_samples)
+            ("--train-samples", max(args.train_samples, args.consumed_train_samples))
             if args.train_samples
-            else ("--train-iters", args.train_iters)
+            else ("--train-iters", max(args.train_iters, done))
         )
         resume = {"--load": args.save, length[0]: str(2 * length[1])}
         words = _without(sys.argv[1:], {*resume, *_NOT_AGAIN})

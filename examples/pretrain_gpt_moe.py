@@ -228,8 +228,8 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
 
 
 def refuse_unsupported(args: argparse.Namespace) -> None:
-    """Name the data modes of Megatron's own script that this one does not have, and what starts it
-    where nothing has given it a rank.
+    """Name the data modes of Megatron's own script that this one does not have, what starts it
+    where nothing has given it a rank, and a length that trains nothing.
 
     Raises:
         ValueError: one of them is asked for, or no launcher has started the script.
@@ -238,6 +238,13 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
         raise ValueError(
             "MASTER_ADDR: found no launcher's; start the script by "
             "`megatron-fluid run --nproc-per-node 2 examples/pretrain_gpt_moe.py`, or by torchrun"
+        )
+    flag, found, least = "--train-iters", args.train_iters, 1
+    if args.train_samples is not None:
+        flag, found, least = "--train-samples", args.train_samples, args.global_batch_size
+    if not args.skip_train and (found or 0) < least:
+        raise ValueError(
+            f"{flag}: found {found}, allowed: {least} or more; --skip-train evaluates alone"
         )
     for name in ("fim_data", "sft", "perform_rl_step", "logits_load_dir"):
         if getattr(args, name, None):

@@ -5,6 +5,7 @@ another.
 
     runs/pretrain_gpt_moe/
         run.json        the command, the machine and the versions of each start
+        run.lock        held by the run that writes here
         data.json       what was trained on
         checkpoints/    Megatron's
         tensorboard/    Megatron's
@@ -18,6 +19,8 @@ named "checkpoints" lies in its run, as above.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import platform
@@ -63,7 +66,8 @@ class RunFolder:
     def choose(
         cls, given: Mapping[str, Any], run: str, save: str | None, resume: bool
     ) -> RunFolder:
-        """Decide whether this run starts or resumes, create its folder, and write to it once.
+        """Decide whether this run starts or resumes, create its folder, write to it once and, on
+        rank 0, lock it.
 
         Args:
             given: the parsed arguments, by destination.
@@ -72,16 +76,10 @@ class RunFolder:
             resume: ``--resume``: train on from the last checkpoint in ``save``, if there is one.
 
         Raises:
-            ValueError: the folder cannot be written, it holds a run that this one would set back,
-                or there is nothing to load.
+            ValueError: the folder cannot be written, another run writes there, it holds a run that
+                this one would set back, or there is nothing to load.
         """
         path = Path(run)
-        found = saved_iteration(save)
-        if found is not None and not _names_a_checkpoint(save, found):
-            raise ValueError(
-                f"{Path(save or '', _TRACKER)}: found {found!r}, allowed: the number of a complete "
-                "iter_ folder beside it, or release; a save was cut off: write the last one into it"
-            )
         load = given.get("load")
         same = load is not None and save is not None and _same(load, save)
         # A job that is restarted by the same command names one folder for --load and --save.
@@ -100,6 +98,19 @@ class RunFolder:
                 "--resume: found no --save; give that of the run to go on with, or --load FOLDER "
                 "in place of --resume"
             )
+        for place in {path, Path(save) if save else path}:
+            _try_to_write(place)
+        if os.environ.get("RANK", "0") == "0":
+            _lock(path)
+        found = saved_iteration(save)
+        last = _last_checkpoint(save) if save is not None and found is None else None
+        if last is not None or (found is not None and not _names_a_checkpoint(save, found)):
+            what = f"no file beside {last}" if found is None else repr(found)
+            raise ValueError(
+                f"{Path(save or '', _TRACKER)}: found {what}, allowed: the number of a complete "
+                "iter_ folder beside it, or release; write the last one into it and give --resume, "
+                "or name another folder with --save"
+            )
         if found is not None:
             if not (resume or same):
                 raise ValueError(
@@ -117,10 +128,7 @@ class RunFolder:
                     f"--ckpt-step {step}: {save} goes on to {found}, and saving into it would set "
                     "it back; name another folder with --save"
                 )
-        folder = cls(path, save, found if resume or same else None)
-        for place in {path, Path(save) if save else path}:
-            _try_to_write(place)
-        return folder
+        return cls(path, save, found if resume or same else None)
 
     def begin(self, args: Any, text: TextDataset | None) -> None:
         """Write what runs and on which data; called by rank 0.
@@ -202,6 +210,13 @@ def _names_a_checkpoint(folder: str | None, found: str) -> bool:
     return known and Path(folder or "", name).is_dir()
 
 
+def _last_checkpoint(folder: str) -> str | None:
+    """The last checkpoint in ``folder``, by what Megatron's formats write when the rest is done."""
+    formats = (".metadata", "metadata.json", "mp_rank_*")
+    found = {path.parent.name for end in formats for path in Path(folder).glob(f"iter_*/{end}")}
+    return max(found, default=None)
+
+
 def _same(one: str, other: str) -> bool:
     return Path(one).resolve() == Path(other).resolve()
 
@@ -219,6 +234,25 @@ def _try_to_write(folder: Path) -> None:
             f"{folder}: this folder for the run cannot be written ({error.strerror}); name another "
             "with --save"
         ) from None
+
+
+def _lock(folder: Path) -> None:
+    """Hold ``folder`` until this process ends, however it ends: processes that it forked, which may
+    live on for a moment, do not hold this kind of lock. Where the file system gives none there is
+    none."""
+    handle = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            return
+        holder = os.read(handle, 300).decode(errors="replace") or "another run"
+        raise ValueError(
+            f"{folder}: found this folder in use by {holder}, allowed: one run at a time; wait for "
+            "its end or stop it, or name another folder with --save"
+        ) from None
+    os.ftruncate(handle, 0)
+    os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
 
 def _read(path: Path, otherwise: Any) -> Any:

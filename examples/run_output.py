@@ -10,6 +10,7 @@ terminal too. Standard error is left alone.
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import re
@@ -52,6 +53,10 @@ class RunOutput:
             if not (found := os.environ.get(name, "0")).isdecimal():
                 allowed = "a whole number, as megatron-fluid run and torchrun set it"
                 sys.exit(f"pretrain_gpt_moe.py: error: {name}: found {found!r}, allowed: {allowed}")
+        port = os.environ.get("MASTER_PORT", "0")
+        if not port.isdecimal() or int(port) > 65535:
+            allowed = "a whole number up to 65535"
+            sys.exit(f"pretrain_gpt_moe.py: error: MASTER_PORT: found {port!r}, allowed: {allowed}")
         self.rank = int(os.environ.get("RANK", "0"))
         self.sequence_length: int | None = None
         self._terminal: TextIO = sys.stdout
@@ -243,6 +248,9 @@ def short_parser(parser: argparse.ArgumentParser, output: RunOutput) -> None:
     full = parser.print_help
 
     def error(message: str) -> NoReturn:
+        if found := re.match(r"unrecognized arguments: (--[\w-]+)", message):
+            near = difflib.get_close_matches(found[1], parser._option_string_actions, 1, 0.8)
+            message += "".join(f"; did you mean {flag}?" for flag in near)
         output.fail(ValueError(message), by_user=True)
 
     def print_help(file: TextIO | None = None, only_ours: bool = False) -> None:

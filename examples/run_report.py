@@ -50,6 +50,8 @@ def run_report(
     ]
     if result.train_losses:
         rows += [("speed", _speed(args, result)), ("training loss", _training(args, result))]
+    elif not args.skip_train:
+        rows.append(("training", _untrained(args)))
     evaluations = list(result.evaluations)
     test = evaluations.pop() if tested and evaluations else None
     if evaluations:
@@ -168,6 +170,15 @@ def _training(args: argparse.Namespace, result: RunResult) -> str:
     return (
         f"{result.train_losses[first]:.4f} -> {result.train_losses[last]:.4f} nats a token "
         f"(iterations {first + 1} and {last + 1}{means})"
+    )
+
+
+def _untrained(args: argparse.Namespace) -> str:
+    unit = "samples" if args.train_samples else "iters"
+    asked = getattr(args, f"train_{unit}")
+    return (
+        f"none: the checkpoint is of iteration {args.iteration}, --train-{unit} is {asked}; more "
+        "trains on from it"
     )
 
 

@@ -32,15 +32,12 @@ pytestmark = [pytest.mark.slow]
 
 @dataclass(frozen=True)
 class Run:
-    """What a run printed, and its exit code."""
-
     code: int
     output: str
 
     @property
     def losses(self) -> dict[int, float]:
-        """Training loss by iteration, from Megatron's log, whose second line is the mean of the
-        first two iterations."""
+        """By iteration, from Megatron's log, whose second line is the mean of the first two."""
         found = re.findall(r"iteration +(\d+)/.*?lm loss: ([0-9.E+-]+)", self.output)
         losses = {int(iteration): float(loss) for iteration, loss in found}
         first = min(losses)
@@ -48,7 +45,6 @@ class Run:
         return losses
 
     def summary(self, name: str) -> str:
-        """One row of the summary that ends a run."""
         ending = self.output.split("run complete", 1)[1]
         found = re.search(rf"^{name} *: (.*(?:\n {{3,}}.*)*)", ending, re.MULTILINE)
         assert found is not None, f"no row {name!r} in the summary"
@@ -59,7 +55,6 @@ VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MEGATRON_FLUID_CP
 
 
 def forked(folder: Path, ranks: int, flags: str) -> Run:
-    """Train the tiny model in ``folder`` with ``ranks`` processes and a short log."""
     return Run(*run_program(SCRIPT, ranks, [*TINY, *shlex.split(flags)], folder, VARIABLES))
 
 
@@ -72,7 +67,6 @@ def succeed(folder: Path, ranks: int, flags: str) -> Run:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the runs happen; it holds some text."""
     where = tmp_path_factory.mktemp("pretrain")
     (where / "text").mkdir()
     for name in ("argparse", "textwrap", "typing"):
@@ -83,21 +77,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Run:
-    """Ten iterations on two ranks, a checkpoint after the fifth and the last."""
     return succeed(folder, 2, "--text-path text --train-iters 10 --save c --save-interval 5")
 
 
-def test_the_loss_falls_on_real_text(trained: Run) -> None:
+def test_the_loss_falls_on_real_text_tokenised_once(trained: Run, folder: Path) -> None:
     assert sorted(trained.losses) == list(range(1, 11))
     assert 5.2 < trained.losses[1] < 6.5  # about ln(257) before anything is learned
     assert trained.losses[10] < trained.losses[1] - 1.0
-
-
-def test_the_text_is_tokenised_once_with_a_progress_bar(trained: Run, folder: Path) -> None:
     assert "tokenising text" in trained.output
-    built = list((folder / "runs" / "text").glob("*/dataset.json"))
-    assert len(built) == 1
-    names = {path.name for path in built[0].parent.iterdir()}
+    (built,) = (folder / "runs" / "text").glob("*/dataset.json")
+    names = {path.name for path in built.parent.iterdir()}
     assert names >= {"train.bin", "train.idx", "valid.bin", "valid.idx"}
 
 
@@ -116,18 +105,12 @@ def test_the_summary_says_what_was_done(trained: Run) -> None:
 
 
 def test_the_held_out_loss_is_megatrons(trained: Run) -> None:
-    megatron = re.findall(
-        r"validation loss at iteration (\d+) on validation set \| lm loss value: ([0-9.E+-]+)",
-        trained.output,
-    )
-    assert [iteration for iteration, _ in megatron] == ["10"]
-    row = re.match(
-        r"(\d\.\d+) nats a token after iteration 10, perplexity ([\d.]+), ([\d.]+) bits a byte",
-        trained.summary("held-out loss"),
-    )
-    assert row is not None
-    loss, perplexity, bits = map(float, row.groups())
-    assert loss == pytest.approx(float(megatron[0][1]), abs=1e-4)
+    said = r"validation loss at iteration 10 on validation set \| lm loss value: ([0-9.E+-]+)"
+    (megatron,) = re.findall(said, trained.output)
+    said = r"^(.+) nats a token after iteration 10, perplexity ([\d.]+), ([\d.]+) bits a byte"
+    (row,) = re.findall(said, trained.summary("held-out loss"))
+    loss, perplexity, bits = map(float, row)
+    assert loss == pytest.approx(float(megatron), abs=1e-4)
     assert perplexity == pytest.approx(2.718281828**loss, rel=1e-2)
     # A little above: the ends of documents are tokens, not bytes.
     assert loss / 0.6931 <= bits < 1.02 * loss / 0.6931
@@ -152,13 +135,10 @@ def test_resuming_goes_on_as_if_never_stopped(trained: Run, folder: Path) -> Non
 
 
 def test_one_rank_with_files_of_its_own_that_stops_early(folder: Path) -> None:
-    flags = "--text-path text/argparse.txt text/typing.txt"
-    flags += " --train-iters 6 --exit-interval 4 --no-defaults save"
-    done = succeed(folder, 1, flags)
-    assert sorted(done.losses) == [1, 2, 3, 4]
-    assert done.losses[4] < done.losses[1]
-    assert "2 files, bytes" in done.summary("data")
-    assert "validation loss" not in done.output
+    flags = "--text-path text/argparse.txt text/typing.txt --train-iters 6 --exit-interval 4"
+    done = succeed(folder, 1, f"{flags} --no-defaults save")
+    assert sorted(done.losses) == [1, 2, 3, 4] and done.losses[4] < done.losses[1]
+    assert "2 files, bytes" in done.summary("data") and "validation loss" not in done.output
 
 
 def errors(done: Run) -> list[str]:
@@ -176,13 +156,13 @@ def test_a_run_is_never_overwritten(trained: Run, folder: Path) -> None:
     assert sorted(path.name for path in (folder / "c").iterdir()) == before
 
 
-def test_a_folder_that_takes_no_files_is_found_before_anything_long(folder: Path) -> None:
+@pytest.mark.parametrize("flags", ["--save a_file/run", "--train-iters 0 --save nothing"])
+def test_what_cannot_be_done_is_found_before_anything_long(folder: Path, flags: str) -> None:
     (folder / "a_file").write_text("")
-    done = forked(folder, 1, "--save a_file/run")
-    assert done.code == 2
-    (line,) = errors(done)
-    assert line.startswith("error: a_file/run: this folder for the run cannot be written")
-    assert "tokenising" not in done.output
+    done = forked(folder, 1, flags)
+    assert done.code == 2 and "tokenising" not in done.output
+    said = ("a_file/run: this folder for the run cannot be", "--train-iters: found 0, allowed: 1 o")
+    assert errors(done)[0].startswith(tuple(f"error: {text}" for text in said))
 
 
 def test_without_a_launcher_the_one_to_take_is_named(folder: Path) -> None:

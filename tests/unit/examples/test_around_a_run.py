@@ -27,7 +27,13 @@ def _args(folder: Path, **given: Any) -> argparse.Namespace:
     (folder / "iter_0000064").mkdir(exist_ok=True)
     settings = pd.default_settings({}, pd.Machine(2, False, False, False, False))
     return argparse.Namespace(
-        **{**settings, "save": str(folder), "train_samples": None, "curr_iteration": 50, **given}
+        **{
+            **settings,
+            "save": str(folder),
+            "train_samples": None,
+            "consumed_train_samples": 0,
+            **given,
+        }
     )
 
 
@@ -55,6 +61,8 @@ def test_the_command_to_train_on_goes_on_training(
     title, command = nc.next_commands(_args(tmp_path, train_iters=65, no_save_optim=True), 60.0)[:2]
     assert title == "go on where it stopped (about 60 s):"
     assert command.endswith(" --lr 1e-3 --no-load-optim --resume")
+    shorter = nc.next_commands(_args(tmp_path, train_iters=3), None)[1]
+    assert f"--load {tmp_path} --train-iters 128 " in shorter
 
 
 @pytest.mark.parametrize(
@@ -109,11 +117,30 @@ def test_a_run_is_not_begun_anew_in_the_folder_that_holds_it(tmp_path: Path, res
         (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(found)
         with pytest.raises(ValueError, match="latest_.*txt: found '.*', allowed: the number of a"):
             RunFolder.choose({}, folder, folder, resume)
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    (tmp_path / "iter_0000064" / ".metadata").touch()
+    with pytest.raises(ValueError, match="txt: found no file beside iter_0000064, allowed: the nu"):
+        RunFolder.choose({}, folder, folder, resume)
 
 
-def test_an_error_at_a_checkpoint_is_one_line_with_its_cause(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_folder_takes_one_run_at_a_time_and_the_next_when_that_is_dead(tmp_path: Path) -> None:
+    codes = []
+    for _ in range(2):
+        if not (rank := os.fork()):
+            code = 5
+            try:
+                RunFolder.choose({}, str(tmp_path), None, resume=False)
+                code = 3
+            except ValueError as error:
+                code = 4 if f"in use by process {os.getppid()} on" in str(error) else 5
+            finally:
+                os._exit(code)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]))
+        RunFolder.choose({}, str(tmp_path), None, resume=False)
+    assert codes == [3, 4]
+
+
+def test_a_checkpoints_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     error = CheckpointException("load", {1: (KeyError("a.weight"), StackSummary())})
     renamed = TimeoutError("no answer from peer 1")
     renamed.__cause__ = error
@@ -124,10 +151,20 @@ def test_an_error_at_a_checkpoint_is_one_line_with_its_cause(
         assert last.startswith(f"error: {begin}") and last.endswith("rank 1: KeyError: 'a.weight'")
 
 
-def test_a_rank_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "zz")
-    with pytest.raises(SystemExit, match="WORLD_SIZE: found 'zz', allowed: a whole number"):
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "MASTER_PORT"])
+def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "zz")
+    with pytest.raises(SystemExit, match=f"{name}: found 'zz', allowed: a whole number"):
         run_output.RunOutput([])
+
+
+def test_an_unknown_flag_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument_group("run").add_argument("--train-iters")
+    run_output.short_parser(parser, run_output.RunOutput([]))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--trian-iters", "5"])
+    assert "arguments: --trian-iters 5; did you mean --train-iters?" in capsys.readouterr().err
 
 
 ITERATION = (
@@ -137,8 +174,6 @@ ITERATION = (
 
 
 class Screen(io.StringIO):
-    """A terminal."""
-
     def isatty(self) -> bool:
         return True
 
