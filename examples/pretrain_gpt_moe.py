@@ -64,6 +64,7 @@ from megatron.training.argument_utils import (
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.dist_signal_handler import all_gather_item
 from pretrain_data import datasets_provider, get_batch, packed_sequences, prepare_text
 from pretrain_defaults import TEXT_CACHE, UNSAVED, Machine, run_folder_of, set_parser_defaults
 from run_folder import RunFolder
@@ -340,15 +341,19 @@ def train(output: RunOutput) -> None:
         # Of a checkpoint that it cannot read Megatron only says so.
         raise finished if args.ckpt_convert_format else SystemExit(finished.code or 1)
     result = record.result()
+    # A run that was complete when the signal came is complete.
+    asked = max(all_gather_item(stop.asked, torch.int32)) if finished is not None else 0
     if output.rank == 0:
         picture = folder.end(result)
         tested = bool(getattr(args, "do_test", False)) and finished is None
-        output.say(run_report(args, text, result, tested, picture, stopped=stop.asked))
+        output.say(run_report(args, text, result, tested, picture, stopped=bool(asked)))
+    if asked:
+        torch.distributed.barrier()  # a launcher ends all ranks when one leaves with this status
     torch.cuda.synchronize()
     FullCudaGraphWrapper.reset_cuda_graph(None)  # NCCL would wait for a graph of its kernels
     torch.distributed.destroy_process_group()
     if finished is not None:
-        raise finished
+        raise SystemExit(finished.code or (asked and 128 + asked))
 
 
 def main(output: RunOutput) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from multiprocessing import popen_spawn_posix, resource_tracker
 from types import FrameType
 from typing import Any
@@ -15,6 +18,7 @@ __all__ = ["StopRequest"]
 
 # torchrun passes on a Ctrl-C that its ranks may have had from the terminal already
 _ONE_REQUEST_S = 2.0
+_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 class StopRequest:
@@ -28,15 +32,12 @@ class StopRequest:
     def __init__(self, exit_signal: int = signal.SIGTERM) -> None:
         self._exit_signal = exit_signal
         self._megatrons: Any = None
-        self._asked_at: float | None = None
+        # The signal that has asked this rank for the end of the run, 0 where none has.
+        self.asked = 0
+        self._asked_at = 0.0
         self._pid = os.getpid()
         # Processes that read data are forked from this one, with its handlers, and see this page.
         self._training = mmap.mmap(-1, 1)
-
-    @property
-    def asked(self) -> bool:
-        """Whether a signal has asked for the end of the run."""
-        return self._asked_at is not None
 
     def install(self) -> None:
         """Take both signals over; Megatron's own handler must be there.
@@ -75,11 +76,11 @@ class StopRequest:
             self._handle_as_reader(number)
             return
         now = time.monotonic()
-        again = self._asked_at is not None and now - self._asked_at > _ONE_REQUEST_S
+        again = self.asked and now - self._asked_at > _ONE_REQUEST_S
         if not self._training[0] or again:
             raise SystemExit(128 + number)
-        if self._asked_at is None:
-            self._asked_at = now
+        if not self.asked:
+            self.asked, self._asked_at = number, now
             self._megatrons(number, frame)
 
     def _handle_as_reader(self, number: int) -> None:
@@ -93,12 +94,14 @@ class StopRequest:
 
 def _shield_helpers(signals: set[int]) -> None:
     """Let processes that are started from here on, not forked, have `signals` blocked: one holds
-    the results of Megatron's saves, and a launcher signals a rank's whole process group."""
+    the results of Megatron's saves, and a launcher signals a rank's whole process group. They end
+    when this process does, however that ends."""
     spawn: Any = popen_spawn_posix.Popen
     launch = spawn._launch
 
     def shielded(popen: Any, process: Any) -> None:
         resource_tracker.ensure_running()  # to start it later would unblock the signals
+        process._target = partial(_end_with, os.getpid(), process._target)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         try:
             launch(popen, process)
@@ -106,3 +109,10 @@ def _shield_helpers(signals: set[int]) -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     spawn._launch = shielded
+
+
+def _end_with(starter: int, target: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Run `target` in a process that the kernel kills when `starter` has ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == starter:  # else it has ended already
+        target(*args, **kwargs)

@@ -175,8 +175,12 @@ def test_without_a_launcher_the_one_to_take_is_named(folder: Path) -> None:
     assert line.startswith("error: MASTER_ADDR") and "`megatron-fluid run --nproc" in line
 
 
-def test_ctrl_c_saves_and_sums_up_and_the_run_resumes(folder: Path) -> None:
-    flags = "--text-path text --save stopped --train-iters"
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_or_one_saves_and_sums_up_and_the_run_resumes(
+    folder: Path, number: signal.Signals
+) -> None:
+    saves = f"stopped_{number}"
+    flags = f"--text-path text --save {saves} --train-iters"
     launcher = [sys.executable, "-m", "megatron_fluid.cli", "run", "--nproc-per-node", "2"]
     kept = {name: value for name, value in os.environ.items() if "MEGATRON_FLUID" not in name}
     with subprocess.Popen(
@@ -193,14 +197,16 @@ def test_ctrl_c_saves_and_sums_up_and_the_run_resumes(folder: Path) -> None:
             for line in process.stdout:
                 seen.append(line)
                 if line.startswith("iteration      3/100000"):
-                    process.send_signal(signal.SIGINT)
+                    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+                    second = int(children.read_text().split()[1])
+                    os.kill(second if number == signal.SIGTERM else process.pid, number)
         finally:
             process.kill()
     done = Run(process.returncode, "".join(seen))
-    assert done.code == 128 + signal.SIGINT, done.output[-3000:]
+    assert done.code == 128 + number, done.output[-3000:]
     assert "Traceback" not in done.output
     assert "megatron_fluid: run stopped by a signal" in done.output
-    saved = int((folder / "stopped" / "latest_checkpointed_iteration.txt").read_text())
+    saved = int((folder / saves / "latest_checkpointed_iteration.txt").read_text())
     assert 3 <= saved < 1000
     assert "--resume" in done.output.split("next ")[1].split("\n")[1]
 
@@ -209,9 +215,9 @@ def test_ctrl_c_saves_and_sums_up_and_the_run_resumes(folder: Path) -> None:
     shown = [line for line in resumed.output.splitlines() if not line.startswith("INFO:")]
     assert len(shown) < 100, "the terminal shows little (pytest's forks INFO); the log has it all"
     assert f"iteration {saved + 1}/{saved + 2}  loss " in resumed.output
-    losses = json.loads((folder / "stopped" / "losses.json").read_text())["train"]
+    losses = json.loads((folder / saves / "losses.json").read_text())["train"]
     assert list(map(int, losses)) == list(range(1, saved + 3))
-    starts = json.loads((folder / "stopped" / "run.json").read_text())
+    starts = json.loads((folder / saves / "run.json").read_text())
     assert [start["resumed_from"] for start in starts] == [None, str(saved)]
-    assert json.loads((folder / "stopped" / "data.json").read_text())["files"] == 3
-    assert "iteration" in (folder / "stopped" / "log-1.txt").read_text()  # Megatron's last rank
+    assert json.loads((folder / saves / "data.json").read_text())["files"] == 3
+    assert "iteration" in (folder / saves / "log-1.txt").read_text()  # Megatron's last rank
