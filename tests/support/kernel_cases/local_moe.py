@@ -58,7 +58,7 @@ def _judged(case: KernelCase) -> KernelCase:
 
 _CALLS = {
     "deepseek-v3": lambda: _moved(_SHAPE.hidden, _SHAPE.top_k, _SHAPE.experts, torch.bfloat16),
-    "22 of 256, fp16": lambda: _moved(4096, 22, 256, torch.float16),
+    "22 of 64, fp16": lambda: _moved(4096, 22, 64, torch.float16),
     "12 of 16": lambda: _plan(12, 16, torch.float16, torch.int64),
     "1 of 1": lambda: _plan(1, 1),
     "packed": _packed,
