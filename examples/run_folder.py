@@ -5,7 +5,7 @@ another.
 
     runs/pretrain_gpt_moe/
         run.json        the command, the machine and the versions of each start
-        run.lock        held by the run that writes here
+        run.lock        held by the run that saves here
         data.json       what was trained on
         checkpoints/    Megatron's
         tensorboard/    Megatron's
@@ -28,6 +28,7 @@ import shlex
 import socket
 import sys
 import time
+import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ class RunFolder:
         cls, given: Mapping[str, Any], run: str, save: str | None, resume: bool
     ) -> RunFolder:
         """Decide whether this run starts or resumes, create its folder, write to it once and, on
-        rank 0, lock it.
+        rank 0 of a run that saves, lock it.
 
         Args:
             given: the parsed arguments, by destination.
@@ -100,7 +101,8 @@ class RunFolder:
             )
         for place in {path, Path(save) if save else path}:
             _try_to_write(place)
-        if os.environ.get("RANK", "0") == "0":
+        # Runs that save nothing overwrite nothing: several evaluate, also while another trains.
+        if save is not None and not given.get("skip_train") and os.environ.get("RANK", "0") == "0":
             _lock(path)
         found = saved_iteration(save)
         last = _last_checkpoint(save) if save is not None and found is None else None
@@ -212,9 +214,11 @@ def _names_a_checkpoint(folder: str | None, found: str) -> bool:
 
 def _last_checkpoint(folder: str) -> str | None:
     """The last checkpoint in ``folder``, by what Megatron's formats write when the rest is done."""
-    formats = (".metadata", "metadata.json", "mp_rank_*")
-    found = {path.parent.name for end in formats for path in Path(folder).glob(f"iter_*/{end}")}
-    return max(found, default=None)
+    done = [*Path(folder).glob("iter_*/.metadata"), *Path(folder).glob("iter_*/metadata.json")]
+    for path in Path(folder).glob("iter_*/mp_rank_*/*.pt"):
+        if zipfile.is_zipfile(path):  # else its write was cut off
+            done.append(path.parent)
+    return max((path.parent.name for path in done), default=None)
 
 
 def _same(one: str, other: str) -> bool:

@@ -7,6 +7,7 @@ import mmap
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -72,24 +73,20 @@ class StopRequest:
                 reader.kill()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:
-            self._handle_as_reader(number)
+        now, reads = time.monotonic(), os.getpid() != self._pid
+        # A launcher signals a rank's whole process group. A process that reads data must outlive
+        # the iteration that its rank finishes, and end after it.
+        if reads and self._training[0] and os.getppid() == self._pid:
             return
-        now = time.monotonic()
         again = self.asked and now - self._asked_at > _ONE_REQUEST_S
-        if not self._training[0] or again:
+        if reads or again:  # at once: a summary would wait for ranks that are elsewhere
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if not self._training[0]:
             raise SystemExit(128 + number)
         if not self.asked:
             self.asked, self._asked_at = number, now
             self._megatrons(number, frame)
-
-    def _handle_as_reader(self, number: int) -> None:
-        """A launcher signals a rank's whole process group. A process that reads data must outlive
-        the iteration that its rank finishes, and end after it."""
-        if self._training[0] and os.getppid() == self._pid:
-            return
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
 
 
 def _shield_helpers(signals: set[int]) -> None:
@@ -101,7 +98,9 @@ def _shield_helpers(signals: set[int]) -> None:
 
     def shielded(popen: Any, process: Any) -> None:
         resource_tracker.ensure_running()  # to start it later would unblock the signals
-        process._target = partial(_end_with, os.getpid(), process._target)
+        # The kernel ends it with the thread that starts it.
+        if process._target is not None and threading.current_thread() is threading.main_thread():
+            process._target = partial(_end_with, os.getpid(), process._target)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         try:
             launch(popen, process)

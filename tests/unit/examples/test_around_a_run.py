@@ -29,15 +29,8 @@ def _args(folder: Path, **given: Any) -> argparse.Namespace:
     (folder / "latest_checkpointed_iteration.txt").write_text("64")
     (folder / "iter_0000064").mkdir(exist_ok=True)
     settings = pd.default_settings({}, pd.Machine(2, False, False, False, False))
-    return argparse.Namespace(
-        **{
-            **settings,
-            "save": str(folder),
-            "train_samples": None,
-            "consumed_train_samples": 0,
-            **given,
-        }
-    )
+    own = {"save": str(folder), "train_samples": None, "consumed_train_samples": 0}
+    return argparse.Namespace(**{**settings, **own, **given})
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +114,9 @@ def test_a_run_is_not_begun_anew_in_the_folder_that_holds_it(tmp_path: Path, res
         with pytest.raises(ValueError, match="latest_.*txt: found '.*', allowed: the number of a"):
             RunFolder.choose({}, folder, folder, resume)
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    (tmp_path / "iter_0000064" / "mp_rank_00").mkdir()
+    (tmp_path / "iter_0000064" / "mp_rank_00" / "cut_off.pt").touch()
+    assert RunFolder.choose({}, folder, folder, resume).resumed is None
     (tmp_path / "iter_0000064" / ".metadata").touch()
     with pytest.raises(ValueError, match="txt: found no file beside iter_0000064, allowed: the nu"):
         RunFolder.choose({}, folder, folder, resume)
@@ -128,19 +124,19 @@ def test_a_run_is_not_begun_anew_in_the_folder_that_holds_it(tmp_path: Path, res
 
 def test_a_folder_takes_one_run_at_a_time_and_the_next_when_that_is_dead(tmp_path: Path) -> None:
     codes = []
-    for _ in range(2):
+    for given in ({}, {}, {"skip_train": True}):
         if not (rank := os.fork()):
             code = 5
             try:
-                RunFolder.choose({}, str(tmp_path), None, resume=False)
+                RunFolder.choose(given, str(tmp_path), str(tmp_path), resume=False)
                 code = 3
             except ValueError as error:
                 code = 4 if f"in use by process {os.getppid()} on" in str(error) else 5
             finally:
                 os._exit(code)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]))
-        RunFolder.choose({}, str(tmp_path), None, resume=False)
-    assert codes == [3, 4]
+        RunFolder.choose({}, str(tmp_path), str(tmp_path), resume=False)
+    assert codes == [3, 4, 3]
 
 
 def test_a_checkpoints_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,8 +199,8 @@ def test_iterations_are_a_bar_on_a_terminal_and_lines_in_a_file(
         assert lines[3:] == ["validation loss 2.0000 at iteration 3", "saved a b at iteration 3"]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_signal_ends_a_rank_unless_it_is_training(training: bool) -> None:
+@pytest.mark.parametrize(("training", "times"), [(True, 1), (False, 1), (True, 2)])
+def test_a_signal_ends_a_rank_unless_it_is_training(training: bool, times: int) -> None:
     if not (rank := os.fork()):
         signal.signal(signal.SIGTERM, lambda *_: None)  # Megatron's
         stop = StopRequest()
@@ -212,11 +208,13 @@ def test_a_signal_ends_a_rank_unless_it_is_training(training: bool) -> None:
             stop.install()
             if training:
                 stop.begin_training()
-            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(times):
+                stop._asked_at -= 3  # seconds
+                os.kill(os.getpid(), signal.SIGTERM)
         finally:
             os._exit(stop.asked)
     code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
-    assert code == (signal.SIGTERM if training else -signal.SIGTERM)
+    assert code == (signal.SIGTERM if training and times == 1 else -signal.SIGTERM)
 
 
 def test_what_holds_a_saves_results_is_deaf_to_signals_and_ends_with_its_rank() -> None:
