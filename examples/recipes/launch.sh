@@ -16,7 +16,7 @@ case "${1-}" in
     --print | --smoke) mode=${1#--}; shift ;;
 esac
 
-for name in NNODES NODE_RANK GPUS_PER_NODE MASTER_PORT; do
+for name in NNODES NODE_RANK MASTER_PORT; do
     least=1
     [ $name = NODE_RANK ] && least=0
     [[ ${!name:-1} =~ ^(0|[1-9][0-9]*)$ && ${!name:-1} -ge $least ]] || {
