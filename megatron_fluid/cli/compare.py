@@ -120,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
         if found < args.warm_up + 2:
             why = "it must be a Megatron training with steps left"
             if found:
-                why = "raise --train-iters or --steps (--load ends at a multiple), lower --warm-up"
+                why = "raise --train-iters or --steps (a run that loads ends at a multiple of it), "
+                why += "or lower --warm-up"
             raise ConfigError(
                 f"COMMAND: found {found} lines 'iteration N/M | ... lm loss: ...' in {log}, at "
                 f"least {args.warm_up + 2} are needed: {why}"

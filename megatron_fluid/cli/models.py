@@ -86,7 +86,7 @@ def wanted_models(args: argparse.Namespace) -> dict[str, Model]:
             not divide.
     """
     if bool(args.models) == bool(args.from_args):
-        raise ConfigError("give MODEL, or --from-args with Megatron's flags")
+        raise ConfigError("give MODEL, or --from-args with Megatron's flags, not both")
     models: dict[str, Model] = {}
     own = set(args.own) - {f"--{flag}" for flag, _ in _FLAGS.values()}
     if late := own.intersection(word.partition("=")[0] for word in args.from_args or ()):
@@ -139,7 +139,7 @@ def model_of_flags(flags: Sequence[str]) -> Model:
     for field in ("hidden", "heads", "sequence"):
         if getattr(parsed, field) is None:
             flag = f"--from-args: --{_FLAGS[field][0]}"
-            raise ConfigError.of(flag, "no such flag", "an integer")
+            raise ConfigError.of(flag, "no such flag", "an integer, as the training has it")
     sizes = {field: getattr(parsed, field) for field in _FLAGS}
     sizes["gated"] = parsed.swiglu or parsed.quick_geglu
     usual = 8 * parsed.hidden // 192 * 64 if parsed.swiglu else 4 * parsed.hidden  # as Megatron's

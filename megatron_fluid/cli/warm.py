@@ -2,8 +2,7 @@
 container image is built.
 
 megatron-fluid warm qwen3-30b-a3b           a model by name, one or several
-megatron-fluid warm --from-args --hidden-size 2048 --num-experts 128 ...
-                                            the flags of a Megatron training, given last
+megatron-fluid warm --from-args FLAGS       all flags of a Megatron training, given last
 
 NVRTC compiles the kernels for Hopper GPUs, which needs no GPU. If there is a GPU, one layer of the
 model also runs forward and backward, which compiles Triton's kernels.
