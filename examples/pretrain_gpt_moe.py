@@ -21,6 +21,7 @@ from __future__ import annotations
 import megatron_fluid  # noqa: F401  # isort: skip
 
 import argparse
+import logging
 import os
 import sys
 import warnings
@@ -41,6 +42,8 @@ if os.environ.get("RANK", "0") != "0":
 # Megatron says at a dozen places what it lacks; main() says it once.
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine and Apex).* not installed.*")
 warnings.filterwarnings("ignore", message="Only transformer-engine>=.* supports MoE experts")
+# That there is no GPU, which was said: also in processes that save, which import this file again.
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 import torch
 

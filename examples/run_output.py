@@ -78,7 +78,6 @@ class RunOutput:
             format="%(levelname)s:%(name)s:%(message)s",
         )
         logging.captureWarnings(True)
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         loud = logging.StreamHandler(sys.stderr)
         loud.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
         loud.addFilter(_worth_showing)
