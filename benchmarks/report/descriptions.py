@@ -90,8 +90,8 @@ SUITES = {
         what="training iterations of the recipes by Megatron-LM's unchanged pretrain_gpt.py on "
         "mock data, with fewer layers (`fewer`) and one sequence a microbatch, where olmoe_1b_7b "
         "has two. Megatron's best flags were searched in `pretrain`, not again for the recipe; "
-        "mixtral_8x7b lacks the fused router that was found later (1.3% there). They give "
-        "gpt_oss_20b other losses (docs/recipes.md)",
+        "mixtral_8x7b lacks the fused router that was found later (1.3% there). Megatron's "
+        "best flags give gpt_oss_20b other losses (docs/recipes.md)",
         told={"microbatches": "16"},
         others={
             "megatron": "the recipe's flags",

@@ -266,7 +266,7 @@ def _explanation(document: Document) -> str:
         "Transformer Engine": "transformer_engine",
     }
     checkouts = dict.fromkeys(row["config"].get("megatron_lm") for row in document["rows"])
-    used = {**document, "megatron_core": next(iter(checkouts)) or document["megatron_core"]}
+    used = {**document, "megatron_core": next(iter(checkouts), None) or document["megatron_core"]}
     versions = [f"{name} {used[key]}" for name, key in packages.items() if used[key]]
     origin = [
         f"{_commands(document)} on {document['gpu']}",

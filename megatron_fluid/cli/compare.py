@@ -198,9 +198,6 @@ def prepare(words: Sequence[str], steps: int, on: bool) -> list[str]:
         raise ConfigError(f"COMMAND: found {found!r}, which names no file SCRIPT.py that exists")
     start, flags = list(words[: scripts[0]]), list(words[scripts[0] + 1 :])
     script = words[scripts[0]]
-    if "--resume" in flags:
-        allowed = "--load FOLDER, as compare leaves --save out, which --resume needs"
-        raise ConfigError.of("--resume", "in COMMAND", allowed)
     text = Path(script).read_text(errors="replace")
     if "megatron_fluid.run" not in start and not _IMPORTS.search(text):
         start = [*(start or [sys.executable]), "-m", "megatron_fluid.run"]
