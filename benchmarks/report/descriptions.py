@@ -293,6 +293,8 @@ SUITES = {
             "cublas": "cuBLAS, expert by expert",
             "deepgemm": "DeepGEMM",
             "deepgemm_fp8": "DeepGEMM",
+            "te": "Transformer Engine's grouped GEMMs by cuBLAS",
+            "te_cutlass": "Transformer Engine's grouped GEMMs by CUTLASS",
         },
         ours={
             "fluid_even": "megatron_fluid, rows spread evenly",
@@ -301,10 +303,7 @@ SUITES = {
             "fluid_two_kernels": "megatron_fluid, swiglu in a kernel of its own",
             "fluid_unkept": "megatron_fluid, without fc1's own result",
         },
-        rivals={
-            "te": "Transformer Engine's grouped GEMMs",
-            "deepgemm_wgrad": "DeepGEMM's weight gradients",
-        },
+        rivals={"deepgemm_wgrad": "DeepGEMM's weight gradients"},
         shown=lambda gpus: "(qwen3-30b-a3b|mixtral-8x7b) .*",
     ),
     "all_to_all": Suite(

@@ -13,7 +13,8 @@ the GEMM's own result, and `torch` and `fluid_two_kernels` with our activation k
 `cublas`, an expert at a time. A case says what each result is off by against the first variant's,
 relatively. `fluid_fp8` is ours of operands that were cast before. `deepgemm` and `deepgemm_fp8` are
 DeepGEMM's, whose experts' rows begin at multiples of 128: it gets them so, and its rate counts the
-rows that there are. All calls are eager, and the host has a head start
+rows that there are. `te` and `te_cutlass` are Transformer Engine's grouped GEMMs, by cuBLAS and
+where NVTE_USE_CUTLASS_GROUPED_GEMM=1 by CUTLASS. All calls are eager, and the host has a head start
 (benchmarks/harness/timing.py).
 """
 
@@ -25,7 +26,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,29 @@ def _ends(case: MoECase, tokens: int, zipf: float, device: torch.device) -> list
     return counts[: case.experts // RANKS].cumsum(0).tolist()
 
 
+def _te_calls(
+    mode: str, a: Sequence[Tensor], b: Sequence[Tensor], out: Tensor, layout: str, **more: Any
+) -> dict[tuple[str, str], Callable[[], Tensor]]:
+    """Transformer Engine's grouped GEMMs into `out`, if it is installed; `layout` as it names it: N
+    and T of `a`, then of `b`."""
+    if not out.is_cuda or importlib.util.find_spec("transformer_engine") is None:
+        return {}
+    multiply = importlib.import_module(
+        "transformer_engine.pytorch.cpp_extensions"
+    ).general_grouped_gemm
+    single = more.pop("single_output", False)
+    outs = [out] if single else list(out.unbind(0))
+    given = {"layout": layout, "single_output": single, **more}
+
+    def call(cutlass: str) -> Tensor:
+        os.environ["NVTE_USE_CUTLASS_GROUPED_GEMM"] = cutlass  # read at every GEMM
+        multiply(list(a), list(b), outs, [None] * len(a), out.dtype, **given)
+        return out
+
+    variants = {"te": "0", "te_cutlass": "1"}
+    return {(mode, name): functools.partial(call, value) for name, value in variants.items()}
+
+
 def _cast(w: Tensor) -> Fp8Matrices:
     """[El, J, K] in fp8, as a product with rows [N, K] reads it."""
     casts = [reference.cast_weights(w[e : e + 1]) for e in range(len(w))]  # not all of it in fp32
@@ -88,6 +112,7 @@ class _Experts:
 
     def __init__(self, case: MoECase, ends: list[int], device: torch.device) -> None:
         self.ends, self.local, n = ends, len(ends), ends[-1]
+        self.counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         self.places: dict[tuple[str, str], Tensor] = {}  # of rows in results that have gaps
         self.even_ends = [n // self.local * (e + 1) for e in range(self.local)]
         self.offsets, self.even = (
@@ -126,7 +151,7 @@ class _Experts:
     ) -> dict[tuple[str, str], Callable[[], Tensor]]:
         """DeepGEMM's products of rows x [N, K] and w [El, J, K], in bf16 and in fp8."""
         library = importlib.import_module("deep_gemm")
-        counts = [end - start for start, end in zip([0, *self.ends], self.ends, strict=False)]
+        counts = self.counts
         room = [-(-count // 128) * 128 for count in counts]
         owners = torch.full((sum(room),), -1, dtype=torch.int32, device=x.device)
         places, start = [], 0
@@ -165,10 +190,20 @@ class _Experts:
                     x, w, self.even, self.even_ends
                 )
             if fp8:
-                rows, matrices = cast_rows(x), _cast(w.transpose(1, 2))
-                found[mode, "fluid_fp8"] = lambda: fp8_grouped_matmul(rows, matrices, self.offsets)
+                rows, blocks = cast_rows(x), _cast(w.transpose(1, 2))
+                found[mode, "fluid_fp8"] = lambda: fp8_grouped_matmul(rows, blocks, self.offsets)
             if x.is_cuda and importlib.util.find_spec("deep_gemm") is not None:
                 found.update(self._rivals(mode, x, w.transpose(1, 2).contiguous()))
+            transposed = w.transpose(1, 2).is_contiguous()
+            matrices = (w.transpose(1, 2) if transposed else w).unbind(0)
+            found.update(
+                _te_calls(
+                    *(mode, matrices, x.split(self.counts), x.new_empty(len(x), w.shape[2])),
+                    "TN" if transposed else "NN",
+                    single_output=True,
+                    m_splits=self.counts,
+                )
+            )
 
         add("fc1", self.x, self.w1.transpose(1, 2))
         found |= self._swiglu()
@@ -235,6 +270,11 @@ class _Experts:
             found[f"{name} main_grad", "cublas"] = cublas
             if can_add_weight_grads(left, right) and takes_main_grads(outputs):
                 found[f"{name} main_grad", "fluid"] = add
+            rows = right.split(self.counts), left.split(self.counts)
+            fresh, shared = torch.empty_like(main, dtype=left.dtype), {"m_splits": self.counts}
+            found |= _te_calls(f"{name} wgrad", *rows, fresh, "NT", grad=True, **shared)
+            shared |= {"grad": True, "accumulate": True}
+            found |= _te_calls(f"{name} main_grad", *rows, main, "NT", **shared)
         return found
 
 

@@ -8,7 +8,11 @@ megatron_fluid.
 
 One process a variant a round, the variants in turn (A B C, A B C), on mock data and with forced
 load balancing (cases `qwen3-30b-a3b-forced`), or as a router chooses that an auxiliary loss
-balances. `megatron_best` has the flags that benchmarks/tune/megatron_best.py found to be fastest.
+balances. `megatron_best` has the flags that benchmarks/tune/megatron_best.py found to be fastest
+(`flags`). All variants have the model's own attention and router (benchmarks/cases/model_flags.py).
+With `--micro-batch-size N` a microbatch has N sequences and an iteration as many as before (cases
+`qwen3-30b-a3b-mbs2`). `graph_overflows`: how many iterations of each process ran twice, since the
+graph had no room for an expert's rows.
 An iteration is forward, backward and optimizer of all microbatches, timed on the slowest rank; the
 first ones of each process are left out. A variant that fails is named, and the others are measured;
 one that cannot be run here is named with the reason, in the rows' `absent`, too. Rows hold the
@@ -38,6 +42,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.cases.model_flags import MODEL_FLAGS
 from benchmarks.cases.parallel_layouts import LAYOUTS, Layout
 from benchmarks.cases.pretrain import (
     CASES,
@@ -59,6 +64,8 @@ __all__ = ["ROOT", "Measured", "main", "measure_once", "peak_flops"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _DENSE_BF16 = {"H100": 989.4e12, "H200": 989.4e12, "H800": 989.4e12, "A100": 312e12}
+# What patches/iteration_graph.py says of an iteration that runs again.
+_NO_ROOM = "more expert rows than the CUDA graph has room for"
 
 
 def peak_flops(device: str) -> float | None:
@@ -71,10 +78,12 @@ def peak_flops(device: str) -> float | None:
 
 @dataclass
 class Measured:
-    """What the processes of one variant have given: ``rounds`` the reports of pretrain_rank.py."""
+    """What the processes of one variant have given: ``rounds`` the reports of pretrain_rank.py,
+    ``flags`` what it has beside those that all variants share."""
 
     rounds: list[dict[str, Any]] = field(default_factory=list)
     failure: str | None = None
+    flags: str = ""
 
     def row(self, case: str, variant: str, warm_up: int, ranks: int, **config: Any) -> Row:
         """All iterations after each process's warm-up as one row."""
@@ -93,6 +102,8 @@ class Measured:
             "first_iteration_s": [one["seconds"][0] for one in self.rounds],
             "median_ms_by_round": by_round,
             "overlap": first["overlap"],
+            "flags": self.flags,
+            "graph_overflows": [one["overflows"] for one in self.rounds],
         }
         if traces := [one["kernels"] for one in self.rounds if one.get("kernels")]:
             figures["kernels"] = traces[-1]
@@ -111,8 +122,9 @@ class Measured:
 def measure_once(
     case: PretrainCase, variant: Variant, layout: Layout, ranks: int, iterations: int,
     limit_s: float, log: Path, kernels: bool = False, routing: str = "forced",
+    more: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """One process a rank, from start to end; the report of rank 0.
+    """One process a rank, from start to end; the report of rank 0. more: flags after all others.
 
     Raises:
         RuntimeError: the processes failed or took longer than ``limit_s``; the message holds the
@@ -142,6 +154,7 @@ def measure_once(
             ),
             *flags_of(variant, ranks, gpu),
             *layout.flags,
+            *more,
             *("--data-cache-path", scratch),
         ]
         with open(log, "w", encoding="utf-8") as words:
@@ -163,6 +176,7 @@ def measure_once(
         if code or not result.is_file():
             raise RuntimeError(f"exit code {code}: {_why(log)}")
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        found["overflows"] = log.read_text(errors="replace").count(_NO_ROOM)
         return found
 
 
@@ -214,7 +228,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layouts", default="ep", help=f"{', '.join(LAYOUTS)} (%(default)s)")
     parser.add_argument("--routing", choices=ROUTINGS, default="real", help="(%(default)s)")
     parser.add_argument(
-        "--microbatches", type=int, default=None, help="of an iteration (default: the case's)"
+        "--microbatches", type=positive, default=None, help="of one sequence (default: the case's)"
+    )
+    parser.add_argument(
+        "--micro-batch-size", type=positive, default=1, help="sequences a microbatch (%(default)s)"
     )
     parser.add_argument("--ranks", type=int, default=None, help="default: NPROC, one a GPU, or 2")
     parser.add_argument("--limit", type=float, default=420.0, help="seconds a process may take")
@@ -267,10 +284,15 @@ def _run(
     failed: list[str] = []
     for model, layout in problems:
         case = model if layout == "ep" else f"{model}-{layout}"
+        sequences = options.micro_batch_size
+        case += f"-mbs{sequences}" if sequences > 1 else ""
         case += "-forced" if options.routing == "forced" else ""
         shape = CASES[model]
         if options.microbatches is not None:
             shape = dataclasses.replace(shape, microbatches=options.microbatches)
+        if shape.microbatches % sequences:
+            failed.append(f"{case}: {shape.microbatches} sequences a GPU are no whole microbatches")
+            continue
         measured = {name: Measured() for name in variants}
         done = list(rows)
         for turn in range(options.rounds):
@@ -287,6 +309,7 @@ def _run(
                         print(f"{case} {name} is absent: {absent[name]}", flush=True)
                         continue
                     variant = best
+                one.flags = _beside(variant, ranks)
                 try:
                     one.rounds.append(
                         measure_once(
@@ -299,6 +322,7 @@ def _run(
                             logs / f"{case}-{name}-{turn}.txt",
                             options.kernels,
                             options.routing,
+                            [*MODEL_FLAGS[model], "--micro-batch-size", str(sequences)],
                         )
                     )
                 except RuntimeError as error:
@@ -310,8 +334,9 @@ def _run(
                 rows = done + [
                     kept.row(
                         *(case, label, options.warm_up, ranks),
-                        **_config(shape, ranks, layout),
+                        **_config(shape, ranks, layout, sequences),
                         routing=options.routing,
+                        model_flags=" ".join(MODEL_FLAGS[model]),
                         absent=absent,
                     )
                     for label, kept in measured.items()
@@ -326,13 +351,21 @@ def _run(
     return int(bool(failed))
 
 
-def _config(case: PretrainCase, ranks: int, layout: str) -> dict[str, Any]:
+def _beside(variant: Variant, ranks: int) -> str:
+    """A variant's environment and flags, and the shared flags that it leaves out, as words."""
+    environment = [f"{name}={value}" for name, value in variant.environment.items()]
+    flags = flags_of(variant, ranks, torch.cuda.is_available())
+    return " ".join([*environment, *flags, *(f"(without {flag})" for flag in variant.without)])
+
+
+def _config(case: PretrainCase, ranks: int, layout: str, sequences: int) -> dict[str, Any]:
     several = int(ranks > 1)
     return {
         "layers": case.layers[several],
         "experts": case.experts[several],
         "sequence": case.sequence,
-        "microbatches": case.microbatches,
+        "microbatches": case.microbatches // sequences,
+        "micro_batch_size": sequences,
         "layout": layout,
         "expert_parallel": LAYOUTS[layout].expert_parallel or ranks,
         "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.cases.model_flags import MODEL_FLAGS
 from benchmarks.cases.parallel_layouts import LAYOUTS
 from benchmarks.cases.pretrain import BEST, CASES, OPTIONS, ROUTINGS, Variant
 from benchmarks.harness.options import chosen
@@ -203,12 +204,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         with tempfile.TemporaryDirectory() as logs:
 
-            def measure(variant: Variant, logs: str = logs, case: Any = case) -> dict[str, Any]:
+            def measure(
+                variant: Variant, logs: str = logs, case: Any = case, name: str = name
+            ) -> dict[str, Any]:
                 log, layout = Path(logs, "log.txt"), LAYOUTS["ep"]
                 steps, limit = options.iters, options.limit
-                return measure_once(
-                    case, variant, layout, ranks, steps, limit, log, routing=options.routing
-                )
+                given: dict[str, Any] = {"routing": options.routing, "more": MODEL_FLAGS[name]}
+                return measure_once(case, variant, layout, ranks, steps, limit, log, **given)
 
             try:
                 search(names, measure, options.warm_up, keep, begin)
