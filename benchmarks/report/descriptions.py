@@ -60,10 +60,10 @@ _A2A = "Megatron with Transformer Engine, a2a"
 SUITES = {
     "pretrain": Suite(
         what="whole training iterations through Megatron's own loop on mock data: forward, "
-        "backward and optimizer of all microbatches of one sequence a GPU; a model's own widths "
-        "but for Qwen3's attention (heads of 64 in place of 128), fewer layers, and on one GPU 64 "
-        "of DeepSeek-V3's 256 experts. Softmax routers without groups and expert biases; neither "
-        "norms of queries and keys nor multi-token prediction",
+        "backward and optimizer of 16 sequences a GPU, one a microbatch, in cases named `-mbs` as "
+        "many as they say; a model's own widths, attention and router, fewer layers, and on one "
+        "GPU 64 of DeepSeek-V3's 256 experts. A vocabulary of 32,000 and no multi-token "
+        "prediction; Qwen3's and DeepSeek-V3's experts are balanced as the others' are",
         told={"microbatches": "4", "routing": "forced"},
         others={
             "megatron": "Transformer Engine",

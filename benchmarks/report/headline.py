@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,23 +15,26 @@ from megatron_fluid.cli.models import MODELS
 __all__ = ["Compared", "between_hosts", "compared", "headline", "wire_shares"]
 
 _GPUS = (1, 2)  # of the iterations that are shown
+LARGER = (2, 4)
+"""Sequences a microbatch, of gains beside those with one."""
+_SEQUENCES = re.compile(r"-mbs\d")
 
 
 class Compared(NamedTuple):
     """The rows of Megatron's and of our fastest variant, of one case of a file; held: how much of
-    the model was trained."""
+    the model was trained; larger: the gains with more than one sequence a microbatch."""
 
     case: str
     held: str
     megatron: Mapping[str, Any]
     fluid: Mapping[str, Any]
     document: Mapping[str, Any]
+    larger: Mapping[int, str]
 
     @property
     def gain(self) -> str:
-        """How many times faster; gains of a few per cent with one more digit."""
-        ratio = self.megatron["median_ms"] / self.fluid["median_ms"]
-        return f"{ratio:.2f}" if ratio < 1.2 else f"{ratio:.1f}"
+        """How many times faster."""
+        return _gain(self.megatron, self.fluid)
 
     @property
     def date(self) -> str:
@@ -43,6 +47,12 @@ class Compared(NamedTuple):
         return f"{self.document['gpus']} {self.document['gpu'].removeprefix('NVIDIA ')}"
 
 
+def _gain(megatron: Mapping[str, Any], fluid: Mapping[str, Any]) -> str:
+    """How many times faster; gains of a few per cent with one more digit."""
+    ratio = megatron["median_ms"] / fluid["median_ms"]
+    return f"{ratio:.2f}" if ratio < 1.2 else f"{ratio:.1f}"
+
+
 def compared(folder: Path) -> Iterator[Compared]:
     """Training iterations, bf16 beside bf16: of today's code, or else of the newest commit."""
     found = list(_of_all_versions(folder))
@@ -52,20 +62,32 @@ def compared(folder: Path) -> Iterator[Compared]:
 
 
 def _of_all_versions(folder: Path) -> Iterator[Compared]:
-    suite = SUITES["pretrain"]
     for gpus in _GPUS:
         found = best_of(folder, "pretrain", gpus)
         if found is None or not found[1]["cuda"]:
             continue
         document = found[1]
         bf16 = [r for r in document["rows"] if not r["variant"].endswith("fp8")]
-        for case, mode in by_case(bf16):
-            rows = [r for r in bf16 if (r["case"], r["mode"]) == (case, mode)]
-            others = [r for r in rows if r["variant"] in suite.others]
-            ours = [r for r in rows if r["variant"].startswith("fluid")]
-            if mode == "train" and others and ours:
-                best = (min(some, key=lambda row: row["median_ms"]) for some in (others, ours))
-                yield Compared(case, _layers(document, case), *best, document)
+        best = {case: _best(bf16, case) for case, mode in by_case(bf16) if mode == "train"}
+        for case, pair in best.items():
+            if pair is None or _SEQUENCES.search(case):
+                continue
+            found_of = {n: best.get(f"{case}-mbs{n}") for n in LARGER}
+            larger = {n: _gain(*more) for n, more in found_of.items() if more is not None}
+            yield Compared(case, _layers(document, case), *pair, document, larger)
+
+
+def _best(
+    rows: Sequence[Mapping[str, Any]], case: str
+) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """The rows of the fastest of Megatron's variants and of ours, where a case has both."""
+    of_case = [row for row in rows if (row["case"], row["mode"]) == (case, "train")]
+    others = [row for row in of_case if row["variant"] in SUITES["pretrain"].others]
+    ours = [row for row in of_case if row["variant"].startswith("fluid")]
+    if not others or not ours:
+        return None
+    megatron, fluid = (min(some, key=lambda row: row["median_ms"]) for some in (others, ours))
+    return megatron, fluid
 
 
 def _layers(document: Mapping[str, Any], case: str) -> str:
@@ -93,10 +115,12 @@ def headline(folder: Path = RESULTS) -> str:
                 for row in (line.megatron, line.fluid)
             ),
             f"**{line.gain}**",
+            *(line.larger.get(n, "") for n in LARGER),
         ]
         for line in lines
     ]
-    table = markdown([*head, "megatron_fluid", "times faster"], cells)
+    head += ["megatron_fluid", "times faster", *(f"with {n} sequences" for n in LARGER)]
+    table = markdown(head, cells)
     rows = [row for t in lines for row in t.document["rows"] if row["case"] == t.case]
     forced = any(row["config"].get("routing", "forced") == "forced" for row in rows)
     routing = "force" if forced else "an auxiliary loss"

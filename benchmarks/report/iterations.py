@@ -16,15 +16,18 @@ FILE = Path(__file__).resolve().parents[2] / "megatron_fluid" / "plan" / "iterat
 
 def iterations(folder: Path = RESULTS) -> str:
     """The fastest bf16 iteration of Megatron with Transformer Engine, and with megatron_fluid, for
-    each model and number of GPUs that the suite `pretrain` has measured, as JSON. Figures of an
+    each model and number of GPUs that the suite `pretrain` has measured with one sequence a
+    microbatch, as JSON. Figures of an
     earlier version (`earlier`) stand where there are none of this one."""
     found: list[dict[str, Any]] = []
     files = [
         *sorted(folder.glob("pretrain-*.json")),
         *sorted(folder.glob("archive/pretrain-*.json")),
     ]
-    for document in sorted(map(read_results, files), key=age):
-        rows = [row for row in document["rows"] if not row["variant"].endswith("_fp8")]
+    newest = sorted(map(read_results, files), key=lambda document: document["date"], reverse=True)
+    for document in sorted(newest, key=age):
+        bf16 = (row for row in document["rows"] if not row["variant"].endswith("_fp8"))
+        rows = [row for row in bf16 if row["config"].get("micro_batch_size", 1) == 1]
         for case in dict.fromkeys(row["case"] for row in rows):
             fastest = {
                 kind: min(

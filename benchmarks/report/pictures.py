@@ -90,7 +90,8 @@ def draw_overview(folder: Path = RESULTS, chart: Path = CHART) -> Path:
 
 def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
     """Draw tokens/s of whole training iterations, with Megatron and with megatron_fluid, and the
-    spread of iterations; a row per model of which both were measured, else per model. Beside them
+    spread of iterations; a row per model of which both were measured, else per model, of one
+    sequence a microbatch where there are such. Beside them
     the losses of each variant's steps, which coincide. Written next to the results unless `picture`
     is given."""
     from matplotlib.figure import Figure
@@ -100,7 +101,8 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
     plain = dict.fromkeys(("megatron", "fluid"), "without CUDA graphs")
     words = {**suite.others, **suite.ours, **plain}
     megatrons = {r["case"] for r in document["rows"] if r["variant"].startswith("megatron")}
-    cases = list(dict.fromkeys(row["case"] for row in document["rows"]))
+    shown = [r for r in document["rows"] if r["config"].get("micro_batch_size", 1) == 1]
+    cases = list(dict.fromkeys(row["case"] for row in shown or document["rows"]))
     cases = [case for case in cases if case in megatrons] or cases
     numbers = [sum(row["case"] == case for row in document["rows"]) for case in cases]
     heights = [1.0 + 0.62 * number for number in numbers]

@@ -259,7 +259,7 @@ def _explanation(document: Document) -> str:
     for name, usual in suite.told.items():
         values = dict.fromkeys(str(row["config"].get(name, usual)) for row in document["rows"])
         if shown := ", ".join(_ROUTINGS.get(value, value) for value in filter(None, values)):
-            what += f"{name.capitalize()}: {shown}. "
+            what += f"{name.replace('_', ' ').capitalize()}: {shown}. "
     packages = {
         "torch": "torch",
         "Megatron-Core": "megatron_core",
