@@ -85,6 +85,8 @@ def wanted_models(args: argparse.Namespace) -> dict[str, Model]:
         ConfigError: an unknown name, no model, names beside flags, or experts that the ranks do
             not divide.
     """
+    if args.from_args == [] and args.models and args.models[0].startswith("-"):
+        args.from_args, args.models = args.models, []  # behind `--`, as `compare` takes its command
     if bool(args.models) == bool(args.from_args):
         raise ConfigError("give MODEL, or --from-args with Megatron's flags, not both")
     models: dict[str, Model] = {}
