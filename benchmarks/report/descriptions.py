@@ -60,10 +60,10 @@ _A2A = "Megatron with Transformer Engine, a2a"
 SUITES = {
     "pretrain": Suite(
         what="whole training iterations through Megatron's own loop on mock data: forward, "
-        "backward and optimizer of 16 sequences a GPU, one a microbatch, in cases named `-mbs` as "
-        "many as they say; a model's own widths, attention and router, fewer layers, and on one "
-        "GPU 64 of DeepSeek-V3's 256 experts. A vocabulary of 32,000 and no multi-token "
-        "prediction; Qwen3's and DeepSeek-V3's experts are balanced as the others' are",
+        "backward and optimizer of 16 sequences a GPU, one a microbatch, two or four where a case "
+        "ends in -mbs2 or -mbs4; a model's own widths, attention and router, fewer layers, and on "
+        "one GPU 64 of DeepSeek-V3's 256 experts. A vocabulary of 32,000 and no multi-token "
+        "prediction; all are balanced by the same auxiliary loss, not their own",
         told={"microbatches": "4", "routing": "forced"},
         others={
             "megatron": "Transformer Engine",
@@ -126,7 +126,8 @@ SUITES = {
             "megatron_te_alltoall": "alltoall dispatcher",
             "megatron_te_allgather": "allgather dispatcher",
             "megatron_te_overlap_wgrad": "alltoall dispatcher with weight gradients overlapped",
-            "megatron_te_single_launch": "Transformer Engine's single-launch grouped GEMM",
+            "megatron_te_single_launch": "alltoall dispatcher, the variable for a grouped GEMM in "
+            "one launch, which needs a newer cuBLAS and did nothing here",
             "megatron_te_cutlass": "alltoall dispatcher, Transformer Engine's CUTLASS grouped GEMM",
             "megatron_te_allgather_cutlass": "allgather dispatcher, CUTLASS grouped GEMM",
             "megatron_te_fp8": "alltoall dispatcher, fp8 blockwise",
@@ -287,7 +288,8 @@ SUITES = {
     ),
     "grouped_gemm": Suite(
         what="the experts' GEMMs of one GPU, with the rows that four GPUs of 4096 tokens send "
-        "it; main_grad adds to fp32 gradients. The first table has two of the five models",
+        "it; main_grad adds to fp32 gradients. The first table has two of the five models. For "
+        "weight gradients Transformer Engine falls back from CUTLASS to cuBLAS",
         others={
             "torch": "torch's grouped GEMM",
             "cublas": "cuBLAS, expert by expert",

@@ -33,8 +33,9 @@ class Compared(NamedTuple):
 
     @property
     def gain(self) -> str:
-        """How many times faster."""
-        return _gain(self.megatron, self.fluid)
+        """How many times faster; gains of a few per cent with one more digit."""
+        ratio = _ratio(self.megatron, self.fluid)
+        return f"{ratio:.2f}" if ratio < 1.2 else f"{ratio:.1f}"
 
     @property
     def date(self) -> str:
@@ -47,10 +48,8 @@ class Compared(NamedTuple):
         return f"{self.document['gpus']} {self.document['gpu'].removeprefix('NVIDIA ')}"
 
 
-def _gain(megatron: Mapping[str, Any], fluid: Mapping[str, Any]) -> str:
-    """How many times faster; gains of a few per cent with one more digit."""
-    ratio = megatron["median_ms"] / fluid["median_ms"]
-    return f"{ratio:.2f}" if ratio < 1.2 else f"{ratio:.1f}"
+def _ratio(megatron: Mapping[str, Any], fluid: Mapping[str, Any]) -> float:
+    return float(megatron["median_ms"] / fluid["median_ms"])
 
 
 def compared(folder: Path) -> Iterator[Compared]:
@@ -73,7 +72,7 @@ def _of_all_versions(folder: Path) -> Iterator[Compared]:
             if pair is None or _SEQUENCES.search(case):
                 continue
             found_of = {n: best.get(f"{case}-mbs{n}") for n in LARGER}
-            larger = {n: _gain(*more) for n, more in found_of.items() if more is not None}
+            larger = {n: f"{_ratio(*more):.2f}" for n, more in found_of.items() if more is not None}
             yield Compared(case, _layers(document, case), *pair, document, larger)
 
 
@@ -104,7 +103,7 @@ def _layers(document: Mapping[str, Any], case: str) -> str:
 def headline(folder: Path = RESULTS) -> str:
     """A few rows for the README's first screen, a training step each."""
     lines = list(compared(folder))
-    head = ["training iteration, best against best", "Megatron + Transformer Engine"]
+    head = ["training iteration, one sequence a microbatch", "Megatron + Transformer Engine"]
     dates = sorted(line.date for line in lines)
     measured = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     cells = [
@@ -119,7 +118,7 @@ def headline(folder: Path = RESULTS) -> str:
         ]
         for line in lines
     ]
-    head += ["megatron_fluid", "times faster", *(f"with {n} sequences" for n in LARGER)]
+    head += ["megatron_fluid", "times faster", *(f"with {n} a microbatch" for n in LARGER)]
     table = markdown(head, cells)
     rows = [row for t in lines for row in t.document["rows"] if row["case"] == t.case]
     forced = any(row["config"].get("routing", "forced") == "forced" for row in rows)
@@ -130,8 +129,8 @@ def headline(folder: Path = RESULTS) -> str:
     counts = sorted({row["iters"] for line in lines for row in (line.megatron, line.fluid)})
     samples = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     said = (
-        f"Medians of {samples} iterations (tenth to ninetieth percentile), measured {measured}, in "
-        f"bf16, experts balanced by {routing}: {source}."
+        f"Medians of {samples} iterations (tenth to ninetieth percentile), {measured}, bf16, "
+        f"experts balanced by {routing}: {source}."
     )
     return f"{table}\n\n{said}{older}"
 

@@ -17,15 +17,14 @@ FILE = Path(__file__).resolve().parents[2] / "megatron_fluid" / "plan" / "iterat
 def iterations(folder: Path = RESULTS) -> str:
     """The fastest bf16 iteration of Megatron with Transformer Engine, and with megatron_fluid, for
     each model and number of GPUs that the suite `pretrain` has measured with one sequence a
-    microbatch, as JSON. Figures of an
+    microbatch, as JSON. Of earlier versions that differ the smallest gain stands. Figures of an
     earlier version (`earlier`) stand where there are none of this one."""
     found: list[dict[str, Any]] = []
     files = [
         *sorted(folder.glob("pretrain-*.json")),
         *sorted(folder.glob("archive/pretrain-*.json")),
     ]
-    newest = sorted(map(read_results, files), key=lambda document: document["date"], reverse=True)
-    for document in sorted(newest, key=age):
+    for document in sorted(map(read_results, files), key=age):
         bf16 = (row for row in document["rows"] if not row["variant"].endswith("_fp8"))
         rows = [row for row in bf16 if row["config"].get("micro_batch_size", 1) == 1]
         for case in dict.fromkeys(row["case"] for row in rows):
@@ -39,8 +38,13 @@ def iterations(folder: Path = RESULTS) -> str:
             }
             megatron, fluid = fastest["megatron"], fastest["fluid"]
             where = {"model": case.removesuffix("-forced"), "gpus": document["gpus"]}
-            if megatron is None or fluid is None or any(where.items() <= f.items() for f in found):
+            if megatron is None or fluid is None:
                 continue
+            known = next((entry for entry in found if where.items() <= entry.items()), None)
+            gain = megatron["median_ms"] / fluid["median_ms"]
+            if known and (not known["earlier"] or known["megatron_ms"] / known["fluid_ms"] <= gain):
+                continue
+            found = [entry for entry in found if entry is not known]
             found.append(where | {
                 "gpu": document["gpu"].removeprefix("NVIDIA "),
                 "date": fluid["config"].get("measured", document["date"][:10]),

@@ -82,7 +82,9 @@ def draw_overview(folder: Path = RESULTS, chart: Path = CHART) -> Path:
     axis.set_xlim(0, 1.15 * max(best))
     axis.spines[["top", "right"]].set_visible(False)
     dates = sorted({line.date for line in lines})
-    axis.set_xlabel(f"ms, a training iteration in bf16, {' to '.join(dates)}")
+    axis.set_xlabel(
+        f"ms, a training iteration in bf16, one sequence a microbatch, {' to '.join(dates)}"
+    )
     names = ["Megatron + Transformer Engine, the fastest flags tried", "with megatron_fluid"]
     figure.legend(axis.containers, names, loc="outside upper center", ncols=2, frameon=False)
     return _save(figure, chart)

@@ -183,6 +183,10 @@ class _Megatron(nn.Module):
             attention_dropout=0.0,
             gradient_accumulation_fusion=False,
             masked_softmax_fusion=False,
+            # As Megatron's command line has them.
+            bias_activation_fusion=True,
+            bias_dropout_fusion=True,
+            apply_rope_fusion=True,
         )
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=case.moe.experts, moe_grouped_gemm=True
