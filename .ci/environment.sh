@@ -26,10 +26,17 @@ python=$(find_python) || {
     echo "No Python 3.12 or 3.13 that can make virtual environments was found; install one, for example with: pyenv install 3.12" >&2
     exit 1
 }
-echo "environment: $("$python" --version) of $python -> $folder"
+echo "environment: $("$python" --version) of $python -> $folder; about 6 GB are installed, which takes one to three minutes"
 "$python" -m venv "$folder"
-"$folder/bin/python" -m pip install --quiet --constraint "$root/.ci/constraints.txt" setuptools
 cd "$root"
-"$folder/bin/python" -m pip install --no-compile --constraint .ci/constraints.txt --no-build-isolation --editable '.[megatron,dev]'
-# On all cores, where pip takes one. Of transformers little is imported. What does not compile is no module of this Python: a template, say.
-"$folder/bin/python" -W ignore -m compileall -q -j 0 -x /transformers/ "$folder/lib" >/dev/null || true
+install() { "$folder/bin/python" -m pip install --no-compile --constraint .ci/constraints.txt "$@"; }
+# pip takes one core, and torch with its libraries takes as long as all else: both at once, behind what both need. What fails here is
+# tried again below, and says why.
+install --quiet setuptools Jinja2 filelock fsspec typing_extensions
+install --quiet torch 2>/dev/null &
+grep -Ev '^(#|torch=|triton=|megatron-core=)' .ci/constraints.txt | xargs "$folder/bin/python" -m pip install --quiet --no-compile 2>/dev/null || true
+wait
+install --no-build-isolation --editable '.[megatron,dev]'
+# On all cores, where pip takes one. Not what is seldom imported. What does not compile is no module of this Python: a template, say.
+seldom='/(transformers|sympy|networkx|matplotlib|fontTools|mypy|mypyc|pygments|babel|mkdocs|material|tensorboard|huggingface_hub|tests|testing)/'
+"$folder/bin/python" -W ignore -m compileall -q -j 0 -x "$seldom" "$folder/lib" >/dev/null || true

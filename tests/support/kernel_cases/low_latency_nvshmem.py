@@ -26,8 +26,7 @@ def _cases() -> Iterator[KernelCase]:
         return
     chosen = (
         ("r1", 128, torch.float8_e4m3fn, "early, bound"),
-        ("v2-lite", 8, torch.bfloat16, ""),
-        ("r1", 4, torch.bfloat16, "early, packed"),
+        ("v2-lite", 8, torch.bfloat16, "packed"),
     )
     with patch.object(Nvshmem, "_kernel", staticmethod(_bare_kernel)):
         for _, cases in uses(Nvshmem, *chosen):
