@@ -10,8 +10,9 @@ process at a time, alone on its host. What was tried, what would not start and w
 stand in benchmarks/tune/megatron_best.json after every trial; the suite's variant `megatron_best`
 takes it from there. `--options fp8,...` begins with fp8, for a winner of its own
 (`megatron_best_fp8`), and so do `capacity_graph` and `capacity_whole_graph`, whose experts drop
-tokens; none of these is searched by default. `--begin cutlass,apex` takes these from a search
-before and goes on from there.
+tokens; none of these is searched by default. `--micro-batch-size N` searches for a winner of its
+own, too, which no suite takes. `--begin cutlass,apex` takes these from a search before and goes on
+from there.
 """
 
 from __future__ import annotations
@@ -166,6 +167,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--iters", type=positive, default=12, help="steps a trial (%(default)s)")
     parser.add_argument("--warm-up", type=int, default=6, help="of them left out (%(default)s)")
     parser.add_argument("--microbatches", type=int, default=None, help="default: the case's")
+    parser.add_argument(
+        "--micro-batch-size", type=positive, default=1, help="sequences a microbatch (%(default)s)"
+    )
     parser.add_argument("--limit", type=float, default=300.0, help="seconds a trial may take")
     parser.add_argument("--output", type=Path, default=BEST, help="(%(default)s)")
     options = parser.parse_args(arguments)
@@ -187,10 +191,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         label += "".join(end for option, end in _OF_ITS_OWN.items() if option in names)
         if options.microbatches is not None:
             case = dataclasses.replace(case, microbatches=options.microbatches)
+        sequences = options.micro_batch_size
+        if case.microbatches % sequences:
+            parser.error(
+                f"--micro-batch-size: found {sequences}, allowed: a divisor of {case.microbatches}"
+            )
+        label += f", {sequences} sequences a microbatch" if sequences > 1 else ""
         head = {
             "gpu": torch.cuda.get_device_name(),
             "commit": commit_id() or "unknown",
-            "microbatches": case.microbatches,
+            "microbatches": case.microbatches // sequences,
             "routing": options.routing,
         }
 
@@ -209,7 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ) -> dict[str, Any]:
                 log, layout = Path(logs, "log.txt"), LAYOUTS["ep"]
                 steps, limit = options.iters, options.limit
-                given: dict[str, Any] = {"routing": options.routing, "more": MODEL_FLAGS[name]}
+                more = [*MODEL_FLAGS[name], "--micro-batch-size", str(options.micro_batch_size)]
+                given: dict[str, Any] = {"routing": options.routing, "more": more}
                 return measure_once(case, variant, layout, ranks, steps, limit, log, **given)
 
             try:
