@@ -26,7 +26,7 @@ python=$(find_python) || {
     echo "No Python 3.12 or 3.13 that can make virtual environments was found; install one, for example with: pyenv install 3.12" >&2
     exit 1
 }
-echo "environment: $("$python" --version) of $python -> $folder; about 6 GB are installed, which takes one to three minutes"
+echo "environment: $("$python" --version) of $python -> $folder; about 6 GB are installed, which takes about two minutes"
 "$python" -m venv "$folder"
 cd "$root"
 install() { "$folder/bin/python" -m pip install --no-compile --constraint .ci/constraints.txt "$@"; }
@@ -34,7 +34,7 @@ install() { "$folder/bin/python" -m pip install --no-compile --constraint .ci/co
 # tried again below, and says why.
 install --quiet setuptools Jinja2 filelock fsspec typing_extensions
 install --quiet torch 2>/dev/null &
-grep -Ev '^(#|torch=|triton=|megatron-core=)' .ci/constraints.txt | xargs "$folder/bin/python" -m pip install --quiet --no-compile 2>/dev/null || true
+install --quiet $(grep -Ev '^(#|torch=|triton=|megatron-core=)' .ci/constraints.txt) 2>/dev/null || true
 wait
 install --no-build-isolation --editable '.[megatron,dev]'
 # On all cores, where pip takes one. Not what is seldom imported. What does not compile is no module of this Python: a template, say.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ __all__ = ["Compared", "between_hosts", "compared", "headline", "wire_shares"]
 _GPUS = (1, 2)  # of the iterations that are shown
 LARGER = (2, 4)
 """Sequences a microbatch, of gains beside those with one."""
-_SEQUENCES = re.compile(r"-mbs\d")
 
 
 class Compared(NamedTuple):
@@ -69,7 +67,7 @@ def _of_all_versions(folder: Path) -> Iterator[Compared]:
         bf16 = [r for r in document["rows"] if not r["variant"].endswith("fp8")]
         best = {case: _best(bf16, case) for case, mode in by_case(bf16) if mode == "train"}
         for case, pair in best.items():
-            if pair is None or _SEQUENCES.search(case):
+            if pair is None or pair[1]["config"].get("micro_batch_size", 1) > 1:
                 continue
             found_of = {n: best.get(f"{case}-mbs{n}") for n in LARGER}
             larger = {n: f"{_ratio(*more):.2f}" for n, more in found_of.items() if more is not None}

@@ -137,6 +137,7 @@ def test_the_warm_up_is_left_out_of_every_round() -> None:
     assert row.median_ms == 2000 and row.iters == 4
     assert row.config["tokens_per_s"] == 50 and row.config["tflops_per_gpu"] == 1.0
     assert row.config["first_iteration_s"] == [9.0, 8.0] and row.config["graph_overflows"] == [1, 1]
+    assert pretrain._NO_ROOM in (ROOT / "patches" / "iteration_graph.py").read_text()
 
 
 @pytest.mark.slow
@@ -148,9 +149,8 @@ def test_a_tiny_model_is_measured_and_what_cannot_be_run_is_named(
     if pretrain.torch.cuda.is_available():
         pytest.skip("a GPU was initialised in this process; the tiny case is for CPUs")
     output = tmp_path / "pretrain.json"
-    names = "megatron_graph_apex,fluid"
-    words = ["--cases", "tiny", "--variants", names, "--rounds", "1", "--ranks", "1"]
-    words += ["--limit", "1500"]
+    words = ["--cases", "tiny", "--variants", "megatron_graph_apex,fluid", "--rounds", "1"]
+    words += ["--ranks", "1", "--limit", "1500"]
     assert pretrain.main([*words, "--iters", "4", "--warm-up", "1", "--output", str(output)]) == 0
     rows = {row["variant"]: row for row in json.loads(output.read_text())["rows"]}
     assert set(rows) == {"fluid"}
