@@ -51,6 +51,13 @@ OPTIONS["capacity_whole_graph"] = Variant(
     ],
     without=OPTIONS["late_reductions"].without,
 )
+# Experts as one operation of Transformer Engine's, whose grouped GEMMs are one launch each from
+# cuBLAS 13.4 on. Megatron refuses it for gated experts without the variable.
+OPTIONS["op_fuser"] = Variant(
+    flags=["--use-transformer-engine-op-fuser"],
+    environment={"NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"},
+    needs=["transformer_engine"],
+)
 # What trains otherwise, and so is compared with itself alone; the end of such a search's label.
 _OF_ITS_OWN = {
     "fp8": ", fp8",
@@ -60,6 +67,16 @@ _OF_ITS_OWN = {
 _OVER_SEVERAL = ("allgather", "wgrad_overlap", "expert_overlap", "deepep", "nccl_ep", "stash_graph")
 
 Measure = Callable[[Variant], dict[str, Any]]
+
+
+def _cublas() -> int | None:
+    """The version of cuBLASLt that Transformer Engine finds, as 130100; None without either."""
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+        from transformer_engine_torch import get_cublasLt_version
+    except ImportError:
+        return None
+    return int(get_cublasLt_version())
 
 
 def search(
@@ -200,6 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         head = {
             "gpu": torch.cuda.get_device_name(),
             "commit": commit_id() or "unknown",
+            "cublas": _cublas(),
             "microbatches": case.microbatches // sequences,
             "routing": options.routing,
         }
