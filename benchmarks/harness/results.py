@@ -7,7 +7,8 @@ Schema::
      "rows": [{"case", "mode", "variant", "median_ms", "p10_ms", "p90_ms", "iters", "config"}]}
 
 ``gpu`` is the device's name, or the processor's where none is used; ``gpus`` the number of ranks
-measured. A version is null where the package is absent. ``commit`` is FLUID_COMMIT from the
+measured. A version is null where the package is absent. ``cublas``, in files and in rows whose own
+differs, is the version of cuBLASLt that the process had loaded. ``commit`` is FLUID_COMMIT from the
 environment if set, else ``git rev-parse HEAD`` with ``-dirty`` where the tree differs from it
 (results files themselves do not count), else null.
 
@@ -16,6 +17,7 @@ This module needs torch only to name versions and devices; it imports nothing of
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import importlib.metadata
 import json
@@ -37,6 +39,7 @@ __all__ = [
     "RESULTS",
     "Row",
     "commit_id",
+    "cublas_version",
     "environment",
     "read_results",
     "result_path",
@@ -108,6 +111,19 @@ def _version(*distributions: str) -> str | None:
     return None
 
 
+def cublas_version() -> str | None:
+    """Of the cuBLASLt that this process has loaded, as "13.1.0"; None without one."""
+    try:
+        loaded = Path("/proc/self/maps").read_text().split()
+    except OSError:
+        return None
+    path = next((word for word in loaded if "/libcublasLt.so" in word), None)
+    if path is None:
+        return None
+    version = int(ctypes.CDLL(path).cublasLtGetVersion())
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
 def environment(gpus: int, command: str | None = None) -> dict[str, Any]:
     """The document's head for a run on ``gpus`` ranks; the command is this process's own unless
     given."""
@@ -127,6 +143,7 @@ def environment(gpus: int, command: str | None = None) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda if on_gpu else None,
         "nccl": nccl,
+        "cublas": cublas_version() if on_gpu else None,
         "triton": _version("triton"),
         "megatron_core": _version("megatron-core"),
         "transformer_engine": _version("transformer-engine", "transformer_engine_torch"),

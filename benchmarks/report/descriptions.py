@@ -60,10 +60,11 @@ _A2A = "Megatron with Transformer Engine, a2a"
 SUITES = {
     "pretrain": Suite(
         what="whole training iterations through Megatron's own loop on mock data: forward, "
-        "backward and optimizer of 16 sequences a GPU, one a microbatch, two or four where a case "
-        "ends in -mbs2 or -mbs4; a model's own widths, attention and router, fewer layers, and on "
-        "one GPU 64 of DeepSeek-V3's 256 experts. A vocabulary of 32,000 and no multi-token "
-        "prediction; all are balanced by the same auxiliary loss, not their own",
+        "backward and optimizer of 16 sequences a GPU, one a microbatch, two, four or eight in "
+        "cases named -mbs2, -mbs4 and -mbs8. Both sides had cuBLAS 13.10 where `cublas` says so, "
+        "else torch's (cases -cublas13.1 where both were run). A model's own widths, attention and "
+        "router, fewer layers, and on one GPU 64 of DeepSeek-V3's 256 experts; a vocabulary of "
+        "32,000 and no multi-token prediction; all are balanced by the same auxiliary loss",
         told={"microbatches": "4", "routing": "forced"},
         others={
             "megatron": "Transformer Engine",

@@ -11,34 +11,45 @@ from benchmarks.report.descriptions import SUITES
 from benchmarks.report.tables import age, best_of, by_case, documents, markdown, others_of
 from megatron_fluid.cli.models import MODELS
 
-__all__ = ["Compared", "between_hosts", "compared", "headline", "wire_shares"]
+__all__ = ["OLDER", "Compared", "between_hosts", "compared", "headline", "wire_shares"]
 
 _GPUS = (1, 2)  # of the iterations that are shown
-LARGER = (2, 4)
+LARGER = (2, 4, 8)
 """Sequences a microbatch, of gains beside those with one."""
+OLDER = "-cublas"
+"""In the name of a case, before a version of cuBLAS that is not the newest that was tried."""
+
+
+Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""A row of Megatron's and one of ours."""
 
 
 class Compared(NamedTuple):
     """The rows of Megatron's and of our fastest variant, of one case of a file; held: how much of
-    the model was trained; larger: the gains with more than one sequence a microbatch."""
+    the model was trained; older: the pair with an older cuBLAS; larger: the pairs with more than
+    one sequence a microbatch."""
 
     case: str
     held: str
     megatron: Mapping[str, Any]
     fluid: Mapping[str, Any]
     document: Mapping[str, Any]
-    larger: Mapping[int, str]
+    older: Pair | None
+    larger: Mapping[int, Pair]
 
     @property
     def gain(self) -> str:
-        """How many times faster; gains of a few per cent with one more digit."""
-        ratio = _ratio(self.megatron, self.fluid)
-        return f"{ratio:.2f}" if ratio < 1.2 else f"{ratio:.1f}"
+        """How many times faster."""
+        return _gain(self.megatron, self.fluid)
 
     @property
     def date(self) -> str:
         """When it was measured: of rows that were added to a file later, their own."""
         return str(self.fluid["config"].get("measured", self.document["date"][:10]))
+
+    def cublas(self, row: Mapping[str, Any]) -> str:
+        """The version that both rows of a pair had, empty where older files do not tell."""
+        return str(row["config"].get("cublas", self.document.get("cublas") or ""))
 
     @property
     def where(self) -> str:
@@ -46,8 +57,9 @@ class Compared(NamedTuple):
         return f"{self.document['gpus']} {self.document['gpu'].removeprefix('NVIDIA ')}"
 
 
-def _ratio(megatron: Mapping[str, Any], fluid: Mapping[str, Any]) -> float:
-    return float(megatron["median_ms"] / fluid["median_ms"])
+def _gain(megatron: Mapping[str, Any], fluid: Mapping[str, Any]) -> str:
+    ratio = megatron["median_ms"] / fluid["median_ms"]
+    return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}"
 
 
 def compared(folder: Path) -> Iterator[Compared]:
@@ -67,16 +79,15 @@ def _of_all_versions(folder: Path) -> Iterator[Compared]:
         bf16 = [r for r in document["rows"] if not r["variant"].endswith("fp8")]
         best = {case: _best(bf16, case) for case, mode in by_case(bf16) if mode == "train"}
         for case, pair in best.items():
-            if pair is None or pair[1]["config"].get("micro_batch_size", 1) > 1:
+            if pair is None or OLDER in case or pair[1]["config"].get("micro_batch_size", 1) > 1:
                 continue
+            older = next((o for name, o in best.items() if name.startswith(case + OLDER)), None)
             found_of = {n: best.get(f"{case}-mbs{n}") for n in LARGER}
-            larger = {n: f"{_ratio(*more):.2f}" for n, more in found_of.items() if more is not None}
-            yield Compared(case, _layers(document, case), *pair, document, larger)
+            larger = {n: more for n, more in found_of.items() if more is not None}
+            yield Compared(case, _layers(document, case), *pair, document, older, larger)
 
 
-def _best(
-    rows: Sequence[Mapping[str, Any]], case: str
-) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+def _best(rows: Sequence[Mapping[str, Any]], case: str) -> Pair | None:
     """The rows of the fastest of Megatron's variants and of ours, where a case has both."""
     of_case = [row for row in rows if (row["case"], row["mode"]) == (case, "train")]
     others = [row for row in of_case if row["variant"] in SUITES["pretrain"].others]
@@ -98,26 +109,36 @@ def _layers(document: Mapping[str, Any], case: str) -> str:
     return f"{config['layers']} of {model.layers} layers{fewer}"
 
 
+def _span(row: Mapping[str, Any]) -> str:
+    return "{median_ms:.0f} ms ({p10_ms:.0f} to {p90_ms:.0f})".format_map(row)
+
+
 def headline(folder: Path = RESULTS) -> str:
     """A few rows for the README's first screen, a training step each."""
     lines = list(compared(folder))
-    head = ["training iteration, one sequence a microbatch", "Megatron + Transformer Engine"]
     dates = sorted(line.date for line in lines)
     measured = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-    cells = [
-        [
-            ", ".join(filter(None, (line.case, line.held, line.where))),
-            *(
-                "{median_ms:.0f} ms ({p10_ms:.0f} to {p90_ms:.0f})".format_map(row)
-                for row in (line.megatron, line.fluid)
-            ),
-            f"**{line.gain}**",
-            *(line.larger.get(n, "") for n in LARGER),
-        ]
-        for line in lines
-    ]
-    head += ["megatron_fluid", "times faster", *(f"with {n} a microbatch" for n in LARGER)]
-    table = markdown(head, cells)
+    versions = {line.cublas(line.fluid) for line in lines}
+    newest = max(versions, key=lambda v: [int(part) for part in v.split(".") if part])
+
+    def gain(line: Compared, pair: Pair | None) -> str:
+        if pair is None:
+            return ""
+        return _gain(*pair) + "\\*" * (line.cublas(pair[1]) != newest)
+
+    columns: dict[str, list[str]] = {
+        "training iteration, one sequence a microbatch": [
+            ", ".join(filter(None, (line.case, line.held, line.where))) for line in lines
+        ],
+        "Megatron + Transformer Engine": [_span(line.megatron) for line in lines],
+        "megatron_fluid": [_span(line.fluid) for line in lines],
+        "times faster": [f"**{gain(line, (line.megatron, line.fluid))}**" for line in lines],
+        "with an older cuBLAS\\*": [gain(line, line.older) for line in lines],
+    }
+    for n in LARGER:
+        columns[f"{n} sequences"] = [gain(line, line.larger.get(n)) for line in lines]
+    columns = {head: cells for head, cells in columns.items() if any(cells)}
+    table = markdown(list(columns), list(map(list, zip(*columns.values(), strict=True))))
     rows = [row for t in lines for row in t.document["rows"] if row["case"] == t.case]
     forced = any(row["config"].get("routing", "forced") == "forced" for row in rows)
     routing = "force" if forced else "an auxiliary loss"
@@ -128,8 +149,11 @@ def headline(folder: Path = RESULTS) -> str:
     samples = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     said = (
         f"Medians of {samples} iterations (tenth to ninetieth percentile), {measured}, bf16, "
-        f"experts balanced by {routing}: {source}."
+        f"experts balanced by {routing}{f', cuBLAS {newest}' * bool(newest)}: {source}."
     )
+    stars = {t.cublas(p[1]) for t in lines for p in ((t.megatron, t.fluid), t.older) if p}
+    others = " or ".join(sorted(stars - {newest}))
+    said += f" \\*: both sides with cuBLAS {others}." if others else ""
     return f"{table}\n\n{said}{older}"
 
 

@@ -17,8 +17,9 @@ FILE = Path(__file__).resolve().parents[2] / "megatron_fluid" / "plan" / "iterat
 def iterations(folder: Path = RESULTS) -> str:
     """The fastest bf16 iteration of Megatron with Transformer Engine, and with megatron_fluid, for
     each model and number of GPUs that the suite `pretrain` has measured with one sequence a
-    microbatch, as JSON. Of earlier versions that differ the smallest gain stands. Figures of an
-    earlier version (`earlier`) stand where there are none of this one."""
+    microbatch, as JSON. Where versions of cuBLAS or earlier ones of this package differ the
+    smallest gain stands. Figures of an earlier version (`earlier`) stand where there are none of
+    this one."""
     found: list[dict[str, Any]] = []
     files = [
         *sorted(folder.glob("pretrain-*.json")),
@@ -37,12 +38,16 @@ def iterations(folder: Path = RESULTS) -> str:
                 for kind in ("megatron", "fluid")
             }
             megatron, fluid = fastest["megatron"], fastest["fluid"]
-            where = {"model": case.removesuffix("-forced"), "gpus": document["gpus"]}
+            model = case.partition("-cublas")[0].removesuffix("-forced")
+            where = {"model": model, "gpus": document["gpus"]}
             if megatron is None or fluid is None:
                 continue
             known = next((entry for entry in found if where.items() <= entry.items()), None)
             gain = megatron["median_ms"] / fluid["median_ms"]
-            if known and (not known["earlier"] or known["megatron_ms"] / known["fluid_ms"] <= gain):
+            earlier = bool(age(document))
+            if known and (
+                known["earlier"] < earlier or known["megatron_ms"] / known["fluid_ms"] <= gain
+            ):
                 continue
             found = [entry for entry in found if entry is not known]
             found.append(where | {
@@ -52,7 +57,8 @@ def iterations(folder: Path = RESULTS) -> str:
                 "routing": fluid["config"].get("routing", "forced"),
                 "graph": "whole_graph" in fluid["variant"],
                 "megatron_ms": round(megatron["median_ms"], 2),
-                "fluid_ms": round(fluid["median_ms"], 2), "earlier": bool(age(document)),
+                "fluid_ms": round(fluid["median_ms"], 2), "earlier": earlier,
+                "cublas": fluid["config"].get("cublas", document.get("cublas")),
             })  # fmt: skip
     lines = ",\n ".join(json.dumps(entry) for entry in found)
     return f"[{lines}]\n"

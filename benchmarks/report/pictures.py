@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.results import RESULTS, read_results
 from benchmarks.report.descriptions import SUITES
-from benchmarks.report.headline import compared
+from benchmarks.report.headline import OLDER, compared
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +67,11 @@ def draw_overview(folder: Path = RESULTS, chart: Path = CHART) -> Path:
     lines = list(compared(folder))
     best = [line.megatron["median_ms"] for line in lines]
     ours = [line.fluid["median_ms"] for line in lines]
-    words = [f"{n.case}, {n.where},\n{n.held}" for n in lines]
+    words = [
+        f"{n.case}, {n.where},\n{n.held}"
+        + f", cuBLAS {n.cublas(n.fluid)}" * bool(n.cublas(n.fluid))
+        for n in lines
+    ]
     matplotlib.rcParams["svg.hashsalt"] = "megatron_fluid"
     figure = Figure(figsize=(8, 0.8 + 0.66 * len(lines)), layout="constrained")
     axis = figure.subplots()
@@ -104,6 +108,7 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
     words = {**suite.others, **suite.ours, **plain}
     megatrons = {r["case"] for r in document["rows"] if r["variant"].startswith("megatron")}
     shown = [r for r in document["rows"] if r["config"].get("micro_batch_size", 1) == 1]
+    shown = [row for row in shown if OLDER not in row["case"]]
     cases = list(dict.fromkeys(row["case"] for row in shown or document["rows"]))
     cases = [case for case in cases if case in megatrons] or cases
     numbers = [sum(row["case"] == case for row in document["rows"]) for case in cases]

@@ -34,7 +34,7 @@ from benchmarks.cases.model_flags import MODEL_FLAGS
 from benchmarks.cases.parallel_layouts import LAYOUTS
 from benchmarks.cases.pretrain import BEST, CASES, OPTIONS, ROUTINGS, Variant
 from benchmarks.harness.options import chosen
-from benchmarks.harness.results import commit_id
+from benchmarks.harness.results import commit_id, cublas_version
 from benchmarks.suites.pretrain import measure_once
 from megatron_fluid.cli.terminal import positive
 
@@ -67,16 +67,6 @@ _OF_ITS_OWN = {
 _OVER_SEVERAL = ("allgather", "wgrad_overlap", "expert_overlap", "deepep", "nccl_ep", "stash_graph")
 
 Measure = Callable[[Variant], dict[str, Any]]
-
-
-def _cublas() -> int | None:
-    """The version of cuBLASLt that Transformer Engine finds, as 130100; None without either."""
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-        from transformer_engine_torch import get_cublasLt_version
-    except ImportError:
-        return None
-    return int(get_cublasLt_version())
 
 
 def search(
@@ -217,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         head = {
             "gpu": torch.cuda.get_device_name(),
             "commit": commit_id() or "unknown",
-            "cublas": _cublas(),
+            "cublas": cublas_version(),
             "microbatches": case.microbatches // sequences,
             "routing": options.routing,
         }

@@ -88,6 +88,7 @@ def _iterations(name: str, model: Model, gpus: int | None) -> str:
         routing = "force" if found["routing"] == "forced" else "an auxiliary loss"
         version = " with an earlier version" if found["earlier"] else ""
         where += ", one sequence a microbatch"
+        where += f", cuBLAS {found['cublas']}" if found["cublas"] else ""
         where += f", routing balanced by {routing}{', one CUDA graph' if found['graph'] else ''}"
         lines.append(
             f"expected iteration: {before:.1f} -> {after:.1f} ms, {before / after:.2f} times as "

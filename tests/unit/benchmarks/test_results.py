@@ -229,9 +229,14 @@ def test_a_file_of_todays_code_is_shown_before_one_of_more_gpus(tmp_path: Path) 
 def test_the_headline_compares_bf16_with_bf16_and_the_best_with_the_best(tmp_path: Path) -> None:
     megatron = {"megatron": 9.0, "megatron_graph": 8.0, "megatron_best_fp8": 4.0}
     ours = {"fluid": 6.0, "fluid_whole_graph": 5.0, "fluid_whole_graph_fp8": 1.0}
-    on_gpus(tmp_path / "pretrain.json", "pretrain", of("olmoe", "train", megatron | ours), 2)
-    row = "| olmoe, 2 H200 | 8 ms (8 to 8) | 5 ms (5 to 5) | **1.6** |"
-    assert headline(tmp_path).count("**1.6**") == 1 and row in headline(tmp_path)
+    rows = of("olmoe-cublas13.1", "train", {"megatron": 15.0, "fluid": 5.0})
+    newer = [
+        dataclasses.replace(r, config={"cublas": "13.10.0"})
+        for r in of("olmoe", "train", megatron | ours)
+    ]
+    on_gpus(tmp_path / "pretrain.json", "pretrain", [*rows, *newer], 2, cublas="13.1.0")
+    row = "| olmoe, 2 H200 | 8 ms (8 to 8) | 5 ms (5 to 5) | **1.60** | 3.0\\* |"
+    assert row in headline(tmp_path) and headline(tmp_path).endswith("sides with cuBLAS 13.1.0.")
     assert "nothing was measured" in between_hosts(tmp_path)
     config = {"layers": 1, "experts": 64}
     rows = [
@@ -281,7 +286,7 @@ def test_the_first_screen_shows_figures_of_older_code_alone_and_none_of_a_dirty_
     assert "Not measured again since the code changed." in headline(tmp_path)
     newer = of("mixtral-8x7b", "train", {"megatron_best": 3.0, "fluid": 2.0})
     on_gpus(tmp_path / "pretrain-1gpu.json", "pretrain", newer, 1)
-    assert "olmoe" not in headline(tmp_path) and "**1.5**" in headline(tmp_path)
+    assert "olmoe" not in headline(tmp_path) and "**1.50**" in headline(tmp_path)
     times = {"megatron_alltoall": 9.5, "plain": 9.0, "fluid_no_overlap": 5.0, "fluid": 4.0}
     hosts = [
         dataclasses.replace(row, config={"hidden_share": 0.5})
