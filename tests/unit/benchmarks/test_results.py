@@ -1,6 +1,5 @@
 """The result files of benchmarks, the timing behind them, and their tables."""
 
-import dataclasses
 import itertools
 import json
 import shlex
@@ -174,8 +173,8 @@ def test_a_table_is_marked_once_measured_code_changes_but_not_its_comments(
 # ---- tables: ratios the right way round, each variant on its side, nothing lost
 
 
-def of(case: str, mode: str, times: Mapping[str, float]) -> list[Row]:
-    return [Row(case, mode, variant, ms, ms, ms, 7) for variant, ms in times.items()]
+def of(case: str, mode: str, times: Mapping[str, float], **config: object) -> list[Row]:
+    return [Row(case, mode, variant, ms, ms, ms, 7, config) for variant, ms in times.items()]
 
 
 def on_gpus(path: Path, suite: str, rows: Iterable[Row], gpus: int, **changes: str) -> None:
@@ -230,19 +229,12 @@ def test_the_headline_compares_bf16_with_bf16_and_the_best_with_the_best(tmp_pat
     megatron = {"megatron": 9.0, "megatron_graph": 8.0, "megatron_best_fp8": 4.0}
     ours = {"fluid": 6.0, "fluid_whole_graph": 5.0, "fluid_whole_graph_fp8": 1.0}
     rows = of("olmoe-cublas13.1", "train", {"megatron": 15.0, "fluid": 5.0})
-    newer = [
-        dataclasses.replace(r, config={"cublas": "13.10.0"})
-        for r in of("olmoe", "train", megatron | ours)
-    ]
-    on_gpus(tmp_path / "pretrain.json", "pretrain", [*rows, *newer], 2, cublas="13.1.0")
+    rows += of("olmoe", "train", megatron | ours, cublas="13.10.0")
+    on_gpus(tmp_path / "pretrain.json", "pretrain", rows, 2, cublas="13.1.0")
     row = "| olmoe, 2 H200 | 8 ms (8 to 8) | 5 ms (5 to 5) | **1.60** | 3.0\\* |"
     assert row in headline(tmp_path) and headline(tmp_path).endswith("sides with cuBLAS 13.1.0.")
     assert "nothing was measured" in between_hosts(tmp_path)
-    config = {"layers": 1, "experts": 64}
-    rows = [
-        dataclasses.replace(row, config=config)
-        for row in of("deepseek-v3", "train", megatron | ours)
-    ]
+    rows = of("deepseek-v3", "train", megatron | ours, layers=1, experts=64)
     on_gpus(tmp_path / "pretrain.json", "pretrain", rows, 1)
     assert "1 of 61 layers, 64 of 256 experts, 1 H200" in headline(tmp_path)
 
@@ -252,9 +244,8 @@ def test_a_page_says_what_else_a_reader_of_a_time_must_know(tmp_path: Path) -> N
     two files of a suite which is which."""
 
     def write(name: str, suite: str, variant: str, **config: object) -> None:
-        rows = of("olmoe", "train", {"fluid": 2.0, variant: 4.0})
-        told = [dataclasses.replace(row, config=config) for row in rows]
-        on_gpus(tmp_path / name, suite, told, 2)
+        rows = of("olmoe", "train", {"fluid": 2.0, variant: 4.0}, **config)
+        on_gpus(tmp_path / name, suite, rows, 2)
 
     write("moe_layer-2gpu.json", "moe_layer", "megatron_te_alltoall", host_ms=4.5)
     config = {"tokens": 8192, "host_ms": 3.0, "kept_bytes": 2**25}
@@ -289,9 +280,9 @@ def test_the_first_screen_shows_figures_of_older_code_alone_and_none_of_a_dirty_
     assert "olmoe" not in headline(tmp_path) and "**1.50**" in headline(tmp_path)
     times = {"megatron_alltoall": 9.5, "plain": 9.0, "fluid_no_overlap": 5.0, "fluid": 4.0}
     hosts = [
-        dataclasses.replace(row, config={"hidden_share": 0.5})
+        row
         for kind in ("moe", "main")
-        for row in of(f"{kind}-2x1-wire-1", "train", times)
+        for row in of(f"{kind}-2x1-wire-1", "train", times, hidden_share=0.5)
     ]
     write("slow_wire.json", "slow_wire", hosts, commit="a" * 40)
     assert "| 9 ms | 4 ms | 2.25 | 1.25 |" in between_hosts(tmp_path)
