@@ -61,14 +61,14 @@ SUITES = {
     "pretrain": Suite(
         what="whole training iterations through Megatron's own loop on mock data: forward, "
         "backward and optimizer of 16 sequences a GPU, one a microbatch, two, four or eight in "
-        "cases named -mbs2, -mbs4 and -mbs8. Both sides had cuBLAS 13.10 where `cublas` says so, "
-        "else torch's (cases -cublas13.1 where both were run). A model's own widths, attention and "
-        "router, fewer layers, and on one GPU 64 of DeepSeek-V3's 256 experts; a vocabulary of "
-        "32,000 and no multi-token prediction; all are balanced by the same auxiliary loss",
+        "cases named -mbs2, -mbs4 and -mbs8. Both sides had the cuBLAS that a row tells; cases "
+        "-cublas13.1 have torch's own where a newer one was run, too. A model's own widths, "
+        "attention and router, fewer layers, and on one GPU 64 of DeepSeek-V3's 256 experts; a "
+        "vocabulary of 32,000, no multi-token prediction and the same auxiliary loss for all",
         told={"microbatches": "4", "routing": "forced"},
         others={
             "megatron": "Transformer Engine",
-            "megatron_best": "the fastest of its flags that a search found",
+            "megatron_best": "the fastest of the flags tried",
             "megatron_graph": "with partial CUDA graphs",
             "megatron_graph_unchecked": "with partial CUDA graphs, without the checks for NaN and "
             "without overlapped reductions and gathers",

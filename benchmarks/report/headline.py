@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,9 +48,16 @@ class Compared(NamedTuple):
         """When it was measured: of rows that were added to a file later, their own."""
         return str(self.fluid["config"].get("measured", self.document["date"][:10]))
 
-    def cublas(self, row: Mapping[str, Any]) -> str:
-        """The version that both rows of a pair had, empty where older files do not tell."""
-        return str(row["config"].get("cublas", self.document.get("cublas") or ""))
+    def pairs(self) -> list[Pair]:
+        """All that a line shows."""
+        first: Pair = (self.megatron, self.fluid)
+        return [first, *([self.older] if self.older else []), *self.larger.values()]
+
+    def cublas(self, pair: Pair) -> str:
+        """The version of a pair, or both if its rows differ; "" where older files do not tell."""
+        known = self.document.get("cublas")
+        found = [str(row["config"].get("cublas") or known or "") for row in pair]
+        return " and ".join(dict.fromkeys(found))
 
     @property
     def where(self) -> str:
@@ -113,18 +121,22 @@ def _span(row: Mapping[str, Any]) -> str:
     return "{median_ms:.0f} ms ({p10_ms:.0f} to {p90_ms:.0f})".format_map(row)
 
 
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
+
+
 def headline(folder: Path = RESULTS) -> str:
     """A few rows for the README's first screen, a training step each."""
     lines = list(compared(folder))
     dates = sorted(line.date for line in lines)
     measured = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-    versions = {line.cublas(line.fluid) for line in lines}
-    newest = max(versions, key=lambda v: [int(part) for part in v.split(".") if part])
+    versions = {line.cublas(pair) for line in lines for pair in line.pairs()}
+    newest, *rest = sorted(versions, key=_numbers, reverse=True)
 
     def gain(line: Compared, pair: Pair | None) -> str:
         if pair is None:
             return ""
-        return _gain(*pair) + "\\*" * (line.cublas(pair[1]) != newest)
+        return _gain(*pair) + "\\*" * (line.cublas(pair) != newest)
 
     columns: dict[str, list[str]] = {
         "training iteration, one sequence a microbatch": [
@@ -143,18 +155,17 @@ def headline(folder: Path = RESULTS) -> str:
     forced = any(row["config"].get("routing", "forced") == "forced" for row in rows)
     routing = "force" if forced else "an auxiliary loss"
     source = "[commits, commands and every row](docs/results/pretrain.md)"
-    older = " Not measured again since the code changed."
-    older = older if any(age(line.document) for line in lines) else ""
+    stale = " Not measured again since the code changed."
+    stale = stale if any(age(line.document) for line in lines) else ""
     counts = sorted({row["iters"] for line in lines for row in (line.megatron, line.fluid)})
     samples = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     said = (
         f"Medians of {samples} iterations (tenth to ninetieth percentile), {measured}, bf16, "
         f"experts balanced by {routing}{f', cuBLAS {newest}' * bool(newest)}: {source}."
     )
-    stars = {t.cublas(p[1]) for t in lines for p in ((t.megatron, t.fluid), t.older) if p}
-    others = " or ".join(sorted(stars - {newest}))
-    said += f" \\*: both sides with cuBLAS {others}." if others else ""
-    return f"{table}\n\n{said}{older}"
+    if rest:
+        said += f" \\*: with cuBLAS {' or '.join(version or 'not recorded' for version in rest)}."
+    return f"{table}\n\n{said}{stale}"
 
 
 def between_hosts(folder: Path = RESULTS) -> str:

@@ -46,7 +46,8 @@ def iterations(folder: Path = RESULTS) -> str:
             gain = megatron["median_ms"] / fluid["median_ms"]
             earlier = bool(age(document))
             if known and (
-                known["earlier"] < earlier or known["megatron_ms"] / known["fluid_ms"] <= gain
+                (earlier and not known["earlier"])
+                or known["megatron_ms"] / known["fluid_ms"] <= gain
             ):
                 continue
             found = [entry for entry in found if entry is not known]

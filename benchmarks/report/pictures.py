@@ -68,9 +68,7 @@ def draw_overview(folder: Path = RESULTS, chart: Path = CHART) -> Path:
     best = [line.megatron["median_ms"] for line in lines]
     ours = [line.fluid["median_ms"] for line in lines]
     words = [
-        f"{n.case}, {n.where},\n{n.held}"
-        + f", cuBLAS {n.cublas(n.fluid)}" * bool(n.cublas(n.fluid))
-        for n in lines
+        f"{n.case}, {n.where},\n{n.held}" + f", cuBLAS {n.cublas(n.pairs()[0])}" for n in lines
     ]
     matplotlib.rcParams["svg.hashsalt"] = "megatron_fluid"
     figure = Figure(figsize=(8, 0.8 + 0.66 * len(lines)), layout="constrained")

@@ -81,6 +81,8 @@ def _kept(config: Mapping[str, Any]) -> str:
 _MORE: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("host", lambda config: time_of(_host_ms(config))),
     ("kept for the backward", _kept),
+    ("cuBLAS", lambda config: config.get("cublas", "")),
+    ("CPUs of the host", lambda config: str(config.get("host_cpus", ""))),
 )
 
 
