@@ -183,7 +183,7 @@ def default_command(ranks: int) -> str:
 def _without_places(words: list[str]) -> list[str]:
     """Arguments less those that say where figures and traces were put, which is nobody else's
     business."""
-    places = ("--output", "--profile-folder")
+    places = ("--output", "--profile-folder", "--logs")
     kept: list[str] = []
     skipping = False
     for word in words:

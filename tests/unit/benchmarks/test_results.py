@@ -92,7 +92,7 @@ def test_a_sample_is_that_of_the_slowest_rank() -> None:
 
 
 def test_a_command_does_not_tell_where_its_files_were_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "--profile --profile-folder here/too --iters 3 --output there/r.json --modes train"
+    said = "--profile --profile-folder here/too --iters 3 --output r.json --logs l --modes train"
     script = RESULTS.parent / "suites" / "tp_layer.py"
     monkeypatch.setattr("sys.argv", [str(script), *said.split(), "--output=x.json"])
     kept = "--profile --iters 3 --modes train"
