@@ -19,8 +19,6 @@ LARGER = (2, 4, 8)
 """Sequences a microbatch, of gains beside those with one."""
 OLDER = "-cublas"
 """In the name of a case, before a version of cuBLAS that is not the newest that was tried."""
-
-
 Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
 """A row of Megatron's and one of ours."""
 
@@ -133,7 +131,7 @@ def headline(folder: Path = RESULTS) -> str:
     versions = {line.cublas(pair) for line in lines for pair in line.pairs()}
     newest, *rest = sorted(versions, key=_numbers, reverse=True)
 
-    def gain(line: Compared, pair: Pair | None) -> str:
+    def cell(line: Compared, pair: Pair | None) -> str:
         if pair is None:
             return ""
         return _gain(*pair) + "\\*" * (line.cublas(pair) != newest)
@@ -144,11 +142,11 @@ def headline(folder: Path = RESULTS) -> str:
         ],
         "Megatron + Transformer Engine": [_span(line.megatron) for line in lines],
         "megatron_fluid": [_span(line.fluid) for line in lines],
-        "times faster": [f"**{gain(line, (line.megatron, line.fluid))}**" for line in lines],
-        "with an older cuBLAS\\*": [gain(line, line.older) for line in lines],
+        "times faster": [f"**{cell(line, line.pairs()[0])}**" for line in lines],
+        "with an older cuBLAS\\*": [cell(line, line.older) for line in lines],
     }
     for n in LARGER:
-        columns[f"{n} sequences"] = [gain(line, line.larger.get(n)) for line in lines]
+        columns[f"{n} sequences"] = [cell(line, line.larger.get(n)) for line in lines]
     columns = {head: cells for head, cells in columns.items() if any(cells)}
     table = markdown(list(columns), list(map(list, zip(*columns.values(), strict=True))))
     rows = [row for t in lines for row in t.document["rows"] if row["case"] == t.case]
@@ -157,7 +155,8 @@ def headline(folder: Path = RESULTS) -> str:
     source = "[commits, commands and every row](docs/results/pretrain.md)"
     stale = " Not measured again since the code changed."
     stale = stale if any(age(line.document) for line in lines) else ""
-    counts = sorted({row["iters"] for line in lines for row in (line.megatron, line.fluid)})
+    shown = [row for line in lines for pair in line.pairs() for row in pair]
+    counts = sorted({row["iters"] for row in shown})
     samples = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     said = (
         f"Medians of {samples} iterations (tenth to ninetieth percentile), {measured}, bf16, "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.results import RESULTS, read_results
+from benchmarks.report.headline import OLDER
 from benchmarks.report.tables import age
 
 __all__ = ["FILE", "iterations"]
@@ -38,7 +39,7 @@ def iterations(folder: Path = RESULTS) -> str:
                 for kind in ("megatron", "fluid")
             }
             megatron, fluid = fastest["megatron"], fastest["fluid"]
-            model = case.partition("-cublas")[0].removesuffix("-forced")
+            model = case.partition(OLDER)[0].removesuffix("-forced")
             where = {"model": model, "gpus": document["gpus"]}
             if megatron is None or fluid is None:
                 continue

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.cases.moe_rivals import RIVALS
 from benchmarks.cases.moe_variants import MEGATRON
-from benchmarks.harness import measured_code, timing
+from benchmarks.harness import measured_code, results, timing
 from benchmarks.harness.measured_code import ROOT, fingerprint, measured_files
 from benchmarks.harness.results import (
     NO_SUITES,
@@ -82,7 +82,12 @@ def test_a_wrong_document_is_refused(
         validate({**good, **change})
     with pytest.raises(ValueError, match="lacks gpu"):
         validate({key: value for key, value in good.items() if key != "gpu"})
-    assert json.loads((tmp_path / "good.json").read_text()) == good
+    assert json.loads((tmp_path / "good.json").read_text()) == good and "cublas" in good
+
+
+def test_the_cublas_that_is_loaded_is_named() -> None:
+    installed = results._version("nvidia-cublas") or "None."
+    assert installed.startswith(f"{results.cublas_version()}.")
 
 
 def test_a_sample_is_that_of_the_slowest_rank() -> None:
@@ -279,11 +284,8 @@ def test_the_first_screen_shows_figures_of_older_code_alone_and_none_of_a_dirty_
     on_gpus(tmp_path / "pretrain-1gpu.json", "pretrain", newer, 1)
     assert "olmoe" not in headline(tmp_path) and "**1.50**" in headline(tmp_path)
     times = {"megatron_alltoall": 9.5, "plain": 9.0, "fluid_no_overlap": 5.0, "fluid": 4.0}
-    hosts = [
-        row
-        for kind in ("moe", "main")
-        for row in of(f"{kind}-2x1-wire-1", "train", times, hidden_share=0.5)
-    ]
+    hosts = of("moe-2x1-wire-1", "train", times, hidden_share=0.5)
+    hosts += of("main-2x1-wire-1", "train", times, hidden_share=0.5)
     write("slow_wire.json", "slow_wire", hosts, commit="a" * 40)
     assert "| 9 ms | 4 ms | 2.25 | 1.25 |" in between_hosts(tmp_path)
     write("slow_wire.json", "slow_wire", hosts, commit="a" * 40 + "-dirty")

@@ -66,6 +66,7 @@ def test_measured_iterations_come_last(capsys: pytest.CaptureFixture[str]) -> No
         before, after = one["megatron_ms"], one["fluid_ms"]
         assert f"{before:.1f} -> {after:.1f} ms, {before / after:.2f} times as fast" in last
         assert f"({one['layers']} of 48 layers on {one['gpus']} " in last
+    assert f"microbatch, cuBLAS {found[0]['cublas']}, routing" in last
     assert main(["plan", "qwen3-30b-a3b", "--gpus", "3"]) == 0
     said = capsys.readouterr().out
     assert "on 3 GPUs; the nearest number is 2" in said and said.count("layers on 2 ") == 1
