@@ -17,6 +17,7 @@ This module needs torch only to name versions and devices; it imports nothing of
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import importlib.metadata
@@ -112,7 +113,10 @@ def _version(*distributions: str) -> str | None:
 
 
 def cublas_version() -> str | None:
-    """Of the cuBLASLt that this process has loaded, as "13.1.0"; None without one."""
+    """Of the cuBLASLt whose functions this process calls, as "13.1.0"; None without one. One that
+    LD_PRELOAD names is called in place of torch's, which is loaded all the same."""
+    with contextlib.suppress(AttributeError):
+        return _dotted(ctypes.CDLL(None).cublasLtGetVersion())
     try:
         loaded = Path("/proc/self/maps").read_text().split()
     except OSError:
@@ -120,7 +124,10 @@ def cublas_version() -> str | None:
     path = next((word for word in loaded if "/libcublasLt.so" in word), None)
     if path is None:
         return None
-    version = int(ctypes.CDLL(path).cublasLtGetVersion())
+    return _dotted(ctypes.CDLL(path).cublasLtGetVersion())
+
+
+def _dotted(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
@@ -165,7 +172,7 @@ def default_command(ranks: int) -> str:
     """Return the command line that repeats this process from the repository's root.
 
     A program of benchmarks/ is started by launch.sh; another script by torchrun, or python where it
-    was started so.
+    was started so. Where another cuBLAS than torch's was preloaded, $CUBLAS stands for its folder.
     """
     root = Path(__file__).resolve().parents[2]
     script, words = Path(sys.argv[0]), _without_places(sys.argv[1:])
@@ -175,6 +182,8 @@ def default_command(ranks: int) -> str:
     processes = str(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if script.parts[0] == "benchmarks":
         prefix = f"NPROC={processes} " if launched else ""
+        if "libcublasLt.so" in os.environ.get("LD_PRELOAD", ""):
+            prefix += 'LD_PRELOAD="$CUBLAS/libcublasLt.so.13 $CUBLAS/libcublas.so.13" '
         return prefix + shlex.join(["benchmarks/launch.sh", script.stem, *words])
     starter = ["torchrun", "--nproc_per_node", processes] if launched else ["python"]
     return shlex.join([*starter, str(script), *words])
