@@ -17,18 +17,17 @@ FILE = Path(__file__).resolve().parents[2] / "megatron_fluid" / "plan" / "iterat
 
 def iterations(folder: Path = RESULTS) -> str:
     """The fastest bf16 iteration of Megatron with Transformer Engine, and with megatron_fluid, for
-    each model and number of GPUs that the suite `pretrain` has measured with one sequence a
-    microbatch, as JSON. Where versions of cuBLAS or earlier ones of this package differ the
-    smallest gain stands. Figures of an earlier version (`earlier`) stand where there are none of
-    this one."""
+    each model, number of GPUs and number of sequences a microbatch that the suite `pretrain` has
+    measured, as JSON. Where versions of cuBLAS or earlier ones of this package differ the smallest
+    gain stands. Figures of an earlier version (`earlier`) stand where there are none of this
+    one."""
     found: list[dict[str, Any]] = []
     files = [
         *sorted(folder.glob("pretrain-*.json")),
         *sorted(folder.glob("archive/pretrain-*.json")),
     ]
     for document in sorted(map(read_results, files), key=age):
-        bf16 = (row for row in document["rows"] if not row["variant"].endswith("_fp8"))
-        rows = [row for row in bf16 if row["config"].get("micro_batch_size", 1) == 1]
+        rows = [row for row in document["rows"] if not row["variant"].endswith("_fp8")]
         for case in dict.fromkeys(row["case"] for row in rows):
             fastest = {
                 kind: min(
@@ -39,10 +38,12 @@ def iterations(folder: Path = RESULTS) -> str:
                 for kind in ("megatron", "fluid")
             }
             megatron, fluid = fastest["megatron"], fastest["fluid"]
-            model = case.partition(OLDER)[0].removesuffix("-forced")
-            where = {"model": model, "gpus": document["gpus"]}
             if megatron is None or fluid is None:
                 continue
+            sequences = fluid["config"].get("micro_batch_size", 1)
+            model = case.partition(OLDER)[0].removesuffix("-forced")
+            model = model.removesuffix(f"-mbs{sequences}")
+            where = {"model": model, "gpus": document["gpus"], "sequences": sequences}
             known = next((entry for entry in found if where.items() <= entry.items()), None)
             gain = megatron["median_ms"] / fluid["median_ms"]
             earlier = bool(age(document))

@@ -3,7 +3,8 @@ GPUs that reach each other's memory. Nothing is measured: it follows from shapes
 measured shapes and from reference figures of this GPU, or of an H200 where there is no GPU.
 --machine names other figures. --write keeps them in a file, which can be edited and given to
 --machine and `--fluid-machine`. The last lines are what to expect of an iteration, as measured with
-Megatron's fastest flags and with this package; --gpus chooses those of the nearest number of GPUs.
+Megatron's fastest flags and with this package, with the nearest number of sequences a microbatch;
+--gpus chooses those of the nearest number of GPUs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import dataclasses
 import importlib.resources
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,23 +72,28 @@ def run(args: argparse.Namespace) -> int:
 
 def _iterations(name: str, model: Model, gpus: int | None) -> str:
     """How long an iteration of a model takes without and with this package, as measured on `gpus`
-    GPUs or the nearest number (None: on each number)."""
+    GPUs or the nearest number (None: on each number), of each those with the nearest number of
+    sequences a microbatch."""
     text = importlib.resources.files("megatron_fluid.plan").joinpath("iterations.json").read_text()
     measured = [found for found in json.loads(text) if found["model"] == name]
     lines = []
     if measured and gpus is not None:
-        nearest = min((found["gpus"] for found in measured), key=lambda n: (abs(n - gpus), n))
+        nearest = _nearest((found["gpus"] for found in measured), gpus)
         measured = [found for found in measured if found["gpus"] == nearest]
         if nearest != gpus:
             lines = [f"no iteration was measured on {gpus} GPUs; the nearest number is {nearest}:"]
     for found in measured:
+        same = [other["sequences"] for other in measured if other["gpus"] == found["gpus"]]
+        sequences = _nearest(same, model.batch)
+        if found["sequences"] != sequences:
+            continue
         before, after = found["megatron_ms"], found["fluid_ms"]
         where = f"{found['layers']} of {model.layers} layers on {found['gpus']} {found['gpu']}"
         if found["experts"] != model.experts:
             where += f" with {found['experts']} of {model.experts} experts"
         routing = "force" if found["routing"] == "forced" else "an auxiliary loss"
         version = " with an earlier version" if found["earlier"] else ""
-        where += ", one sequence a microbatch"
+        where += f", {sequences} sequence{'s' * (sequences > 1)} a microbatch"
         where += f", cuBLAS {found['cublas']}" if found["cublas"] else ""
         where += f", routing balanced by {routing}{', one CUDA graph' if found['graph'] else ''}"
         lines.append(
@@ -97,6 +103,10 @@ def _iterations(name: str, model: Model, gpus: int | None) -> str:
     if not lines:
         lines = ["iterations of this model were not measured; `megatron-fluid compare` does it"]
     return "\n".join(paragraph(line, "  ", "") for line in lines)
+
+
+def _nearest(numbers: Iterable[int], wanted: int) -> int:
+    return min(numbers, key=lambda number: (abs(number - wanted), number))
 
 
 def _check(name: str, model: Model) -> None:

@@ -57,7 +57,8 @@ def test_the_models_are_those_of_the_recipes(
 
 
 def test_measured_iterations_come_last(capsys: pytest.CaptureFixture[str]) -> None:
-    found = [entry for entry in json.loads(iterations()) if entry["model"] == "qwen3-30b-a3b"]
+    case = {"model": "qwen3-30b-a3b", "sequences": 1}.items()
+    found = [one for one in json.loads(iterations()) if case <= one.items()]
     assert len(found) >= 2
     assert main(["plan", "qwen3-30b-a3b", "--expert-parallel", "4"]) == 0
     said = capsys.readouterr().out
@@ -66,10 +67,12 @@ def test_measured_iterations_come_last(capsys: pytest.CaptureFixture[str]) -> No
         before, after = one["megatron_ms"], one["fluid_ms"]
         assert f"{before:.1f} -> {after:.1f} ms, {before / after:.2f} times as fast" in last
         assert f"({one['layers']} of 48 layers on {one['gpus']} " in last
-    assert f"microbatch, cuBLAS {found[0]['cublas']}, routing" in last
+    assert f"1 sequence a microbatch, cuBLAS {found[0]['cublas']}, routing" in last
     assert main(["plan", "qwen3-30b-a3b", "--gpus", "3"]) == 0
     said = capsys.readouterr().out
     assert "on 3 GPUs; the nearest number is 2" in said and said.count("layers on 2 ") == 1
+    assert main(["plan", "qwen3-30b-a3b", "--gpus", "1", "--micro-batch-size", "9"]) == 0
+    assert " 8 sequences a microbatch," in " ".join(capsys.readouterr().out.split())
     assert main(["plan", "llama-3-70b", "--tensor-parallel", "8"]) == 0
     assert "were not measured" in capsys.readouterr().out.splitlines()[-1]
 
