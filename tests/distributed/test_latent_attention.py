@@ -90,8 +90,7 @@ def _build(case: Case, ranks: int, groups: Any = None, backend: str = "auto") ->
 @on_ranks()
 def test_it_is_that_of_the_whole_sequence(rank: int, ranks: int, backend: str) -> None:
     """Of projections up that are overlapped ("rounds"), or around the exchange of heads."""
-    alone = start(ranks)
-    length = 6 * ranks
+    alone, length = start(ranks), 6 * ranks
     everything, rows = torch.arange(length), SequenceLayout(length, ranks, "zigzag").positions(rank)
     for case in CASES:
         whole = _build(dataclasses.replace(case, dtype=torch.float32), 1, alone)

@@ -31,8 +31,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds its gr
 
 
 def _compare(rank: int, ranks: int, cases: list[Case]) -> None:
-    alone = start(ranks)
-    length = 6 * ranks
+    alone, length = start(ranks), 6 * ranks
     everything, rows = torch.arange(length), SequenceLayout(length, ranks, "zigzag").positions(rank)
     for case in cases:
         exact = dataclasses.replace(case, fused=False, deferred=False, recompute=False)

@@ -71,8 +71,7 @@ def _parity(rank: int, ranks: int) -> None:
             layer = _build(kind, bias, skip).cuda()
             rows, width = (SEQUENCE, FFN // ranks) if kind == "row" else (SEQUENCE // ranks, HIDDEN)
             x = torch.randn(rows, BATCH, width, device="cuda", dtype=torch.bfloat16)
-            grad = None
-            found = []
+            grad, found = None, []
             for served in (False, True):
                 set_config(FluidConfig(tp_overlap="on" if served else "off"))
                 before = len(calls)

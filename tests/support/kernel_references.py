@@ -33,8 +33,7 @@ class PlanReference:
 
 def plan_reference(ids: Tensor, probs: Tensor, rank: int, local_experts: int) -> PlanReference:
     """`rank`'s plan from all ids and probs [W, C, K]: (rank, token, k) sorted by local expert."""
-    top_k = ids.shape[-1]
-    flat = ids.reshape(-1)
+    top_k, flat = ids.shape[-1], ids.reshape(-1)
     mine = (flat >= rank * local_experts) & (flat < (rank + 1) * local_experts)
     entries = mine.nonzero()[:, 0]
     expert = flat[entries] - rank * local_experts

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,9 +86,12 @@ def test_a_wrong_document_is_refused(
     assert json.loads((tmp_path / "good.json").read_text()) == good and "cublas" in good
 
 
-def test_the_cublas_that_is_loaded_is_named() -> None:
+def test_the_cublas_that_is_called_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = results._version("nvidia-cublas") or "None."
     assert installed.startswith(f"{results.cublas_version()}.")
+    preloaded = SimpleNamespace(cublasLtGetVersion=lambda: 131000)
+    monkeypatch.setattr(results.ctypes, "CDLL", {None: preloaded}.__getitem__)
+    assert results.cublas_version() == "13.10.0", "not torch's, loaded, too"
 
 
 def test_a_sample_is_that_of_the_slowest_rank() -> None:
@@ -98,14 +102,16 @@ def test_a_sample_is_that_of_the_slowest_rank() -> None:
 
 def test_a_command_does_not_tell_where_its_files_were_put(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "--profile --profile-folder here/too --iters 3 --output r.json --logs l --modes train"
-    script = RESULTS.parent / "suites" / "tp_layer.py"
-    monkeypatch.setattr("sys.argv", [str(script), *said.split(), "--output=x.json"])
+    script = str(RESULTS.parent / "suites" / "tp_layer.py")
+    monkeypatch.setattr("sys.argv", [script, *said.split(), "--output=x.json"])
     kept = "--profile --iters 3 --modes train"
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert default_command(1) == f"benchmarks/launch.sh tp_layer {kept}"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert default_command(4) == f"NPROC=4 benchmarks/launch.sh tp_layer {kept}"
+    monkeypatch.setenv("LD_PRELOAD", "/here/libcublasLt.so.13")
+    assert 'NPROC=4 LD_PRELOAD="$CUBLAS/libcublasLt.so.13 ' in default_command(4)
 
 
 def test_the_committed_table_is_that_of_the_committed_results() -> None:

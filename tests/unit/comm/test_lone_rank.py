@@ -37,8 +37,7 @@ def test_a_layer_needs_no_launcher(backend: str) -> None:
     wanted = {} if backend == "baseline" else {"backend": backend}
     layer = kind({**MOE, **wanted}, dtype=F64)
     x = torch.randn(7, 8, dtype=F64, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    y = layer(x)
-    routing = layer.router(x)
+    y, routing = layer(x), layer.router(x)
     weights = layer.weight1, layer.weight2
     expected = moe_reference(x, routing.ids, routing.probs, *weights, "gelu")
     torch.testing.assert_close(y, expected)

@@ -81,8 +81,7 @@ def test_simulated_ranks_match_the_reference(
     for turn in range(3):
         x, ids, weights = _tokens(layout, turn)
         sources = [[table[rank] for rank in order] for table in (x, ids, weights)]
-        outs = []
-        requests = []
+        outs, requests = [], []
         for r, two in enumerate(ranks):
             counts = torch.full((local,), -7, dtype=torch.int32)
             out = torch.zeros(local, layout.max_rows, hidden, dtype=torch.bfloat16)

@@ -32,8 +32,7 @@ pytestmark = pytest.mark.usefixtures("emulated")
 def test_weights_are_cast_once_and_again_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, leaves, grad = make()
     x, probs, w1, w2 = leaves
-    casts = []
-    plain = fp8_experts.cast_weights
+    casts, plain = [], fp8_experts.cast_weights
     monkeypatch.setattr(
         fp8_experts, "cast_weights", lambda *given: casts.append(plain(*given)) or None
     )

@@ -192,8 +192,7 @@ def test_inference_keeps_nothing_even_of_parameters(monkeypatch: pytest.MonkeyPa
     buffers = buffers_of()
     x, ids, probs, *weights = make().arguments
     w1, w2 = (torch.nn.Parameter(w.detach()) for w in weights)
-    kept = []
-    real = experts.PlainExperts.forward
+    kept, real = [], experts.PlainExperts.forward
 
     def noted(self: Any, rows: Tensor, *args: Any) -> Any:
         out = real(self, rows, *args)
