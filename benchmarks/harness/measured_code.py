@@ -33,6 +33,8 @@ _NOT_TIMED = tuple(
 # What ranks run that divide a linear: elsewhere it is imported and not called.
 _OF_DIVIDED_LINEARS = ROOT / "megatron_fluid" / "tensor_parallel"
 _BUILD, _CHECK = ("__init__", "__post_init__"), ("check_fields", "check_setting")
+# Functions of a timed file that no suite calls.
+_UNCALLED = {"megatron_fluid/moe/sharding.py": ("clip_grad_norm_", "_wide")}
 # What a suite's program starts by name.
 _STARTED = {"pretrain": ("benchmarks.cases.pretrain_rank", _WING), "recipes": (_WING,)}
 
@@ -50,27 +52,31 @@ def fingerprint(suite: str, rows: Iterable[Mapping[str, Any]] = ()) -> str | Non
         files = [file for file in files if not file.is_relative_to(_OF_DIVIDED_LINEARS)]
     found = hashlib.sha256()
     for file in files:
-        found.update(file.relative_to(ROOT).as_posix().encode() + b"\0")
-        found.update(_code(file.read_bytes()) if file.suffix == ".py" else file.read_bytes())
+        name, text = file.relative_to(ROOT).as_posix(), file.read_bytes()
+        found.update(name.encode() + b"\0")
+        found.update(_code(text, _UNCALLED.get(name, ())) if file.suffix == ".py" else text)
     return found.hexdigest()[:16]
 
 
 @functools.cache
-def _code(text: bytes) -> bytes:
+def _code(text: bytes, uncalled: tuple[str, ...] = ()) -> bytes:
     tree, holds = ast.parse(text), ast.Module | ast.ClassDef | ast.FunctionDef
     for node in ast.walk(tree):
         if isinstance(node, holds) and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
-    return ast.unparse(_WithoutChecks().visit(tree)).encode()
+    return ast.unparse(_WithoutChecks(uncalled).visit(tree)).encode()
 
 
 class _WithoutChecks(ast.NodeTransformer):
     """Leaves out the checks of settings, which are made when an object is built: of the functions
     in _BUILD every `if` without `else` that raises, and may name values for the message before,
-    loops of nothing else, and calls of the functions in _CHECK; and these."""
+    loops of nothing else, and calls of the functions in _CHECK; these, and the `uncalled`."""
+
+    def __init__(self, uncalled: tuple[str, ...]) -> None:
+        self._names = (*_CHECK, *uncalled)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
-        if node.name in _CHECK:
+        if node.name in self._names:
             return None
         self.generic_visit(node)
         if node.name in _BUILD:
