@@ -242,7 +242,9 @@ def _wide(grads: list[Tensor], norm_type: float) -> list[Tensor]:
     half = [grad for grad in grads if grad.dtype.itemsize < 4]
     if not half:
         return grads
-    return [
-        *(grad for grad in grads if grad.dtype.itemsize >= 4),
-        *torch._foreach_norm(half, norm_type, dtype=torch.float32),
-    ]
+    fp32 = torch.float32
+    if is_sharded(half[0]):  # torch 2.14's _foreach_norm takes no dtype with DTensors
+        norms = [torch.linalg.vector_norm(grad, norm_type, dtype=fp32) for grad in half]
+    else:
+        norms = list(torch._foreach_norm(half, norm_type, dtype=fp32))
+    return [*(grad for grad in grads if grad.dtype.itemsize >= 4), *norms]
