@@ -107,7 +107,7 @@ def _arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpars
 
     if not words:
         parser.error("no script is named; usage: megatron-fluid run [FLAGS] SCRIPT [ITS FLAGS]")
-    port = parser.get_default("master_port")
+    port = parser.get_default("master_port") or 29500  # which torchrun of 2.14 takes later
     if "PET_MASTER_PORT" not in os.environ:
         parser.set_defaults(master_port=None)  # the port may be named as it is by default
     wanted = parser.parse_args(words)
