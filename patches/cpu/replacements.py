@@ -115,11 +115,13 @@ def init_process_group(
     "barrier",
     "torch.distributed:barrier",
     "gloo refuses device_ids, which Megatron always passes to tell NCCL the GPU",
+    checked=False,
 )
 def barrier(
-    original: Callable[..., Any], group: Any = None, async_op: bool = False, device_ids: Any = None
-) -> Any:
-    return original(group=group, async_op=async_op)
+    original: Callable[..., Any], group: Any = None, async_op: bool = False, device_ids: Any = None,
+    **of_newer_torch: Any,
+) -> Any:  # fmt: skip
+    return original(group=group, async_op=async_op, **of_newer_torch)
 
 
 @_replaces(
