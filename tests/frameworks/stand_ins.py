@@ -54,6 +54,12 @@ class WrappedGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, *args: Any) -> Any:
         return self.inner._reduce_scatter_base(*args)  # type: ignore[union-attr]
 
+    def all_gather_single(self, *args: Any, **kwargs: Any) -> Any:  # torch 2.14's
+        return self.inner.all_gather_single(*args, **kwargs)  # type: ignore[union-attr]
+
+    def reduce_scatter_single(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.reduce_scatter_single(*args, **kwargs)  # type: ignore[union-attr]
+
 
 def wrap_groups() -> None:
     """From now on torch makes wrapped groups, and its functions take them."""
