@@ -87,7 +87,7 @@ def test_a_wrong_document_is_refused(
 
 
 def test_the_cublas_that_is_called_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = results._version("nvidia-cublas") or "None."
+    installed = results._version("nvidia-cublas", "nvidia-cublas-cu12") or "None."
     assert installed.startswith(f"{results.cublas_version()}.")
     preloaded = SimpleNamespace(cublasLtGetVersion=lambda: 131000)
     monkeypatch.setattr(results.ctypes, "CDLL", {None: preloaded}.__getitem__)
