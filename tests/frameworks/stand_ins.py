@@ -47,18 +47,14 @@ class WrappedGroup(dist.ProcessGroup):
     def size(self) -> int:
         return self.inner.size()  # type: ignore[union-attr]
 
+    def _forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
     # Functions of torch that Megatron imported before they were wrapped call these.
-    def _allgather_base(self, *args: Any) -> Any:
-        return self.inner._allgather_base(*args)  # type: ignore[union-attr]
-
-    def _reduce_scatter_base(self, *args: Any) -> Any:
-        return self.inner._reduce_scatter_base(*args)  # type: ignore[union-attr]
-
-    def all_gather_single(self, *args: Any, **kwargs: Any) -> Any:  # torch 2.14's
-        return self.inner.all_gather_single(*args, **kwargs)  # type: ignore[union-attr]
-
-    def reduce_scatter_single(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.reduce_scatter_single(*args, **kwargs)  # type: ignore[union-attr]
+    _allgather_base = functools.partialmethod(_forward, "_allgather_base")
+    _reduce_scatter_base = functools.partialmethod(_forward, "_reduce_scatter_base")
+    all_gather_single = functools.partialmethod(_forward, "all_gather_single")  # from torch 2.14
+    reduce_scatter_single = functools.partialmethod(_forward, "reduce_scatter_single")
 
 
 def wrap_groups() -> None:

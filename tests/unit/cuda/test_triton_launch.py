@@ -163,8 +163,7 @@ def test_an_aligned_start_takes_absent_tensors_and_integers_behind_the_fixed_one
     driver: _Driver,
 ) -> None:
     driver.widths = [8, 8, 8, 8, 4, 8, 8, 8]
-    kernel = _Started(_SIGNATURE)
-    memory = torch.zeros(64)
+    kernel, memory = _Started(_SIGNATURE), torch.zeros(64)
     aligned = memory[-memory.data_ptr() // 4 % 4 :][:32]
     fixed = (torch.zeros(1), torch.zeros(1))
     launch = Launch(kernel, 4, {"BLOCK": 64}, fixed, words=("x",), unaligned=("y",))

@@ -90,8 +90,7 @@ def test_the_router_of_a_bf16_model_computes_in_its_own_dtype(
         weight = layer.router.weight
         for autocast in (False, True):
             with torch.autocast("cpu", BF16, enabled=autocast and name is not None):
-                routing = layer.router(x)
-                y = layer(x)
+                routing, y = layer.router(x), layer(x)
             wide = torch.promote_types(dtype, weight.dtype)
             best, ids = (x.to(wide) @ weight.to(wide).t()).float().topk(2, -1)
             assert torch.equal(routing.ids, ids) and routing.probs.dtype == torch.float32
