@@ -165,7 +165,7 @@ def default_command(ranks: int) -> str:
     """Return the command line that repeats this process from the repository's root.
 
     A program of benchmarks/ is started by launch.sh; another script by torchrun, or python where it
-    was started so.
+    was started so. Where another cuBLAS than torch's was preloaded, $CUBLAS stands for its folder.
     """
     root = Path(__file__).resolve().parents[2]
     script, words = Path(sys.argv[0]), _without_places(sys.argv[1:])
@@ -175,6 +175,8 @@ def default_command(ranks: int) -> str:
     processes = str(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if script.parts[0] == "benchmarks":
         prefix = f"NPROC={processes} " if launched else ""
+        if "libcublasLt.so" in os.environ.get("LD_PRELOAD", ""):
+            prefix += 'LD_PRELOAD="$CUBLAS/libcublasLt.so.13 $CUBLAS/libcublas.so.13" '
         return prefix + shlex.join(["benchmarks/launch.sh", script.stem, *words])
     starter = ["torchrun", "--nproc_per_node", processes] if launched else ["python"]
     return shlex.join([*starter, str(script), *words])

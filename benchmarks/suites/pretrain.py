@@ -55,17 +55,31 @@ from benchmarks.cases.pretrain import (
     flags_of,
 )
 from benchmarks.harness.options import chosen
-from benchmarks.harness.results import Row, result_path, write_results
+from benchmarks.harness.results import (
+    Row,
+    commit_id,
+    cublas_version,
+    default_command,
+    read_results,
+    result_path,
+    write_results,
+)
 from benchmarks.harness.timing import quantile
 from benchmarks.report.pictures import draw_later, draw_pretrain
 from megatron_fluid.cli.terminal import positive
 
-__all__ = ["ROOT", "Measured", "main", "measure_once", "peak_flops"]
+__all__ = ["ROOT", "Measured", "main", "measure_once", "of_this_cublas", "peak_flops"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _DENSE_BF16 = {"H100": 989.4e12, "H200": 989.4e12, "H800": 989.4e12, "A100": 312e12}
 # What patches/iteration_graph.py says of an iteration that runs again.
 _NO_ROOM = "more expert rows than the CUDA graph has room for"
+
+
+def of_this_cublas(case: str) -> str:
+    """What a case's winner is kept as: from cuBLAS 13.4 on the experts' GEMMs can be one launch."""
+    numbers = [int(number) for number in (cublas_version() or "0").split(".")]
+    return f"{case} with cuBLAS 13.4 or newer" if numbers >= [13, 4] else case
 
 
 def peak_flops(device: str) -> float | None:
@@ -237,6 +251,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=420.0, help="seconds a process may take")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the processes' logs")
     parser.add_argument("--output", default=None, help="result file")
+    parser.add_argument(
+        "--append",
+        action="store_true",
+        help="to the rows of other cases in the file, of this commit",
+    )
     options = parser.parse_args(arguments)
     if not 0 <= options.warm_up < options.iters:
         parser.error(f"--warm-up: found {options.warm_up}, allowed: 0 to --iters - 1")
@@ -281,6 +300,15 @@ def _run(
     are not run."""
     target = Path(options.output) if options.output else result_path("pretrain", ranks)
     rows: list[Row] = []
+    command = default_command(ranks).replace(" --append", "")
+    if options.append and target.is_file():
+        document = read_results(target)
+        if document["commit"] != commit_id():
+            failed = f"--append: found {target} of {document['commit']}, allowed: {commit_id()}"
+            print(f"failed: {failed}", file=sys.stderr)
+            return 1
+        rows = [Row(**row) for row in document["rows"]]
+        command = f"{document['command']} && {command}"
     failed: list[str] = []
     for model, layout in problems:
         case = model if layout == "ep" else f"{model}-{layout}"
@@ -294,7 +322,7 @@ def _run(
             failed.append(f"{case}: {shape.microbatches} sequences a GPU are no whole microbatches")
             continue
         measured = {name: Measured() for name in variants}
-        done = list(rows)
+        done = [row for row in rows if row.case != case]
         for turn in range(options.rounds):
             for name, variant in variants.items():
                 one = measured[name]
@@ -302,7 +330,7 @@ def _run(
                     continue
                 begun = time.monotonic()
                 if name.startswith("megatron_best"):
-                    best = best_variant(model, ranks, fp8=name.endswith("fp8"))
+                    best = best_variant(of_this_cublas(model), ranks, fp8=name.endswith("fp8"))
                     if best is None:
                         absent[name] = "no winner is kept: python -m benchmarks.tune.megatron_best"
                         one.failure = absent[name]
@@ -337,12 +365,14 @@ def _run(
                         **_config(shape, ranks, layout, sequences),
                         routing=options.routing,
                         model_flags=" ".join(MODEL_FLAGS[model]),
+                        cublas=cublas_version(),
+                        host_cpus=os.cpu_count(),
                         absent=absent,
                     )
                     for label, kept in measured.items()
                     if kept.rounds
                 ]
-                write_results("pretrain", rows, ranks, target)
+                write_results("pretrain", rows, ranks, target, command)
                 print(f"{_line(rows, case, name)}  round {turn + 1}, {took:.0f} s", flush=True)
     if rows:
         draw_later(lambda: draw_pretrain(target), "python -m benchmarks.report.pictures")
