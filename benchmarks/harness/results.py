@@ -17,6 +17,7 @@ This module needs torch only to name versions and devices; it imports nothing of
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import importlib.metadata
@@ -112,7 +113,10 @@ def _version(*distributions: str) -> str | None:
 
 
 def cublas_version() -> str | None:
-    """Of the cuBLASLt that this process has loaded, as "13.1.0"; None without one."""
+    """Of the cuBLASLt whose functions this process calls, as "13.1.0"; None without one. One that
+    LD_PRELOAD names is called in place of torch's, which is loaded all the same."""
+    with contextlib.suppress(AttributeError):
+        return _dotted(ctypes.CDLL(None).cublasLtGetVersion())
     try:
         loaded = Path("/proc/self/maps").read_text().split()
     except OSError:
@@ -120,7 +124,10 @@ def cublas_version() -> str | None:
     path = next((word for word in loaded if "/libcublasLt.so" in word), None)
     if path is None:
         return None
-    version = int(ctypes.CDLL(path).cublasLtGetVersion())
+    return _dotted(ctypes.CDLL(path).cublasLtGetVersion())
+
+
+def _dotted(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
