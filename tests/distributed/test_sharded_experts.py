@@ -329,13 +329,14 @@ def test_a_norm_of_half_precision_experts_beside_fp32_is_that_of_fp32(
     rank: int, world: int, dtype: torch.dtype
 ) -> None:
     weight = MoELayer(SIZES, dist.group.WORLD, dtype=dtype).weight1
-    plain = nn.Parameter(torch.zeros(4))
+    plain, half = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(999, dtype=dtype))
     for of_plain, of_experts in ((2e5, 0.01), (0.111, 0.01), (1.0, 100.0)):
         for norm_type in (2.0, -1.0, torch.inf, -torch.inf):
             plain.grad = torch.full_like(plain, of_plain)
+            half.grad = torch.full_like(half, of_experts)
             weight.grad = torch.full_like(weight, of_experts)
-            grads = torch.cat([plain.grad, whole(weight.grad).float().flatten()])
-            norm = clip_grad_norm_([plain, weight], 1.0, norm_type)
+            grads = torch.cat([plain.grad, half.grad.float(), whole(weight.grad).float().flatten()])
+            norm = clip_grad_norm_([plain, half, weight], 1.0, norm_type)
             torch.testing.assert_close(norm, torch.linalg.vector_norm(grads, norm_type))
             torch.testing.assert_close(plain.grad, grads[:4] / norm.clamp(min=1.0))
     with pytest.raises(ConfigError, match="norm_type: found 0"):

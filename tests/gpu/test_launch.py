@@ -80,8 +80,7 @@ def test_on_a_thread_without_a_context() -> None:
 
 
 def test_in_a_graph() -> None:
-    prepared = _Prepared()
-    graph = torch.cuda.CUDAGraph()
+    prepared, graph = _Prepared(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = prepared(11)
     for step in range(2):

@@ -269,8 +269,7 @@ def test_outside_of_backward_and_after_disable_tasks_run_at_once(
         scheduler.disable()  # flushes
         seen.append(weights[1].grad is not None)
 
-    x = inputs(1)[0].requires_grad_()
-    ones = torch.ones_like(weights[1])
+    x, ones = inputs(1)[0].requires_grad_(), torch.ones_like(weights[1])
     submits(x, weights[1], lambda: [ones], after, scheduler).sum().backward()
     assert seen == [True] and not scheduler.is_enabled()
     with pytest.raises(RuntimeError, match="odd: 2 gradients for 1 parameters"):
