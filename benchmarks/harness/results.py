@@ -8,7 +8,7 @@ Schema::
 
 ``gpu`` is the device's name, or the processor's where none is used; ``gpus`` the number of ranks
 measured. A version is null where the package is absent. ``cublas``, in files and in rows whose own
-differs, is the version of cuBLASLt that the process had loaded. ``commit`` is FLUID_COMMIT from the
+differs, is the version of cuBLASLt that the process calls. ``commit`` is FLUID_COMMIT from the
 environment if set, else ``git rev-parse HEAD`` with ``-dirty`` where the tree differs from it
 (results files themselves do not count), else null.
 
