@@ -84,13 +84,21 @@ def _of_all_versions(folder: Path) -> Iterator[Compared]:
         document = found[1]
         bf16 = [r for r in document["rows"] if not r["variant"].endswith("fp8")]
         best = {case: _best(bf16, case) for case, mode in by_case(bf16) if mode == "train"}
-        for case, pair in best.items():
-            if pair is None or OLDER in case or pair[1]["config"].get("micro_batch_size", 1) > 1:
+
+        def of_older(case: str, best: Mapping[str, Pair | None] = best) -> Pair | None:
+            return next(
+                (pair for name, pair in best.items() if name.startswith(case + OLDER)), None
+            )
+
+        for case in dict.fromkeys(name.partition(OLDER)[0] for name in best):
+            newest, older = best.get(case), of_older(case)
+            pair = newest or older
+            if pair is None or pair[1]["config"].get("micro_batch_size", 1) > 1:
                 continue
-            older = next((o for name, o in best.items() if name.startswith(case + OLDER)), None)
-            found_of = {n: best.get(f"{case}-mbs{n}") for n in LARGER}
+            found_of = {n: best.get(f"{case}-mbs{n}") or of_older(f"{case}-mbs{n}") for n in LARGER}
             larger = {n: more for n, more in found_of.items() if more is not None}
-            yield Compared(case, _layers(document, case), *pair, document, older, larger)
+            held = _layers(pair[1], case)
+            yield Compared(case, held, *pair, document, older if newest else None, larger)
 
 
 def _best(rows: Sequence[Mapping[str, Any]], case: str) -> Pair | None:
@@ -104,9 +112,9 @@ def _best(rows: Sequence[Mapping[str, Any]], case: str) -> Pair | None:
     return megatron, fluid
 
 
-def _layers(document: Mapping[str, Any], case: str) -> str:
+def _layers(row: Mapping[str, Any], case: str) -> str:
     """How many of a model's layers, and of its experts if not all, were trained."""
-    config = next(row["config"] for row in document["rows"] if row["case"] == case)
+    config = row["config"]
     model = MODELS.get(case.removesuffix("-forced"))
     if "layers" not in config or model is None:
         return ""
@@ -149,8 +157,7 @@ def headline(folder: Path = RESULTS) -> str:
         columns[f"{n} sequences"] = [cell(line, line.larger.get(n)) for line in lines]
     columns = {head: cells for head, cells in columns.items() if any(cells)}
     table = markdown(list(columns), list(map(list, zip(*columns.values(), strict=True))))
-    rows = [row for t in lines for row in t.document["rows"] if row["case"] == t.case]
-    forced = any(row["config"].get("routing", "forced") == "forced" for row in rows)
+    forced = any(line.fluid["config"].get("routing", "forced") == "forced" for line in lines)
     routing = "force" if forced else "an auxiliary loss"
     source = "[commits, commands and every row](docs/results/pretrain.md)"
     stale = " Not measured again since the code changed."

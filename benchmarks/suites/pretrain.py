@@ -11,8 +11,9 @@ load balancing (cases `qwen3-30b-a3b-forced`), or as a router chooses that an au
 balances. `megatron_best` has the flags that benchmarks/tune/megatron_best.py found to be fastest
 (`flags`). All variants have the model's own attention and router (benchmarks/cases/model_flags.py).
 With `--micro-batch-size N` a microbatch has N sequences and an iteration as many as before (cases
-`qwen3-30b-a3b-mbs2`). `graph_overflows`: how many iterations of each process ran twice, since the
-graph had no room for an expert's rows.
+`qwen3-30b-a3b-mbs2`); with a cuBLAS before 13.4 a case ends in its version (`-cublas13.1`).
+`graph_overflows`: how many iterations of each process ran twice, since the graph had no room for an
+expert's rows.
 An iteration is forward, backward and optimizer of all microbatches, timed on the slowest rank; the
 first ones of each process are left out. A variant that fails is named, and the others are measured;
 one that cannot be run here is named with the reason, in the rows' `absent`, too. Rows hold the
@@ -55,17 +56,49 @@ from benchmarks.cases.pretrain import (
     flags_of,
 )
 from benchmarks.harness.options import chosen
-from benchmarks.harness.results import Row, result_path, write_results
+from benchmarks.harness.results import (
+    Row,
+    commit_id,
+    cublas_version,
+    default_command,
+    read_results,
+    result_path,
+    write_results,
+)
 from benchmarks.harness.timing import quantile
 from benchmarks.report.pictures import draw_later, draw_pretrain
 from megatron_fluid.cli.terminal import positive
 
-__all__ = ["ROOT", "Measured", "main", "measure_once", "peak_flops"]
+__all__ = [
+    "ROOT",
+    "Measured",
+    "main",
+    "measure_once",
+    "of_this_cublas",
+    "older_cublas",
+    "peak_flops",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 _DENSE_BF16 = {"H100": 989.4e12, "H200": 989.4e12, "H800": 989.4e12, "A100": 312e12}
 # What patches/iteration_graph.py says of an iteration that runs again.
 _NO_ROOM = "more expert rows than the CUDA graph has room for"
+
+
+def older_cublas() -> str | None:
+    """Of a cuBLAS before 13.4 its version, as "13.1"; None of a newer one, and without a GPU. From
+    13.4 on all GEMMs of a layer's experts can be one launch in Megatron."""
+    numbers = [int(number) for number in (_cublas() or "").split(".") if number]
+    return f"{numbers[0]}.{numbers[1]}" if numbers and numbers[:2] < [13, 4] else None
+
+
+def _cublas() -> str | None:
+    return cublas_version() if torch.cuda.is_available() else None
+
+
+def of_this_cublas(case: str) -> str:
+    """What the winner of a case is kept as: the fastest flags differ by cuBLAS."""
+    return f"{case} with cuBLAS 13.4 or newer" if _cublas() and not older_cublas() else case
 
 
 def peak_flops(device: str) -> float | None:
@@ -145,8 +178,8 @@ def measure_once(
         if not gpu:
             environment["MEGATRON_FLUID_CPU"] = "1"
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(ranks), "-m", "benchmarks.cases.pretrain_rank"),
+            *_started(ranks, environment),
+            *("-m", "benchmarks.cases.pretrain_rank"),
             *(
                 flag
                 for flag in common_flags(case, ranks, iterations, gpu, routing)
@@ -178,6 +211,16 @@ def measure_once(
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         found["overflows"] = log.read_text(errors="replace").count(_NO_ROOM)
         return found
+
+
+def _started(ranks: int, environment: dict[str, str]) -> list[str]:
+    """The start of a command, by torchrun; one rank needs none, which takes seconds."""
+    if ranks > 1:
+        launcher = [*("-m", "torch.distributed.run", "--standalone"), "--nproc-per-node"]
+        return [sys.executable, *launcher, str(ranks)]
+    environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # a free one
+    return [sys.executable]
 
 
 def _why(log: Path) -> str:
@@ -237,6 +280,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=420.0, help="seconds a process may take")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the processes' logs")
     parser.add_argument("--output", default=None, help="result file")
+    parser.add_argument(
+        "--append",
+        action="store_true",
+        help="to the rows of other cases in the file, of this commit",
+    )
     options = parser.parse_args(arguments)
     if not 0 <= options.warm_up < options.iters:
         parser.error(f"--warm-up: found {options.warm_up}, allowed: 0 to --iters - 1")
@@ -281,12 +329,22 @@ def _run(
     are not run."""
     target = Path(options.output) if options.output else result_path("pretrain", ranks)
     rows: list[Row] = []
+    command = default_command(ranks).replace(" --append", "")
+    if options.append and target.is_file():
+        document = read_results(target)
+        if document["commit"] != commit_id():
+            failed = f"--append: found {target} of {document['commit']}, allowed: {commit_id()}"
+            print(f"failed: {failed}", file=sys.stderr)
+            return 1
+        rows = [Row(**row) for row in document["rows"]]
+        command = f"{document['command']} && {command}"
     failed: list[str] = []
     for model, layout in problems:
         case = model if layout == "ep" else f"{model}-{layout}"
         sequences = options.micro_batch_size
         case += f"-mbs{sequences}" if sequences > 1 else ""
         case += "-forced" if options.routing == "forced" else ""
+        case += f"-cublas{older}" if (older := older_cublas()) else ""
         shape = CASES[model]
         if options.microbatches is not None:
             shape = dataclasses.replace(shape, microbatches=options.microbatches)
@@ -294,7 +352,7 @@ def _run(
             failed.append(f"{case}: {shape.microbatches} sequences a GPU are no whole microbatches")
             continue
         measured = {name: Measured() for name in variants}
-        done = list(rows)
+        done = [row for row in rows if row.case != case]
         for turn in range(options.rounds):
             for name, variant in variants.items():
                 one = measured[name]
@@ -302,7 +360,7 @@ def _run(
                     continue
                 begun = time.monotonic()
                 if name.startswith("megatron_best"):
-                    best = best_variant(model, ranks, fp8=name.endswith("fp8"))
+                    best = best_variant(of_this_cublas(model), ranks, fp8=name.endswith("fp8"))
                     if best is None:
                         absent[name] = "no winner is kept: python -m benchmarks.tune.megatron_best"
                         one.failure = absent[name]
@@ -337,12 +395,14 @@ def _run(
                         **_config(shape, ranks, layout, sequences),
                         routing=options.routing,
                         model_flags=" ".join(MODEL_FLAGS[model]),
+                        cublas=_cublas(),
+                        host_cpus=os.cpu_count(),
                         absent=absent,
                     )
                     for label, kept in measured.items()
                     if kept.rounds
                 ]
-                write_results("pretrain", rows, ranks, target)
+                write_results("pretrain", rows, ranks, target, command)
                 print(f"{_line(rows, case, name)}  round {turn + 1}, {took:.0f} s", flush=True)
     if rows:
         draw_later(lambda: draw_pretrain(target), "python -m benchmarks.report.pictures")

@@ -35,7 +35,7 @@ from benchmarks.cases.parallel_layouts import LAYOUTS
 from benchmarks.cases.pretrain import BEST, CASES, OPTIONS, ROUTINGS, Variant
 from benchmarks.harness.options import chosen
 from benchmarks.harness.results import commit_id, cublas_version
-from benchmarks.suites.pretrain import measure_once
+from benchmarks.suites.pretrain import measure_once, of_this_cublas
 from megatron_fluid.cli.terminal import positive
 
 __all__ = ["main", "search", "table"]
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = chosen(parser, "--begin", options.begin, OPTIONS) if options.begin else []
     failed = 0
     for name in cases:
-        case, label = CASES[name], f"{name}, {ranks} GPU"
+        case, label = CASES[name], f"{of_this_cublas(name)}, {ranks} GPU"
         label += "".join(end for option, end in _OF_ITS_OWN.items() if option in names)
         if options.microbatches is not None:
             case = dataclasses.replace(case, microbatches=options.microbatches)
