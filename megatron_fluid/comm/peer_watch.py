@@ -215,10 +215,13 @@ class PeerWatch:
         if isinstance(error, ConfigError):
             return None
         where = _calls(traceback.walk_tb(error.__traceback__))[::-1]
-        in_collective = any("/torch/distributed/" in file for file, *_ in where)
-        if isinstance(error, PeerTimeoutError) or type(error).__name__ == "CheckpointException":
-            in_collective = True
-        if not in_collective and not _LOST.search(str(error)):
+        may_be_of_a_peer = isinstance(error, PeerTimeoutError)
+        if type(error).__name__ == "CheckpointException":  # torch's, of every rank's own error
+            failures = getattr(error, "failures", {}).values()
+            may_be_of_a_peer = any(_LOST.search(str(own)) for own, _ in failures)
+        elif any("/torch/distributed/" in file for file, *_ in where) or _LOST.search(str(error)):
+            may_be_of_a_peer = True
+        if not may_be_of_a_peer:
             return None
         begin, enough = time.monotonic(), False
         self._beat(begin)  # the error may come before the first one, which `_read` looks for

@@ -4,8 +4,11 @@ import os
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_fluid.comm import peer_watch
 from megatron_fluid.comm.peer_watch import PeerWatch, place_of, watched_peers
@@ -141,13 +144,10 @@ def test_an_error_before_the_first_beat_names_the_rank_that_never_came(
     assert error is not None and error.peer == 2 and "rank 2 never came" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("first", "told"),
-    [
-        ("ValueError: NaN in the loss", "rank 1 ended: ValueError: NaN in the loss"),
-        ("done", "no answer from peer 3"),
-    ],
-)
+@pytest.mark.parametrize(("first", "told"), [
+    ("ValueError: NaN in the loss", "rank 1 ended: ValueError: NaN in the loss"),
+    ("done", "no answer from peer 3"),
+])  # fmt: skip
 def test_what_other_ranks_ended_with_is_the_cause(fast: World, first: str, told: str) -> None:
     fast.watches[1].end(first)
     fast.watches[2].end(f"lost: rank 2: no answer from peer {1 if first != 'done' else 3}")
@@ -179,6 +179,17 @@ def test_the_holder_of_the_store_lets_the_others_read_before_it_ends(
 @pytest.mark.parametrize("error", [ConfigError("timeout: found 0"), ValueError("shape")])
 def test_errors_that_no_peer_causes_are_left_alone(fast: World, error: Exception) -> None:
     assert fast.watches[0].explain(error) is None
+
+
+@pytest.mark.parametrize("own", [OSError(28, "No space left on device"), gloo_error()])
+def test_of_a_failed_checkpoint_a_peer_is_named_where_a_connection_broke(
+    fast: World, own: Exception
+) -> None:
+    fast.watches[1].end("CheckpointException: of a rank's own error")
+    with pytest.raises(CheckpointException) as raised:
+        _DistWrapper(None, False, 0).all_reduce("write", Mock(side_effect=own), list)
+    named = fast.watches[0].explain(raised.value)
+    assert (named is not None) == (type(own) is RuntimeError)
 
 
 def test_the_place_is_the_collective_and_who_called_it() -> None:
