@@ -137,7 +137,8 @@ def read_timeline(document: Mapping[str, Any], title: str) -> Timeline:
     written = document.get(_FACTS) or {}
     facts: dict[str, Any] = json.loads(written) if isinstance(written, str) else written
     steps = int(facts.get("steps", 1))
-    share = f"{1 - _total(exposed) / _total(moving):.1%}" if moving else "no communication"
+    moved = _total(moving)
+    share = f"{1 - _total(exposed) / moved:.1%}" if moved else "no communication"
     host_gaps = "none of 5 us or more"
     if idle:
         longest = max(e - b for b, e in idle)
@@ -145,7 +146,7 @@ def read_timeline(document: Mapping[str, Any], title: str) -> Timeline:
     figures = [
         ("trace" if step is None else "step" if steps == 1 else f"{steps} steps", _ms(end - begin)),
         ("computation", _ms(_total(compute))),
-        ("communication", _ms(_total(moving))),
+        ("communication", _ms(moved)),
         ("hidden share", share),
         ("exposed", _ms(_total(exposed))),
         ("host gaps", host_gaps),

@@ -106,6 +106,8 @@ def test_hidden_is_what_computation_covers() -> None:
     longest = ("Memcpy PtoP (Device -> Device)", "push_kernel")
     assert timeline.notes[:2] == tuple(f"Exposed for 2.00 ms: {name}" for name in longest)
     assert "  Exposed for 2.00 ms: push_kernel" in timeline.lines()
+    instant = read_timeline({"traceEvents": [_event("ncclDevKernel", "kernel", 5, 5)]}, "")
+    assert ("hidden share", "no communication") in instant.figures
 
 
 def test_a_gemm_on_a_cpu_computes_although_it_has_inner_operators() -> None:
@@ -121,24 +123,21 @@ def test_a_gemm_on_a_cpu_computes_although_it_has_inner_operators() -> None:
     assert figures["hidden share"] == "66.7%"
 
 
-@pytest.mark.parametrize(
-    ("names", "kind"),
-    [
-        (
-            "scatter_kernel begin_combine_kernel arrive_heads_kernel reduce_push_kernel "
-            "push_kernel send_rows_kernel publish_kernel barrier_kernel combine_put_kernel "
-            "plan_kernel ncclDevKernel_AllGather_RING_LL hybrid_ep::dispatch_kernel<bf16> "
-            "two_shot_all_reduce_kernel<bf16>",
-            "communication",
-        ),
-        (
-            "grouped_forward activation_kernel topk_softmax_kernel "
-            "at::native::reduce_kernel<512> at::native::_scatter_gather_elementwise_kernel "
-            "flash_fwd_splitkv_combine_kernel<Flash_fwd_kernel_traits>",
-            "compute",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("names", "kind"), [
+    (
+        "scatter_kernel begin_combine_kernel arrive_heads_kernel reduce_push_kernel "
+        "push_kernel send_rows_kernel publish_kernel barrier_kernel combine_put_kernel "
+        "plan_kernel ncclDevKernel_AllGather_RING_LL hybrid_ep::dispatch_kernel<bf16> "
+        "two_shot_all_reduce_kernel<bf16>",
+        "communication",
+    ),
+    (
+        "grouped_forward activation_kernel topk_softmax_kernel "
+        "at::native::reduce_kernel<512> at::native::_scatter_gather_elementwise_kernel "
+        "flash_fwd_splitkv_combine_kernel<Flash_fwd_kernel_traits>",
+        "compute",
+    ),
+])  # fmt: skip
 def test_what_waits_for_peers_is_told_from_what_computes(names: str, kind: str) -> None:
     """By whole names where others have kernels called alike."""
     for name in names.split():
