@@ -44,6 +44,7 @@ __all__ = [
     "environment",
     "read_results",
     "result_path",
+    "rows_before",
     "validate",
     "write_results",
 ]
@@ -259,6 +260,21 @@ def write_results(
     scratch.write_text(json.dumps(document, indent=1) + "\n")
     scratch.replace(target)
     return target
+
+
+def rows_before(suite: str, gpus: int, path: Path | str) -> tuple[list[Row], str]:
+    """Return the rows of a results file, and the command that gave them, for a run that adds to it.
+
+    Raises:
+        ValueError: the file is of another suite, other code, another machine or other libraries.
+    """
+    document, now = read_results(path), {"suite": suite, **environment(gpus)}
+    if (now["commit"] or "-dirty").endswith("-dirty"):
+        raise ValueError(f"commit: found {now['commit']}, allowed: that of a tree without changes")
+    for key in ("suite", *_ENVIRONMENT_KEYS[:-1]):
+        if document[key] != now[key]:
+            raise ValueError(f"{key} of {path}: found {document[key]}, allowed: {now[key]}")
+    return [Row(**row) for row in document["rows"]], document["command"]
 
 
 def read_results(path: Path | str) -> dict[str, Any]:

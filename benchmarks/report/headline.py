@@ -86,9 +86,12 @@ def _of_all_versions(folder: Path) -> Iterator[Compared]:
         best = {case: _best(bf16, case) for case, mode in by_case(bf16) if mode == "train"}
 
         def of_older(case: str, best: Mapping[str, Pair | None] = best) -> Pair | None:
-            return next(
-                (pair for name, pair in best.items() if name.startswith(case + OLDER)), None
-            )
+            pairs = {
+                tuple(_numbers(name.partition(OLDER)[2])): pair
+                for name, pair in best.items()
+                if pair is not None and name.startswith(case + OLDER)
+            }
+            return pairs[max(pairs)] if pairs else None
 
         for case in dict.fromkeys(name.partition(OLDER)[0] for name in best):
             newest, older = best.get(case), of_older(case)

@@ -58,11 +58,10 @@ from benchmarks.cases.pretrain import (
 from benchmarks.harness.options import chosen
 from benchmarks.harness.results import (
     Row,
-    commit_id,
     cublas_version,
     default_command,
-    read_results,
     result_path,
+    rows_before,
     write_results,
 )
 from benchmarks.harness.timing import quantile
@@ -87,13 +86,13 @@ _NO_ROOM = "more expert rows than the CUDA graph has room for"
 
 def older_cublas() -> str | None:
     """Of a cuBLAS before 13.4 its version, as "13.1"; None of a newer one, and without a GPU. From
-    13.4 on all GEMMs of a layer's experts can be one launch in Megatron."""
+    13.4 on all GEMMs of a layer's experts can be one launch in Megatron. "0.0": not known."""
     numbers = [int(number) for number in (_cublas() or "").split(".") if number]
     return f"{numbers[0]}.{numbers[1]}" if numbers and numbers[:2] < [13, 4] else None
 
 
 def _cublas() -> str | None:
-    return cublas_version() if torch.cuda.is_available() else None
+    return cublas_version() or "0.0" if torch.cuda.is_available() else None
 
 
 def of_this_cublas(case: str) -> str:
@@ -218,6 +217,8 @@ def _started(ranks: int, environment: dict[str, str]) -> list[str]:
     if ranks > 1:
         launcher = [*("-m", "torch.distributed.run", "--standalone"), "--nproc-per-node"]
         return [sys.executable, *launcher, str(ranks)]
+    for name in [name for name in environment if name.startswith("TORCHELASTIC_")]:
+        del environment[name]  # of a launcher around the suite, whose store is another
     environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # a free one
     return [sys.executable]
@@ -283,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--append",
         action="store_true",
-        help="to the rows of other cases in the file, of this commit",
+        help="to the rows in the file, of this commit and of such a machine",
     )
     options = parser.parse_args(arguments)
     if not 0 <= options.warm_up < options.iters:
@@ -329,15 +330,15 @@ def _run(
     are not run."""
     target = Path(options.output) if options.output else result_path("pretrain", ranks)
     rows: list[Row] = []
-    command = default_command(ranks).replace(" --append", "")
+    command = default_command(ranks)
     if options.append and target.is_file():
-        document = read_results(target)
-        if document["commit"] != commit_id():
-            failed = f"--append: found {target} of {document['commit']}, allowed: {commit_id()}"
-            print(f"failed: {failed}", file=sys.stderr)
+        try:
+            rows, earlier = rows_before("pretrain", ranks, target)
+        except ValueError as error:
+            print(f"failed: --append: {error}", file=sys.stderr)
             return 1
-        rows = [Row(**row) for row in document["rows"]]
-        command = f"{document['command']} && {command}"
+        command = f"{earlier} && {command}"
+    cublas, why_absent = _cublas(), absent
     failed: list[str] = []
     for model, layout in problems:
         case = model if layout == "ep" else f"{model}-{layout}"
@@ -352,7 +353,9 @@ def _run(
             failed.append(f"{case}: {shape.microbatches} sequences a GPU are no whole microbatches")
             continue
         measured = {name: Measured() for name in variants}
-        done = [row for row in rows if row.case != case]
+        absent = dict(why_absent)
+        # A row stays until it is measured anew, but for one with another cuBLAS.
+        done = [row for row in rows if row.case != case or row.config.get("cublas") == cublas]
         for turn in range(options.rounds):
             for name, variant in variants.items():
                 one = measured[name]
@@ -389,19 +392,21 @@ def _run(
                     print(f"{failed[-1]}", flush=True)
                     continue
                 took = time.monotonic() - begun
-                rows = done + [
+                new = [
                     kept.row(
                         *(case, label, options.warm_up, ranks),
                         **_config(shape, ranks, layout, sequences),
                         routing=options.routing,
                         model_flags=" ".join(MODEL_FLAGS[model]),
-                        cublas=_cublas(),
+                        cublas=cublas,
                         host_cpus=os.cpu_count(),
                         absent=absent,
                     )
                     for label, kept in measured.items()
                     if kept.rounds
                 ]
+                known = {(row.case, row.variant) for row in new}
+                rows = [row for row in done if (row.case, row.variant) not in known] + new
                 write_results("pretrain", rows, ranks, target, command)
                 print(f"{_line(rows, case, name)}  round {turn + 1}, {took:.0f} s", flush=True)
     if rows:

@@ -146,10 +146,11 @@ def table(path: Path = BEST) -> str:
     searches = json.loads(path.read_text()) if path.is_file() else {}
     parts = []
     for label, found in searches.items():
+        how = f" (set by hand: {found['by_hand']})" if "by_hand" in found else ""
+        base = f" (without options {found['base_ms']:.1f})" if "base_ms" in found else ""
         lines = [
-            f"**{label}:** {' + '.join(found['winner']) or 'no option'}, {found['ms']:.1f} ms "
-            f"(without options {found['base_ms']:.1f}) on {found['gpu']}, commit "
-            f"{found['commit'][:7]}.",
+            f"**{label}:** {' + '.join(found['winner']) or 'no option'}{how}, {found['ms']:.1f} ms"
+            f"{base} on {found['gpu']}, commit {found['commit'][:7]}.",
             "",
             "| tried | ms | why not |",
             "| --- | --- | --- |",

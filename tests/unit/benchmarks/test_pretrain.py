@@ -127,17 +127,47 @@ def test_the_search_keeps_what_is_faster_and_trains_alike(
     assert own["winner"] == ["capacity_graph", "cutlass"]
 
 
+ONE = {
+    "flops": 4e12,
+    "tokens": 100,
+    "peak_bytes": 0,
+    "losses": [1.0],
+    "overlap": [],
+    "overflows": 1,
+}
+
+
 def test_the_warm_up_is_left_out_of_every_round() -> None:
-    one = {"flops": 4e12, "tokens": 100, "peak_bytes": 0, "losses": [], "overlap": []}
-    one["overflows"] = 1
-    measured = pretrain.Measured(
-        [one | {"seconds": times} for times in ([9.0, 1.0, 3.0], [8.0, 2.0, 2.0])]
-    )
+    rounds = [ONE | {"seconds": times} for times in ([9.0, 1.0, 3.0], [8.0, 2.0, 2.0])]
+    measured = pretrain.Measured(rounds)
     row = measured.row("tiny", "fluid", 1, 2, layers=2)
     assert row.median_ms == 2000 and row.iters == 4
     assert row.config["tokens_per_s"] == 50 and row.config["tflops_per_gpu"] == 1.0
     assert row.config["first_iteration_s"] == [9.0, 8.0] and row.config["graph_overflows"] == [1, 1]
     assert pretrain._NO_ROOM in (ROOT / "patches" / "iteration_graph.py").read_text()
+
+
+def test_a_run_adds_to_a_file_of_its_commit_and_a_row_stays_until_it_is_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = iter([1.0, 2.0, 3.0])
+    monkeypatch.setattr(pretrain, "measure_once", lambda *_: ONE | {"seconds": [next(times)] * 2})
+    monkeypatch.setattr(pretrain, "draw_later", lambda *_: None)
+    words = ["--cases", "tiny", "--rounds", "1", "--iters", "2", "--warm-up", "1", "--ranks", "1"]
+    words += ["--append", "--output", str(tmp_path / "pretrain.json"), "--variants"]
+    monkeypatch.setenv("FLUID_COMMIT", "abc")
+    for variant in ("megatron", "fluid", "megatron"):
+        assert pretrain.main([*words, variant]) == 0
+    document = json.loads((tmp_path / "pretrain.json").read_text())
+    found = {row["variant"]: row["median_ms"] for row in document["rows"]}
+    assert found == {"fluid": 2000.0, "megatron": 3000.0}
+    assert document["command"].count(" && ") == 2
+    for commit in ("abd", "abc-dirty"):
+        monkeypatch.setenv("FLUID_COMMIT", commit)
+        assert pretrain.main([*words, "fluid"]) == 1
+        assert (
+            f"found {'abc, allowed: abd' if commit == 'abd' else commit}" in capsys.readouterr().err
+        )
 
 
 @pytest.mark.slow
