@@ -59,16 +59,13 @@ def test_every_field_is_read_from_the_environment() -> None:
     assert FluidConfig.from_environment({}) == FluidConfig()
 
 
-@pytest.mark.parametrize(
-    ("variable", "text"),
-    [
-        ("MEGATRON_FLUID_DX_CHUNKS", "two"),
-        ("MEGATRON_FLUID_TIMEOUT_S", "long"),
-        ("MEGATRON_FLUID_DETERMINISTIC", "maybe"),
-        ("MEGATRON_FLUID_MOE_BACKEND", "foo"),
-        ("MEGATRON_FLUID_GRAPH", "much"),
-    ],
-)
+@pytest.mark.parametrize(("variable", "text"), [
+    ("MEGATRON_FLUID_DX_CHUNKS", "two"),
+    ("MEGATRON_FLUID_TIMEOUT_S", "long"),
+    ("MEGATRON_FLUID_DETERMINISTIC", "maybe"),
+    ("MEGATRON_FLUID_MOE_BACKEND", "foo"),
+    ("MEGATRON_FLUID_GRAPH", "much"),
+])  # fmt: skip
 def test_an_unreadable_variable_is_named(variable: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{variable}: found '{text}'"):
         FluidConfig.from_environment({variable: text})

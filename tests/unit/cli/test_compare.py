@@ -66,17 +66,14 @@ def test_a_page_says_how_much_faster_and_that_losses_agree(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("DRIFT", "0.01", "losses agree: with and without the package they differ by 0.00"),
-        ("DRIFT", "0.5", "losses DIFFER: with and without the package they differ by 0."),
-        ("DRIFT", "nan", "losses DIFFER: with the package iteration 2 has no finite loss\n"),
-        ("SILENT", "1", "losses agree: with and without the package they differ by nothing"),
-        ("MISSING", "1", "losses DIFFER: with the package iteration 1 has no finite loss\n"),
-        ("MISSING", "3", "losses DIFFER: with the package iteration 3 has no finite loss\n"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("DRIFT", "0.01", "losses agree: with and without the package they differ by 0.00"),
+    ("DRIFT", "0.5", "losses DIFFER: with and without the package they differ by 0."),
+    ("DRIFT", "nan", "losses DIFFER: with the package iteration 2 has no finite loss\n"),
+    ("SILENT", "1", "losses agree: with and without the package they differ by nothing"),
+    ("MISSING", "1", "losses DIFFER: with the package iteration 1 has no finite loss\n"),
+    ("MISSING", "3", "losses DIFFER: with the package iteration 3 has no finite loss\n"),
+])  # fmt: skip
 def test_the_exit_status_says_whether_losses_agree(
     name: str, value: str, said: str, command: list[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],

@@ -39,13 +39,10 @@ def test_doctor_passes_here_and_says_why_something_is_missing(
         assert "required, but missing: gpu, which lacks cuda" in text.err
 
 
-@pytest.mark.parametrize(
-    ("version", "status", "said"),
-    [
-        ("2.9.1", 1, r"- +2\.9\.1 found, 2\.10 or newer needed"),
-        ("2.10.0a0+b558c986e8.nv25.11", 0, r"ok +2\.10\.0a0\+b558c986e8\.nv25\.11"),
-    ],
-)
+@pytest.mark.parametrize(("version", "status", "said"), [
+    ("2.9.1", 1, r"- +2\.9\.1 found, 2\.10 or newer needed"),
+    ("2.10.0a0+b558c986e8.nv25.11", 0, r"ok +2\.10\.0a0\+b558c986e8\.nv25\.11"),
+])  # fmt: skip
 def test_the_torch_of_nvidias_containers_is_new_enough(
     version: str, status: int, said: str,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -61,14 +58,11 @@ def test_the_torch_of_nvidias_containers_is_new_enough(
     assert wanted.specifier.contains(version) is not bool(status)
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "ok", "words"),
-    [
-        ([(8, 0), (9, 0)], False, "pip install cuda-bindings nvidia-cuda-nvrtc"),
-        ([], False, "pip install cuda-bindings nvidia-cuda-nvrtc"),
-        ([(8, 0), (10, 0)], True, "nor needed: no GPU of compute capability 9.0 among 2"),
-    ],
-)
+@pytest.mark.parametrize(("capabilities", "ok", "words"), [
+    ([(8, 0), (9, 0)], False, "pip install cuda-bindings nvidia-cuda-nvrtc"),
+    ([], False, "pip install cuda-bindings nvidia-cuda-nvrtc"),
+    ([(8, 0), (10, 0)], True, "nor needed: no GPU of compute capability 9.0 among 2"),
+])  # fmt: skip
 def test_doctor_asks_for_nvrtc_where_a_gpu_needs_it(
     monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], ok: bool, words: str
 ) -> None:

@@ -16,14 +16,11 @@ from megatron_fluid.profiling.timeline import read_timeline
 from tests.unit.profiling.test_timeline import a_trace
 
 
-@pytest.mark.parametrize(
-    ("milliseconds", "hidden", "said"),
-    [
-        ((350, 206), "77.0%", "1.7 times as fast: 350 -> 206 ms a step, 77.0% of the commun"),
-        ((237, 224), "0.0%", "1.1 times as fast: 237 -> 224 ms"),
-        ((330, 419), "no communication", "no gain: 330 -> 419 ms a step, no communication"),
-    ],
-)
+@pytest.mark.parametrize(("milliseconds", "hidden", "said"), [
+    ((350, 206), "77.0%", "1.7 times as fast: 350 -> 206 ms a step, 77.0% of the commun"),
+    ((237, 224), "0.0%", "1.1 times as fast: 237 -> 224 ms"),
+    ((330, 419), "no communication", "no gain: 330 -> 419 ms a step, no communication"),
+])  # fmt: skip
 def test_a_verdict_comes_first(milliseconds: tuple[int, int], hidden: str, said: str) -> None:
     whole = read_timeline(a_trace(), "")
     plain, fluid = (

@@ -200,18 +200,15 @@ def test_every_flag_of_this_package_in_a_text_is_one_it_has() -> None:
             assert not named - known, f"{place} names {', '.join(sorted(named - known))}"
 
 
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        ("torchrun --nproc_per_node 2 benchmarks/moe_layer.py", "there is no"),
-        ("benchmarks/launch.sh tp_overlap --sweeps all", "--sweeps"),
-        ("make pretrains", "pretrains"),
-        ('make pretrain ARGS="--train-itters 5"', "--train-itters"),
-        ("megatron-fluid doctor --bandwith", "--bandwith"),
-        ("megatron-fluid run -m megatron_fluid.cli doctor --bandwith", "--bandwith"),
-        ("pytest tests/gpus", "there is no"),
-    ],
-)
+@pytest.mark.parametrize(("line", "why"), [
+    ("torchrun --nproc_per_node 2 benchmarks/moe_layer.py", "there is no"),
+    ("benchmarks/launch.sh tp_overlap --sweeps all", "--sweeps"),
+    ("make pretrains", "pretrains"),
+    ('make pretrain ARGS="--train-itters 5"', "--train-itters"),
+    ("megatron-fluid doctor --bandwith", "--bandwith"),
+    ("megatron-fluid run -m megatron_fluid.cli doctor --bandwith", "--bandwith"),
+    ("pytest tests/gpus", "there is no"),
+])  # fmt: skip
 def test_a_command_that_does_not_work_is_told(line: str, why: str) -> None:
     with pytest.raises(AssertionError, match=why):
         check(words_of(line))

@@ -141,19 +141,16 @@ def test_a_limit_names_its_setting_and_no_other(
         assert reasons(config).fusion == (reason if setting in FUSION else None)
 
 
-@pytest.mark.parametrize(
-    ("function", "gated", "name"),
-    [
-        (F.silu, True, "swiglu"),
-        (F.gelu, True, "geglu"),
-        (activations.quick_gelu, True, "quick_geglu"),
-        (F.silu, False, "silu"),
-        (F.gelu, False, "gelu"),
-        (F.relu, False, "relu"),
-        (activations.squared_relu, False, "relu2"),
-        (activations.quick_gelu, False, "quick_gelu"),
-    ],
-)
+@pytest.mark.parametrize(("function", "gated", "name"), [
+    (F.silu, True, "swiglu"),
+    (F.gelu, True, "geglu"),
+    (activations.quick_gelu, True, "quick_geglu"),
+    (F.silu, False, "silu"),
+    (F.gelu, False, "gelu"),
+    (F.relu, False, "relu"),
+    (activations.squared_relu, False, "relu2"),
+    (activations.quick_gelu, False, "quick_gelu"),
+])  # fmt: skip
 def test_activations_are_megatrons(
     supported: TransformerConfig, function: Callable[..., Any], gated: bool, name: str
 ) -> None:
@@ -186,14 +183,11 @@ def test_offloading_is_ours_but_of_what_is_fp8_recomputed_or_captured_as_a_whole
         assert (found.exchange is None) is ("cuda_graph_impl" not in settings)
 
 
-@pytest.mark.parametrize(
-    ("names", "fp8", "words"),
-    [
-        (["attn"], "hybrid", None),
-        (["attn", "moe_router"], None, None),
-        (["attn", "moe_router"], "hybrid", "holds moe_router"),
-    ],
-)
+@pytest.mark.parametrize(("names", "fp8", "words"), [
+    (["attn"], "hybrid", None),
+    (["attn", "moe_router"], None, None),
+    (["attn", "moe_router"], "hybrid", "holds moe_router"),
+])  # fmt: skip
 def test_a_graph_of_the_router_leaves_megatrons_experts_megatrons_exchange(
     supported: TransformerConfig, names: list[str], fp8: str | None, words: str | None
 ) -> None:
@@ -213,30 +207,27 @@ _ON_HOST, _LOCAL = "read row counts on the host", "moe_backend=local"
 _EXPERTS, _GRAPHS = "but not the experts", ("transformer_engine", "local")
 
 
-@pytest.mark.parametrize(
-    ("impl", "modules", "ranks", "backend", "kept"),
-    [
-        # Graphs that leave the experts out.
-        ("none", "", 2, "rounds", None),
-        ("transformer_engine", "attn", 2, "auto", None),
-        ("transformer_engine", "attn moe_router moe_preprocess", 2, "auto", None),
-        ("local", "mlp", 2, "auto", None),
-        # Phases that only Megatron's forward runs.
-        ("local", "attn moe_router", 1, "local", _EXPERTS),
-        # Whole layers: over the local transport, where that is asked for.
-        *((impl, modules, 2, "auto", _EXPERTS) for impl in _GRAPHS for modules in ("", "attn moe")),
-        *((impl, "", 1, "local", None) for impl in _GRAPHS),
-        *((impl, "attn moe", 1, "local", None) for impl in _GRAPHS),
-        *((impl, "", 1, other, _LOCAL) for impl in _GRAPHS for other in ("auto", "nvlink")),
-        ("local", "attn", 2, "auto", _EXPERTS),
-        ("local", "attn", 1, "local", None),
-        # Whole iterations: over symmetric memory, and on one rank over the local transport.
-        *(("full_iteration", "", ranks, "auto", None) for ranks in (1, 2)),
-        *(("full_iteration", "", ranks, "nvlink", None) for ranks in (1, 2)),
-        *(("full_iteration", "", ranks, "rounds", _ON_HOST) for ranks in (1, 2)),
-        ("full_iteration", "", 2, "hierarchical", _ON_HOST),
-    ],
-)
+@pytest.mark.parametrize(("impl", "modules", "ranks", "backend", "kept"), [
+    # Graphs that leave the experts out.
+    ("none", "", 2, "rounds", None),
+    ("transformer_engine", "attn", 2, "auto", None),
+    ("transformer_engine", "attn moe_router moe_preprocess", 2, "auto", None),
+    ("local", "mlp", 2, "auto", None),
+    # Phases that only Megatron's forward runs.
+    ("local", "attn moe_router", 1, "local", _EXPERTS),
+    # Whole layers: over the local transport, where that is asked for.
+    *((impl, modules, 2, "auto", _EXPERTS) for impl in _GRAPHS for modules in ("", "attn moe")),
+    *((impl, "", 1, "local", None) for impl in _GRAPHS),
+    *((impl, "attn moe", 1, "local", None) for impl in _GRAPHS),
+    *((impl, "", 1, other, _LOCAL) for impl in _GRAPHS for other in ("auto", "nvlink")),
+    ("local", "attn", 2, "auto", _EXPERTS),
+    ("local", "attn", 1, "local", None),
+    # Whole iterations: over symmetric memory, and on one rank over the local transport.
+    *(("full_iteration", "", ranks, "auto", None) for ranks in (1, 2)),
+    *(("full_iteration", "", ranks, "nvlink", None) for ranks in (1, 2)),
+    *(("full_iteration", "", ranks, "rounds", _ON_HOST) for ranks in (1, 2)),
+    ("full_iteration", "", 2, "hierarchical", _ON_HOST),
+])  # fmt: skip
 def test_a_layer_is_ours_where_its_graph_can_hold_it_over_the_backend_that_is_asked_for(
     supported: TransformerConfig,
     impl: str,
@@ -303,17 +294,14 @@ def test_experts_of_ours_alone_are_not_captured_with_bounded_room(
     assert "row counts are read on the host" in str(reasons(phase_by_phase).exchange)
 
 
-@pytest.mark.parametrize(
-    ("function", "gated", "clamp", "offset", "ours"),
-    [
-        (F.silu, True, None, 0.0, True),
-        (F.silu, True, 7.0, 0.0, False),
-        (activations.quick_gelu, True, 7.0, 1.0, True),
-        (activations.quick_gelu, True, None, 1.0, False),
-        (activations.quick_gelu, True, 7.0, 0.0, False),
-        (activations.squared_relu, False, None, 0.0, True),
-    ],
-)
+@pytest.mark.parametrize(("function", "gated", "clamp", "offset", "ours"), [
+    (F.silu, True, None, 0.0, True),
+    (F.silu, True, 7.0, 0.0, False),
+    (activations.quick_gelu, True, 7.0, 1.0, True),
+    (activations.quick_gelu, True, None, 1.0, False),
+    (activations.quick_gelu, True, 7.0, 0.0, False),
+    (activations.squared_relu, False, None, 0.0, True),
+])  # fmt: skip
 def test_the_fused_operation_is_ours_where_it_has_the_bounds_that_are_set(
     supported: TransformerConfig,
     function: Callable[..., Any],

@@ -35,16 +35,13 @@ def test_noise_of_the_runs_without_the_package_widens_what_agrees(tmp_path: Path
     assert page.startswith("<!doctype html>") and careful.caution in page
 
 
-@pytest.mark.parametrize(
-    ("changed", "at", "loss", "lost"),
-    [
-        (["on"], 1, math.nan, "with the package"),
-        (["on"], 3, None, "with the package"),
-        (["again"], 3, math.inf, "without the package again"),
-        (["off"], 2, None, "without the package"),
-        (["off", "on", "again"], 2, math.nan, "without the package"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "at", "loss", "lost"), [
+    (["on"], 1, math.nan, "with the package"),
+    (["on"], 3, None, "with the package"),
+    (["again"], 3, math.inf, "without the package again"),
+    (["off"], 2, None, "without the package"),
+    (["off", "on", "again"], 2, math.nan, "without the package"),
+])  # fmt: skip
 def test_a_loss_that_is_missing_or_no_number_never_agrees(
     changed: Sequence[str], at: int, loss: float | None, lost: str
 ) -> None:

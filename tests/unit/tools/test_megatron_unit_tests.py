@@ -57,18 +57,15 @@ def found(outcome: str = "passed", error: str = "", overlapped: int = 0, ran: in
     return {"f::t": entry | ({"error": error} if error else {})}
 
 
-@pytest.mark.parametrize(
-    ("with_", "forced", "said"),
-    [
-        (found(overlapped=1), found(overlapped=1), None),
-        (found(), found("failed", "megatron_fluid.errors.ConfigError: moe_backend: found"), None),
-        (found(ran=0), found(ran=0), None),
-        (found("failed", "AssertionError"), found(overlapped=1), "passed without, failed with"),
-        (found(overlapped=1), found("failed", "AssertionError"), "failed with a backend forced"),
-        (found("hung"), found(overlapped=1), "passed without, hung with"),
-        (found(), found(), "none was overlapped, and nothing says why"),
-    ],
-)
+@pytest.mark.parametrize(("with_", "forced", "said"), [
+    (found(overlapped=1), found(overlapped=1), None),
+    (found(), found("failed", "megatron_fluid.errors.ConfigError: moe_backend: found"), None),
+    (found(ran=0), found(ran=0), None),
+    (found("failed", "AssertionError"), found(overlapped=1), "passed without, failed with"),
+    (found(overlapped=1), found("failed", "AssertionError"), "failed with a backend forced"),
+    (found("hung"), found(overlapped=1), "passed without, hung with"),
+    (found(), found(), "none was overlapped, and nothing says why"),
+])  # fmt: skip
 def test_what_may_and_what_may_not_be_new(with_: Found, forced: Found, said: str | None) -> None:
     lines = problems({"f": {"without": found(), "with": with_, "forced": forced}})
     assert bool(lines) == (said is not None), lines
