@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("benchmarks", "megatron_fluid")
 _WING = "megatron_fluid.patches"
 # Shows or writes figures, is this rule, serves the command line or Megatron on CPUs, parses, prints
-# before the first iteration, or draws the steps that a flag names: nothing that a suite times.
+# before the first iteration, or draws steps and traces: nothing that a suite times.
 _NOT_TIMED = tuple(
     ROOT.joinpath(*place.split("/"))
     for place in (
@@ -24,6 +24,7 @@ _NOT_TIMED = tuple(
         "benchmarks/harness/results.py",
         "benchmarks/report",
         "megatron_fluid/cli",
+        "megatron_fluid/profiling/timeline.py",
         "patches/arguments.py",
         "patches/cpu",
         "patches/profile_steps.py",
@@ -33,8 +34,13 @@ _NOT_TIMED = tuple(
 # What ranks run that divide a linear: elsewhere it is imported and not called.
 _OF_DIVIDED_LINEARS = ROOT / "megatron_fluid" / "tensor_parallel"
 _BUILD, _CHECK = ("__init__", "__post_init__"), ("check_fields", "check_setting")
-# Functions of a timed file that no suite calls.
-_UNCALLED = {"megatron_fluid/moe/sharding.py": ("clip_grad_norm_", "_wide")}
+# Functions of a timed file that no suite calls, that run after a failure, or that name rows and
+# write them.
+_UNCALLED = {
+    "benchmarks/suites/pretrain.py": ("main", "_run", "_cublas", "older_cublas", "of_this_cublas"),
+    "megatron_fluid/comm/peer_watch.py": ("explain",),
+    "megatron_fluid/moe/sharding.py": ("clip_grad_norm_", "_wide"),
+}
 # What a suite's program starts by name.
 _STARTED = {"pretrain": ("benchmarks.cases.pretrain_rank", _WING), "recipes": (_WING,)}
 
