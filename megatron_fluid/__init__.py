@@ -2,7 +2,8 @@
 
 Importing this package is cheap. Under Megatron it is all that is needed: it arms the patches of
 `megatron_fluid.patches`, which take effect when (or if) Megatron's modules are imported.
-`MEGATRON_FLUID=off` leaves Megatron untouched.
+`MEGATRON_FLUID=off` leaves Megatron untouched, and takes this package's flags from the command
+line.
 """
 
 import importlib
@@ -120,6 +121,27 @@ def _load_patches_of_source_tree() -> None:
     globals()["patches"] = module
 
 
+def _leave_flags_out() -> None:
+    """Under MEGATRON_FLUID=off take this package's flags from the command line: Megatron, whose
+    parser is not patched then, would end with an error. Commands of this package read their own."""
+    begins = ("--fluid-", "--no-fluid-")
+    given = [word.partition("=")[0] for word in sys.argv[1:] if word.startswith(begins)]
+    switches = importlib.import_module("megatron_fluid.patches.engine.switches")
+    if not given or (why := switches.switched_off()) is None or _is_command():
+        return
+    arguments = importlib.import_module("megatron_fluid.patches.arguments")
+    kept = arguments.without_flags(sys.argv[1:])
+    if kept != sys.argv[1:] and os.environ.get("RANK", "0") == "0":
+        print(f"megatron_fluid: {why} leaves out {' '.join(given)}", file=sys.stderr)
+    sys.argv[1:] = kept
+
+
+def _is_command() -> bool:
+    return Path(sys.argv[0]).name.startswith("megatron-fluid") or (
+        "megatron_fluid.cli" in sys.orig_argv
+    )
+
+
 def _arm() -> None:
     """Arm the patches of Megatron. A variable that cannot be read ends a command and a job's ranks
     with one line a host, and so does a broken requirement of the command line; in any other process
@@ -127,9 +149,9 @@ def _arm() -> None:
     errors = importlib.import_module("megatron_fluid.errors")
     try:
         importlib.import_module("megatron_fluid.patches").arm()
+        _leave_flags_out()
     except (errors.ConfigError, ImportError) as error:
-        ours = Path(sys.argv[0]).name.startswith("megatron-fluid")
-        ours |= "megatron_fluid.cli" in sys.orig_argv
+        ours = _is_command()
         command, rank = ours or sys.argv[0] == "-m", "RANK" in os.environ
         if not (ours if isinstance(error, ImportError) else command or rank):
             raise

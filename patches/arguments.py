@@ -46,6 +46,7 @@ __all__ = [
     "configure",
     "microbatch_room",
     "parse_args",
+    "without_flags",
 ]
 
 _parsed: FluidConfig | None = None  # what the last parsing put in force
@@ -203,13 +204,23 @@ def check_flags(words: Sequence[str], program: str) -> None:
     parser = argparse.ArgumentParser(prog=program, add_help=False, allow_abbrev=False)
     _end_in_one_line(parser)
     args, others = add_fluid_arguments(parser).parse_known_args(words)
-    if unknown := [word for word in others if word.startswith("--fluid-")]:
+    if unknown := [word for word in others if word.startswith(("--fluid-", "--no-fluid-"))]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         config_from_args(args)
         patches.check_names(*args.fluid_disable_patch)
     except ConfigError as error:
         parser.error(str(error))
+
+
+def without_flags(words: Sequence[str]) -> list[str]:
+    """Return a command line less this package's flags and their values: what Megatron knows where
+    nothing of it is patched. One whose flags cannot be read is left as it is."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    try:
+        return add_fluid_arguments(parser).parse_known_args(words)[1]
+    except argparse.ArgumentError:
+        return list(words)
 
 
 def _end_in_one_line(parser: argparse.ArgumentParser) -> None:

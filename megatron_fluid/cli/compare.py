@@ -201,7 +201,7 @@ def prepare(words: Sequence[str], steps: int, on: bool) -> list[str]:
     text = Path(script).read_text(errors="replace")
     if "megatron_fluid.run" not in start and not _IMPORTS.search(text):
         start = [*(start or [sys.executable]), "-m", "megatron_fluid.run"]
-    ours = () if on else ("--fluid-",)
+    ours = () if on else ("--fluid-", "--no-fluid-")
     flags = list(_without(flags, ours))
     return [*start, script, *flags, "--exit-interval", str(steps), "--log-interval", "1"]
 

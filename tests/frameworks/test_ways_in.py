@@ -56,6 +56,22 @@ def test_children_of_a_program_that_imports_it_under_main_import_it_too(tmp_path
     assert done.stdout == "spawn [False, []]\nforkserver [False, []]\n", done.stderr
 
 
+def test_switched_off_the_command_line_loses_its_flags_which_megatron_does_not_know(
+    tmp_path: Path,
+) -> None:
+    words = "--lr 1 --fluid-graph --fluid-moe-backend local -x --no-fluid-graph --fluid-timeout=3"
+    code = f"""
+        import sys
+        sys.argv[1:] = {words.split()!r}
+        import megatron_fluid
+        print(sys.argv[1:])
+    """
+    done = forked(code, tmp_path, MEGATRON_FLUID="off", RANK="0")
+    assert done.stdout == "['--lr', '1', '-x']\n"
+    assert "MEGATRON_FLUID=off leaves out --fluid-graph --fluid-moe-backend --no-" in done.stderr
+    assert forked(code, tmp_path, MEGATRON_FLUID="on").stdout == f"{words.split()}\n"
+
+
 def test_a_second_copy_is_refused_by_name(tmp_path: Path) -> None:
     """The copies of a wheel and of a source tree."""
     for part in ("megatron_fluid", "patches"):

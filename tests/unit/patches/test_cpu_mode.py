@@ -154,16 +154,13 @@ alone = (pytest.mark.slow, no_gpu)
 
 
 @megatron
-@pytest.mark.parametrize(
-    ("code", "environment", "applied"),
-    [
-        pytest.param(_GPU, ASKED, False, id="beside a GPU"),
-        pytest.param("", {}, False, id="not asked for", marks=alone),
-        pytest.param("", ASKED, True, id="by the variable", marks=alone),
-        pytest.param(_FLAG, {}, True, id="by the flag", marks=alone),
-        pytest.param("", {**ASKED, "MEGATRON_FLUID": "off"}, False, id="off"),
-    ],
-)
+@pytest.mark.parametrize(("code", "environment", "applied"), [
+    pytest.param(_GPU, ASKED, False, id="beside a GPU"),
+    pytest.param("", {}, False, id="not asked for", marks=alone),
+    pytest.param("", ASKED, True, id="by the variable", marks=alone),
+    pytest.param(_FLAG, {}, True, id="by the flag", marks=alone),
+    pytest.param("", {**ASKED, "MEGATRON_FLUID": "off"}, False, id="off"),
+])  # fmt: skip
 def test_it_is_applied_where_it_is_asked_for_and_there_is_no_gpu(
     code: str, environment: dict[str, str], applied: bool
 ) -> None:

@@ -193,13 +193,10 @@ def broken(original: object) -> object:
     raise RuntimeError("no such kernel")
 
 
-@pytest.mark.parametrize(
-    ("attribute", "factory", "error", "said"),
-    [
-        ("gone", tag, PatchError, "'late' does not fit fakemega.layers:Layer.gone"),
-        ("klass", broken, RuntimeError, "no such kernel"),
-    ],
-)
+@pytest.mark.parametrize(("attribute", "factory", "error", "said"), [
+    ("gone", tag, PatchError, "'late' does not fit fakemega.layers:Layer.gone"),
+    ("klass", broken, RuntimeError, "no such kernel"),
+])  # fmt: skip
 def test_an_error_at_a_later_import_takes_back_what_was_applied_before(
     fakemega: Any, attribute: str, factory: Any, error: type[Exception], said: str
 ) -> None:
