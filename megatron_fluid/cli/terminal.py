@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -62,15 +64,15 @@ def writable_folder(setting: str, folder: Path) -> None:
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command that installs an extra of this package.
-
-    A source tree that is not installed is named by its path: no registry has the package.
-    """
+    """Return the pip command that installs what an extra of this package needs: no registry has the
+    package, so a source tree that is not installed is named by its path."""
     try:
-        importlib.metadata.distribution("megatron-fluid")
+        needs = importlib.metadata.distribution("megatron-fluid").requires or []
     except importlib.metadata.PackageNotFoundError:
         return f"pip install '{Path(__file__).parents[2]}[{extra}]'"
-    return f"pip install 'megatron-fluid[{extra}]'"
+    of_extra = re.compile(rf"""extra == ['"]{extra}['"]""")
+    names = (need.partition(";")[0].strip() for need in needs if of_extra.search(need))
+    return f"pip install {shlex.join(names)}"
 
 
 def run_command(
