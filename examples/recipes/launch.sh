@@ -50,7 +50,8 @@ if [ "$mode" = print ]; then
     exit
 fi
 [ -f "${MEGATRON_LM:-}/pretrain_gpt.py" ] || {
-    echo "MEGATRON_LM: names no checkout of Megatron-LM, tag core_v0.19.x: found '${MEGATRON_LM:-}'" >&2
+    echo "MEGATRON_LM: found '${MEGATRON_LM:-}', which is no checkout of Megatron-LM, allowed: the folder of one, made by" \
+        "git clone --branch core_v0.19.0 https://github.com/NVIDIA/Megatron-LM" >&2
     exit 2
 }
 exec "$python" -m megatron_fluid.cli run \

@@ -84,6 +84,7 @@ class SelfAttention(nn.Module):
     """
 
     @shows_fields_of(AttentionConfig)
+    @tells_peers
     def __init__(
         self,
         *shape: AttentionConfig | Mapping[str, Any] | int,
@@ -334,11 +335,14 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup |
     if group is None or group.size() == 1:
         return
     kinds: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in parameters:
+    found: dict[str, tuple[int, torch.dtype]] = {}
+    for index, parameter in enumerate(parameters):
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             kinds.setdefault(parameter.dtype, []).append(parameter.grad)
+            found[f"parameter {index}"] = parameter.numel(), parameter.dtype
+    compare_settings(group, "sum_gradients", found)
     for gradients in kinds.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         group_waits(group).collective(

@@ -89,9 +89,10 @@ def weights_wanted(anchor: tuple[Any, int]) -> bool:
 def _say_left_out() -> None:
     _LOGGER.warning(
         "a backward that names what it wants (torch.autograd.grad, backward(inputs=...), pipeline "
-        "schedules that split it) gives deferred weights no gradient. To get them, call "
-        "get_backward_scheduler().disable() before the forward, under Megatron leave "
-        "--fluid-defer-weight-grads out"
+        "schedules that split it) gives deferred weights no gradient, nor those under Megatron's "
+        "DistributedDataParallel. To get them, call get_backward_scheduler().disable() before the "
+        "forward; under Megatron leave --fluid-defer-weight-grads out, and give "
+        "--fluid-disable-patch gradient-readiness"
     )
 
 
@@ -207,7 +208,8 @@ class ReadyGate:
             if not _takes_main_grads(self.params):
                 return False
             self._took, self._hooks = now, hooks
-        return True
+        # Somebody may have set gradients since, of all parameters or of none.
+        return not self.params or self.params[0].grad is None is self.params[-1].grad
 
     def enter(self, node: Any) -> None:
         """Count a call in forward.

@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron_fluid.comm.agreement import agreement
 from megatron_fluid.comm.groups import group_or_lone_rank, group_resource, wait_timeout_s
 from megatron_fluid.comm.waits import SLOW_START, GroupWaits, WaitName, record_event, required
+from megatron_fluid.config import check_setting
 from megatron_fluid.errors import ConfigError, first_line
 from megatron_fluid.topology import check_group, domain_name, partners
 
@@ -158,6 +159,7 @@ class P2PRounds:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
+        check_setting("timeout_s", timeout_s)
         self.group = group = check_group(group)
         self.timeout_s = wait_timeout_s(group, timeout_s)
         if not self.timeout_s > 0:
@@ -319,6 +321,7 @@ def shared_rounds(group: dist.ProcessGroup | None, timeout_s: float | None = Non
     group = check_group(group_or_lone_rank(group))
     rounds = group_resource(group, "p2p rounds", lambda: P2PRounds(group, timeout_s))
     if timeout_s is not None:
+        check_setting("timeout_s", timeout_s)
         rounds.timeout_s = timeout_s
     return rounds
 
@@ -343,6 +346,7 @@ class MultiCardOverlapContext:
         group: dist.ProcessGroup | None = None,
         timeout_s: float | None = None,
     ) -> None:
+        check_setting("timeout_s", timeout_s)
         self.device, self.timeout_s = torch.device(device), timeout_s
         if ep_size is None:
             if group is None:

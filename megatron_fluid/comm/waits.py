@@ -247,7 +247,8 @@ class GroupWaits:
         own = self.channel.ranks[self.rank]
         theirs = None if peer is None else self.channel.ranks[peer]
         if (own, theirs) != (self.rank, peer):
-            reason = f"global ranks {own} and {theirs}" + (f"; {reason}" if reason else "")
+            here = f"global rank {own}" if theirs is None else f"global ranks {own} and {theirs}"
+            reason = "; ".join(filter(None, (here, reason)))
         reason = "; ".join(filter(None, (self._place(peer), reason)))
         error = PeerTimeoutError(self.rank, peer, operation, round_index, waited_s, reason)
         say(error)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import KW_ONLY, dataclass
 
 import torch
 import torch.distributed as dist
 
 from megatron_fluid.comm.groups import wait_timeout_s
+from megatron_fluid.config import check_setting as check_general_setting
 from megatron_fluid.errors import ConfigError
 
 __all__ = [
@@ -207,10 +207,7 @@ class AllToAllConfig:
         if claimed != actual:
             raise ConfigError.of("rank and world_size", claimed, f"those of the group, {actual}")
         _ = self.layout
-        limit: object = self.wait_limit_s
-        number = isinstance(limit, int | float) and not isinstance(limit, bool)
-        if not (number and 0 < limit < math.inf):  # type: ignore[operator]
-            raise ConfigError.of("timeout_s", limit, "more than 0 seconds, and finite")
+        check_general_setting("timeout_s", self.wait_limit_s)
 
     @functools.cached_property
     def layout(self) -> Layout:

@@ -91,6 +91,7 @@ class MoELayer(nn.Module):
     takes_fp8 = True
     _backend: Backend | None = None  # chosen by the first forward
 
+    @tells_peers
     def __init__(
         self,
         config: MoEConfig | MoEConfigDict,
@@ -244,6 +245,9 @@ class MoELayer(nn.Module):
             raise ConfigError.of(name, tokens.shape[-1], hidden)
         if (tokens.dtype, tokens.device) != self._taken:
             self._taken = check_input(f"{self.name}: tokens", tokens, self.weight1)
+            # Ranks of another dtype of as many bytes would read each other's bits.
+            what = f"{type(self).__name__}: tokens"
+            compare_settings(self.rounds.group, what, {"dtype": tokens.dtype})
         return tokens.reshape(-1, hidden)
 
     def _backend_text(self) -> str:

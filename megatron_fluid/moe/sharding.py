@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -18,10 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_fluid.comm.groups import group_resource
+from megatron_fluid.comm.waits import group_waits
 from megatron_fluid.errors import ConfigError
 
 __all__ = [
@@ -220,20 +223,55 @@ def clip_grad_norm_(
         parameters = [parameters]
     kinds: dict[Any, list[Tensor]] = {}
     for param in parameters:
-        if param.grad is not None:
-            kinds.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
-    norms = []
-    for members in kinds.values():
-        grads = _wide([param.grad for param in members if param.grad is not None], norm_type)
-        norm: Any = nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
-        norms.append(norm.full_tensor() if is_sharded(norm) else norm)
+        where = getattr(param, "device_mesh", None), getattr(param, "placements", ())
+        kinds.setdefault(where, []).append(param)
+    norms: list[Tensor] = []
+    for (mesh, placements), members in kinds.items():
+        found = [_placed(param) for param in members if param.grad is not None]
+        grads = _wide([grad for grad in found if grad.numel()], norm_type)
+        if grads:
+            norm = nn.utils.get_total_norm(grads, norm_type, False, foreach)
+        elif mesh is None:
+            continue
+        else:  # the other ranks of the mesh may have some
+            nothing = math.inf if norm_type < 0 else 0.0
+            norm = torch.full((), nothing, device=local_part(members[0]).device)
+        for dim, placement in enumerate(placements):
+            if not placement.is_replicate():
+                norm = _over(mesh.get_group(dim), norm, norm_type)
+        norms.append(norm)
     if not norms:
         return torch.zeros(())
     stacked = torch.stack([norm.to(norms[-1].device) for norm in norms])  # of the widest dtype
     total = torch.linalg.vector_norm(stacked, norm_type)
+    if error_if_nonfinite:
+        nn.utils.get_total_norm([total], norm_type, True)
     for members in kinds.values():
         nn.utils.clip_grads_with_norm_(members, max_norm, total, foreach)
     return total
+
+
+def _placed(param: Tensor) -> Tensor:
+    """This rank's part of a gradient, divided as its parameter is."""
+    grad: Any = param.grad
+    if is_sharded(param) and any(placement.is_partial() for placement in grad.placements):
+        grad = grad.redistribute(
+            placements=[Replicate() if p.is_partial() else p for p in grad.placements]
+        )
+    return local_part(grad)
+
+
+def _over(group: dist.ProcessGroup, norm: Tensor, norm_type: float) -> Tensor:
+    """The norm over all ranks of a group, from each rank's. Collective."""
+    infinite = math.isinf(norm_type)
+    among = norm if infinite else norm.double() ** norm_type
+    operation = dist.ReduceOp.SUM
+    if infinite:
+        operation = dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN
+    group_waits(group).collective(
+        "clip_grad_norm_", lambda: dist.all_reduce(among, operation, group, async_op=True)
+    )
+    return among if infinite else (among ** (1.0 / norm_type)).to(norm.dtype)
 
 
 def _wide(grads: list[Tensor], norm_type: float) -> list[Tensor]:
@@ -242,9 +280,5 @@ def _wide(grads: list[Tensor], norm_type: float) -> list[Tensor]:
     half = [grad for grad in grads if grad.dtype.itemsize < 4]
     if not half:
         return grads
-    fp32 = torch.float32
-    if is_sharded(half[0]):  # torch 2.14's _foreach_norm takes no dtype with DTensors
-        norms = [torch.linalg.vector_norm(grad, norm_type, dtype=fp32) for grad in half]
-    else:
-        norms = list(torch._foreach_norm(half, norm_type, dtype=fp32))
+    norms = torch._foreach_norm(half, norm_type, dtype=torch.float32)
     return [*(grad for grad in grads if grad.dtype.itemsize >= 4), *norms]

@@ -445,6 +445,6 @@ def _can_be_compact(layer: MoELayer) -> bool:
         and layer.config.moe_expert_capacity_factor is None  # drops choices in the maps
         and not layer.config.moe_router_fusion  # Transformer Engine's kernel returns only maps
         and router.router_replay is None
-        and not router._forward_hooks
+        and not (router._forward_hooks or router._backward_hooks or router._backward_pre_hooks)
         and "route" not in layer.__dict__
     )

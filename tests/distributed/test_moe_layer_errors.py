@@ -11,8 +11,9 @@ from megatron_fluid import (
     MultiCardOverlapContext,
     moe_multicard_p2p_overlap_forward,
 )
+from megatron_fluid.attention.layer import sum_gradients
 from megatron_fluid.comm.p2p_rounds import shared_rounds
-from megatron_fluid.errors import ConfigError
+from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from tests.support.expert_calls import overlapped_moe
 from tests.support.launch import on_ranks
@@ -35,6 +36,21 @@ def test_a_layer_names_the_setting_that_is_wrong(rank: int, world: int) -> None:
             MoELayer({**CONFIG, "backend": backend}, group(), dtype=F64)(
                 torch.ones(3, width, dtype=F64)
             )
+
+
+@on_ranks(2)
+def test_what_differs_on_a_rank_is_an_error_on_all_at_once(rank: int, world: int) -> None:
+    dtype = torch.float16 if rank else torch.bfloat16
+    layer = MoELayer(CONFIG, group()).to(dtype)
+    with pytest.raises(ConfigError, match="tokens: dtype: found 'torch.bfloat16' on rank 0"):
+        layer(torch.ones(3, 8, dtype=dtype))
+    weights = [torch.nn.Parameter(torch.ones(2), requires_grad=rank == i) for i in range(2)]
+    with pytest.raises(ConfigError, match="sum_gradients: parameter .: found"):
+        sum_gradients(weights, group())
+    with pytest.raises(ConfigError if rank else FluidError, match="top_k: found 9"):
+        MoELayer({**CONFIG, "top_k": 9 if rank else 3}, group())
+    with pytest.raises(ConfigError, match="timeout_s: found nan, allowed: a number"):
+        MultiCardOverlapContext("cpu", group=group(), timeout_s=float("nan"))
 
 
 @on_ranks(2)

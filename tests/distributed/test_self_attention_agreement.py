@@ -180,16 +180,13 @@ def test_a_change_after_the_first_forward_is_an_error_by_name_until_layers_are_r
         assert "(rank 1) was changed after its first forward: a hook is registered on" in text
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        (SelfAttention, "get_query_key_value_tensors"),
-        (ColumnParallelLinear, "_forward_impl"),
-        (RowParallelLinear, "_forward_impl"),
-        ("megatron.core.transformer.attention", "apply_rotary_pos_emb"),
-        ("megatron.core.models.common.embeddings.rope_utils", "_apply_rotary_pos_emb_bshd"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name"), [
+    (SelfAttention, "get_query_key_value_tensors"),
+    (ColumnParallelLinear, "_forward_impl"),
+    (RowParallelLinear, "_forward_impl"),
+    ("megatron.core.transformer.attention", "apply_rotary_pos_emb"),
+    ("megatron.core.models.common.embeddings.rope_utils", "_apply_rotary_pos_emb_bshd"),
+])  # fmt: skip
 @on_ranks(2)
 def test_what_is_replaced_on_a_class_or_in_a_module_is_not_bypassed(
     rank: int, ranks: int, kind: type | str, name: str

@@ -11,13 +11,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "case", "flags"),
-    [
-        ("test_ag_kernel", "ag-256-512-128", ["--dtype=bfloat16", "--has_bias"]),
-        ("test_gemm_rs", "rs-256-512-128", ["--dtype=float16", "--transpose_weight"]),
-    ],
-)
+@pytest.mark.parametrize(("script", "case", "flags"), [
+    ("test_ag_kernel", "ag-256-512-128", ["--dtype=bfloat16", "--has_bias"]),
+    ("test_gemm_rs", "rs-256-512-128", ["--dtype=float16", "--transpose_weight"]),
+])  # fmt: skip
 def test_one_problem_is_verified_and_traced(
     script: str, case: str, flags: list[str], tmp_path: Path
 ) -> None:

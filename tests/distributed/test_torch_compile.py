@@ -108,14 +108,11 @@ def gradients(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "world", "names"),
-    [
-        ("eager", 1, ("MoELayer", "SelfAttention")),  # whose paths on one rank are others
-        ("eager", 2, tuple(PARTS)),
-        ("inductor", 1, ("MoELayer",)),  # it compiles what is around a part
-    ],
-)
+@pytest.mark.parametrize(("backend", "world", "names"), [
+    ("eager", 1, ("MoELayer", "SelfAttention")),  # whose paths on one rank are others
+    ("eager", 2, tuple(PARTS)),
+    ("inductor", 1, ("MoELayer",)),  # it compiles what is around a part
+])  # fmt: skip
 @on_ranks()
 def test_a_compiled_model_equals_the_model_as_written(
     rank: int, world: int, backend: str, names: tuple[str, ...]

@@ -92,18 +92,15 @@ def test_zigzag_is_megatrons_layout() -> None:
     assert layout.positions(1).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ((6, 4, 8, 1), "num_kv_heads"),
-        ((6, 3, 8, 4), "num_heads"),
-        ((0, 1, 8, 1), "num_heads"),
-        ((12, 6, 8, 4), "num_kv_heads"),
-        ((4, 4, 8, True), "world"),
-        ((8, 4, 8, 2, 3), "head_groups"),
-        ((8, 2, 8, 4, 2), "head_groups"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "named"), [
+    ((6, 4, 8, 1), "num_kv_heads"),
+    ((6, 3, 8, 4), "num_heads"),
+    ((0, 1, 8, 1), "num_heads"),
+    ((12, 6, 8, 4), "num_kv_heads"),
+    ((4, 4, 8, True), "world"),
+    ((8, 4, 8, 2, 3), "head_groups"),
+    ((8, 2, 8, 4, 2), "head_groups"),
+])  # fmt: skip
 def test_head_layouts_that_cannot_be_are_refused(arguments: tuple[int, ...], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         HeadLayout(*arguments)
@@ -112,21 +109,18 @@ def test_head_layouts_that_cannot_be_are_refused(arguments: tuple[int, ...], nam
 ONE_HOST, TWO_HOSTS, FOUR_HOSTS = (0, 0), (0, 1), (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("hosts", "device", "heads", "length", "groups"),
-    [
-        (None, "cuda", (32, 16), 1 << 20, 1),
-        (ONE_HOST, "cuda", (32, 16), 1 << 20, 1),
-        (TWO_HOSTS, "cuda", (32, 16), 1024, 1),
-        (TWO_HOSTS, "cuda", (32, 16), 4096, 2),  # 8 MiB of output to each peer, 4 in a message
-        (TWO_HOSTS, "cuda", (32, 16), 1 << 20, 8),
-        (TWO_HOSTS, "cpu", (32, 16), 1024, 8),
-        # They divide the key/value heads of a rank.
-        (TWO_HOSTS, "cuda", (36, 12), 1 << 20, 2),
-        (TWO_HOSTS, "cuda", (32, 2), 1 << 20, 1),
-        (FOUR_HOSTS, "cuda", (32, 2), 1 << 20, 1),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "device", "heads", "length", "groups"), [
+    (None, "cuda", (32, 16), 1 << 20, 1),
+    (ONE_HOST, "cuda", (32, 16), 1 << 20, 1),
+    (TWO_HOSTS, "cuda", (32, 16), 1024, 1),
+    (TWO_HOSTS, "cuda", (32, 16), 4096, 2),  # 8 MiB of output to each peer, 4 in a message
+    (TWO_HOSTS, "cuda", (32, 16), 1 << 20, 8),
+    (TWO_HOSTS, "cpu", (32, 16), 1024, 8),
+    # They divide the key/value heads of a rank.
+    (TWO_HOSTS, "cuda", (36, 12), 1 << 20, 2),
+    (TWO_HOSTS, "cuda", (32, 2), 1 << 20, 1),
+    (FOUR_HOSTS, "cuda", (32, 2), 1 << 20, 1),
+])  # fmt: skip
 def test_heads_cross_in_groups_where_messages_stay_long(
     hosts: tuple[int, ...] | None, device: str, heads: tuple[int, int], length: int, groups: int
 ) -> None:

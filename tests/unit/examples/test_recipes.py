@@ -62,7 +62,9 @@ def test_data_of_ones_own_takes_the_place_of_made_up_tokens() -> None:
 
 @pytest.mark.parametrize("variable", [{}, {"MEGATRON_LM": "/"}, {"NNODES": "abc"}])
 def test_a_recipe_names_a_wrong_variable(variable: dict[str, str], tmp_path: Path) -> None:
-    said = "MEGATRON_LM: names no checkout of Megatron-LM"
+    said = (
+        f"MEGATRON_LM: found '{variable.get('MEGATRON_LM', '')}', which is no checkout of Megatron"
+    )
     if "NNODES" in variable:
         said = "NNODES: found 'abc', allowed: a whole number, 1 or more"
     kept = {name: value for name, value in os.environ.items() if name != "MEGATRON_LM"} | variable

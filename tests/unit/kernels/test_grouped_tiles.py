@@ -171,18 +171,15 @@ def test_rows_find_matrices_that_lie_in_descending_order(mode: str) -> None:
     assert {tile[1] for tile in up} == {1, 2, 4}
 
 
-@pytest.mark.parametrize(
-    ("counts", "depth", "expected"),
-    [
-        ([500, 520, 540] * 20, 7168, True),  # a second of 17 units would be cut in three
-        ([500, 520, 540] * 20, 1024, False),  # too short for what a wide tile costs at its end
-        ([280] * 64, 7168, True),
-        ([280] * 64, 3072, False),  # fewer by as much, but too little to be won to be counted
-        ([280] * 32 + [64] * 64, 7168, False),  # as long as nobody has measured so few rows
-        ([512] * 64, 7168, False),  # whole tiles of eight: nothing to gain
-        ([0] * 8, 7168, False),
-    ],
-)
+@pytest.mark.parametrize(("counts", "depth", "expected"), [
+    ([500, 520, 540] * 20, 7168, True),  # a second of 17 units would be cut in three
+    ([500, 520, 540] * 20, 1024, False),  # too short for what a wide tile costs at its end
+    ([280] * 64, 7168, True),
+    ([280] * 64, 3072, False),  # fewer by as much, but too little to be won to be counted
+    ([280] * 32 + [64] * 64, 7168, False),  # as long as nobody has measured so few rows
+    ([512] * 64, 7168, False),  # whole tiles of eight: nothing to gain
+    ([0] * 8, 7168, False),
+])  # fmt: skip
 def test_wide_tiles_are_taken_where_they_are_fewer_by_enough(
     counts: list[int], depth: int, expected: bool
 ) -> None:

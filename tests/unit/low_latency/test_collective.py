@@ -120,14 +120,11 @@ def test_two_objects_of_one_group_are_in_flight_at_a_time(rank: int, world: int)
             assert torch.equal(receive_back(ata, torch.zeros_like(sent), ids), sent)
 
 
-@pytest.mark.parametrize(
-    ("what", "found"),
-    [
-        # Ranks count the flags of each other's sending programs, one a processor.
-        ("multiprocessors", "'132' on rank 0, '114' on rank 1"),
-        ("combine_dtype", "'torch.bfloat16' on rank 0, 'torch.float16' on rank 1"),
-    ],
-)
+@pytest.mark.parametrize(("what", "found"), [
+    # Ranks count the flags of each other's sending programs, one a processor.
+    ("multiprocessors", "'132' on rank 0, '114' on rank 1"),
+    ("combine_dtype", "'torch.bfloat16' on rank 0, 'torch.float16' on rank 1"),
+])  # fmt: skip
 @on_ranks(2)
 def test_ranks_that_would_misread_each_other_are_told_apart(
     rank: int, world: int, what: str, found: str

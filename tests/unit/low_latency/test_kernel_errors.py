@@ -64,22 +64,19 @@ CALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor", "said"),
-    [
-        ("dp_x", bf16(3, 16), "dp_x.*allowed"),
-        ("indices", ZEROS.float(), "indices.*torch.uint32"),
-        ("indices", _SHIFTED, "address of indices.*multiple of 16"),
-        ("out_expert_num_tokens", torch.zeros(4).int()[1:3], "address of out_expert_num_tokens"),
-        ("out_expert_x", _FP16, "out_expert_x: found torch.float16, allowed: torch.bfloat16"),
-        *(
-            (name, CALL[name].to("meta"), f"{name}: found 'meta'")
-            for name in ("dp_x", "weights", "bound_m")
-        ),
-        # The kernel writes them one after another.
-        ("out_expert_offsets", torch.zeros(4).int()[::2], "out_expert_offsets: found 'strides"),
-    ],
-)
+@pytest.mark.parametrize(("name", "tensor", "said"), [
+    ("dp_x", bf16(3, 16), "dp_x.*allowed"),
+    ("indices", ZEROS.float(), "indices.*torch.uint32"),
+    ("indices", _SHIFTED, "address of indices.*multiple of 16"),
+    ("out_expert_num_tokens", torch.zeros(4).int()[1:3], "address of out_expert_num_tokens"),
+    ("out_expert_x", _FP16, "out_expert_x: found torch.float16, allowed: torch.bfloat16"),
+    *(
+        (name, CALL[name].to("meta"), f"{name}: found 'meta'")
+        for name in ("dp_x", "weights", "bound_m")
+    ),
+    # The kernel writes them one after another.
+    ("out_expert_offsets", torch.zeros(4).int()[::2], "out_expert_offsets: found 'strides"),
+])  # fmt: skip
 def test_a_tensor_that_does_not_fit_is_refused_also_after_one_that_does(
     name: str, tensor: torch.Tensor, said: str
 ) -> None:

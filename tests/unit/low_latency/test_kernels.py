@@ -60,14 +60,11 @@ CASES = {
 
 
 @NEEDS_INTERPRETER
-@pytest.mark.parametrize(
-    ("name", "packed", "nvshmem"),
-    [
-        *itertools.product(CASES, [False, True], [False]),
-        ("replicas, masks, scales", False, True),
-        ("three ranks, odd scales", True, True),
-    ],
-)
+@pytest.mark.parametrize(("name", "packed", "nvshmem"), [
+    *itertools.product(CASES, [False, True], [False]),
+    ("replicas, masks, scales", False, True),
+    ("three ranks, odd scales", True, True),
+])  # fmt: skip
 def test_dispatch_and_combine_match_the_reference(
     name: str, packed: bool, nvshmem: bool, fake_nvshmem: FakeNvshmem
 ) -> None:

@@ -17,16 +17,13 @@ from tests.support.launch import run_ranks, run_ranks_outcomes, world_group
 from tests.support.simulated_workspace import SimulatedWorkspace
 
 
-@pytest.mark.parametrize(
-    ("config", "cuda", "expected"),
-    [
-        ("cpu:gloo,cuda:nccl", True, "nccl"),
-        ("cpu:gloo,cuda:nccl", False, "gloo"),
-        ("cuda:nccl", True, "nccl"),
-        ("cpu:gloo,cuda:gloo", True, "gloo"),
-        ("cpu:gloo", True, "gloo"),
-    ],
-)
+@pytest.mark.parametrize(("config", "cuda", "expected"), [
+    ("cpu:gloo,cuda:nccl", True, "nccl"),
+    ("cpu:gloo,cuda:nccl", False, "gloo"),
+    ("cuda:nccl", True, "nccl"),
+    ("cpu:gloo,cuda:gloo", True, "gloo"),
+    ("cpu:gloo", True, "gloo"),
+])  # fmt: skip
 def test_the_backend_is_that_of_the_machines_devices(
     config: str, cuda: bool, expected: str
 ) -> None:

@@ -45,20 +45,17 @@ FP32, APART = "it is in float32", "no peer access"
 BY_PHASE = "moe_latent_size=8: projections"
 
 
-@pytest.mark.parametrize(
-    ("wanted", "ranks", "domains", "layer", "machine", "plain", "megatrons"),
-    [
-        ("auto", 1, 1, None, None, "local", "local"),
-        ("auto", 2, 1, None, None, "nvlink", "nvlink"),
-        ("auto", 2, 1, None, APART, "rounds", "do not pay"),
-        ("auto", 2, 1, FP32, None, "rounds", "do not pay"),
-        ("auto", 2, 2, None, APART, "hierarchical", "hierarchical"),
-        ("local", 1, 1, FP32, APART, "local", "local"),
-        ("nvlink", 2, 1, None, None, "nvlink", "nvlink"),
-        ("rounds", 1, 1, None, None, "rounds", "rounds"),
-        ("rounds", 2, 1, None, APART, "rounds", "rounds"),
-    ],
-)
+@pytest.mark.parametrize(("wanted", "ranks", "domains", "layer", "machine", "plain", "megatrons"), [
+    ("auto", 1, 1, None, None, "local", "local"),
+    ("auto", 2, 1, None, None, "nvlink", "nvlink"),
+    ("auto", 2, 1, None, APART, "rounds", "do not pay"),
+    ("auto", 2, 1, FP32, None, "rounds", "do not pay"),
+    ("auto", 2, 2, None, APART, "hierarchical", "hierarchical"),
+    ("local", 1, 1, FP32, APART, "local", "local"),
+    ("nvlink", 2, 1, None, None, "nvlink", "nvlink"),
+    ("rounds", 1, 1, None, None, "rounds", "rounds"),
+    ("rounds", 2, 1, None, APART, "rounds", "rounds"),
+])  # fmt: skip
 def test_the_first_transport_that_layer_and_machine_allow(
     wanted: str,
     ranks: int,
@@ -85,15 +82,12 @@ def exchange_case(
     return choose.ExchangeCase(**where, on_gpu=True, nvlink_reason=layer, **settings)
 
 
-@pytest.mark.parametrize(
-    ("domains", "gpu", "phased", "expected"),
-    [
-        (2, True, ("hierarchical",), "rounds"),
-        (2, True, ("hierarchical", "rounds"), None),
-        (2, False, ("hierarchical", "rounds"), "rounds"),
-        (1, False, ("rounds",), "rounds"),
-    ],
-)
+@pytest.mark.parametrize(("domains", "gpu", "phased", "expected"), [
+    (2, True, ("hierarchical",), "rounds"),
+    (2, True, ("hierarchical", "rounds"), None),
+    (2, False, ("hierarchical", "rounds"), "rounds"),
+    (1, False, ("rounds",), "rounds"),
+])  # fmt: skip
 def test_what_runs_phase_by_phase_is_exchanged_by_megatron_between_hosts(
     domains: int, gpu: bool, phased: tuple[str, ...], expected: str | None
 ) -> None:
@@ -126,17 +120,14 @@ def test_auto_says_that_it_takes_rounds_on_gpus(caplog: pytest.LogCaptureFixture
     ]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "layer", "machine", "named"),
-    [
-        ("nvlink", FP32, None, FP32),
-        ("nvlink", None, APART, APART),
-        ("local", None, None, "the group has 2"),
-        ("hierarchical", None, None, "the group's are on one"),
-        ("megatron", None, None, "auto, local, nvlink, hierarchical, rounds"),
-        ("experts", None, None, "auto, local, nvlink, hierarchical, rounds"),
-    ],
-)
+@pytest.mark.parametrize(("wanted", "layer", "machine", "named"), [
+    ("nvlink", FP32, None, FP32),
+    ("nvlink", None, APART, APART),
+    ("local", None, None, "the group has 2"),
+    ("hierarchical", None, None, "the group's are on one"),
+    ("megatron", None, None, "auto, local, nvlink, hierarchical, rounds"),
+    ("experts", None, None, "auto, local, nvlink, hierarchical, rounds"),
+])  # fmt: skip
 @pytest.mark.parametrize("megatron", [False, True])
 def test_a_transport_by_name_is_met_or_refused(
     wanted: str, layer: str | None, machine: str | None, named: str, megatron: bool
@@ -157,18 +148,15 @@ def test_capacity_is_refused_over_rounds() -> None:
         layer.MoELayer._choose(asked)
 
 
-@pytest.mark.parametrize(
-    ("hidden", "activation", "dtype", "device", "named"),
-    [
-        (64, "swiglu", torch.bfloat16, GPU, None),
-        (64, "swiglu", torch.bfloat16, torch.device("cpu"), "cpu"),
-        (64, "swiglu", torch.float32, GPU, None),
-        (64, "swiglu", torch.float64, GPU, "float64"),
-        (64, "quick_geglu", torch.bfloat16, GPU, None),
-        (64, "sigmoid", torch.bfloat16, GPU, "sigmoid"),
-        (60, "swiglu", torch.bfloat16, GPU, "hidden_size 60"),
-    ],
-)
+@pytest.mark.parametrize(("hidden", "activation", "dtype", "device", "named"), [
+    (64, "swiglu", torch.bfloat16, GPU, None),
+    (64, "swiglu", torch.bfloat16, torch.device("cpu"), "cpu"),
+    (64, "swiglu", torch.float32, GPU, None),
+    (64, "swiglu", torch.float64, GPU, "float64"),
+    (64, "quick_geglu", torch.bfloat16, GPU, None),
+    (64, "sigmoid", torch.bfloat16, GPU, "sigmoid"),
+    (60, "swiglu", torch.bfloat16, GPU, "hidden_size 60"),
+])  # fmt: skip
 def test_what_rules_the_path_out_is_named(
     hidden: int, activation: str, dtype: torch.dtype, device: torch.device, named: str | None
 ) -> None:

@@ -87,13 +87,10 @@ def test_every_limit_is_tried_here() -> None:
         assert [limit.setting for limit in limits] == list(tried)
 
 
-@pytest.mark.parametrize(
-    ("setting", "latent"),
-    [
-        *((s, False) for s in SETTINGS),
-        *((s, True) for s in (*LATENT, "fp8", "delay_wgrad_compute")),
-    ],
-)
+@pytest.mark.parametrize(("setting", "latent"), [
+    *((s, False) for s in SETTINGS),
+    *((s, True) for s in (*LATENT, "fp8", "delay_wgrad_compute")),
+])  # fmt: skip
 def test_a_limit_names_its_setting_and_no_other(
     supported: TransformerConfig, setting: str, latent: bool
 ) -> None:
@@ -111,18 +108,15 @@ GRAPHS = {"cuda_graph_impl": "transformer_engine"}
 OFFLOADING = {"fine_grained_activation_offloading": True}
 
 
-@pytest.mark.parametrize(
-    ("settings", "hit"),
-    [
-        (GRAPHS, True),
-        (GRAPHS | {"cuda_graph_modules": [CudaGraphModule.attn, CudaGraphModule.mlp]}, True),
-        ({"cuda_graph_impl": "local", "cuda_graph_modules": [CudaGraphModule.mlp]}, False),
-        ({"cuda_graph_impl": "full_iteration"}, True),
-        (OFFLOADING | {"offload_modules": ["qkv_linear"]}, True),
-        (OFFLOADING | {"offload_modules": ["core_attn"]}, True),
-        (OFFLOADING | {"offload_modules": ["attn_norm", "expert_fc1"]}, False),
-    ],
-)
+@pytest.mark.parametrize(("settings", "hit"), [
+    (GRAPHS, True),
+    (GRAPHS | {"cuda_graph_modules": [CudaGraphModule.attn, CudaGraphModule.mlp]}, True),
+    ({"cuda_graph_impl": "local", "cuda_graph_modules": [CudaGraphModule.mlp]}, False),
+    ({"cuda_graph_impl": "full_iteration"}, True),
+    (OFFLOADING | {"offload_modules": ["qkv_linear"]}, True),
+    (OFFLOADING | {"offload_modules": ["core_attn"]}, True),
+    (OFFLOADING | {"offload_modules": ["attn_norm", "expert_fc1"]}, False),
+])  # fmt: skip
 def test_what_a_graph_or_offloading_holds_decides(
     supported: TransformerConfig, settings: dict[str, Any], hit: bool
 ) -> None:
@@ -144,15 +138,12 @@ def test_a_module_keeps_the_exchange_that_was_asked_for_when_it_was_built(
         assert nvlink or exchanges.describe() == "one all-to-all each way: cp_backend=collective"
 
 
-@pytest.mark.parametrize(
-    ("decisions", "model", "slower"),
-    [
-        ("self_attention", {"sequence_parallel": True}, True),
-        ("self_attention", {"sequence_parallel": False}, False),
-        ("latent", {"num_attention_heads": 64}, False),
-        ("latent", {"num_attention_heads": 2}, True),
-    ],
-)
+@pytest.mark.parametrize(("decisions", "model", "slower"), [
+    ("self_attention", {"sequence_parallel": True}, True),
+    ("self_attention", {"sequence_parallel": False}, False),
+    ("latent", {"num_attention_heads": 64}, False),
+    ("latent", {"num_attention_heads": 2}, True),
+])  # fmt: skip
 def test_on_gpus_auto_overlaps_where_that_is_not_slower(
     monkeypatch: pytest.MonkeyPatch, decisions: str, model: dict[str, Any], slower: bool
 ) -> None:

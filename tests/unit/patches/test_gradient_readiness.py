@@ -101,15 +101,12 @@ def test_a_gradient_behind_the_start_of_its_reduction_is_an_error() -> None:
     register(group, ddp.params[1])
 
 
-@pytest.mark.parametrize(
-    ("impl", "overlap", "accepted"),
-    [
-        ("local", True, True),
-        ("local", False, True),
-        ("transformer_engine", False, True),
-        ("transformer_engine", True, False),  # whose hooks refuse a parameter without .grad
-    ],
-)
+@pytest.mark.parametrize(("impl", "overlap", "accepted"), [
+    ("local", True, True),
+    ("local", False, True),
+    ("transformer_engine", False, True),
+    ("transformer_engine", True, False),  # whose hooks refuse a parameter without .grad
+])  # fmt: skip
 def test_which_graphs_may_add_to_main_grad(impl: str, overlap: bool, accepted: bool) -> None:
     ddp, owner = _owned()
     ddp.config.cuda_graph_impl, ddp.ddp_config.overlap_grad_reduce = impl, overlap

@@ -171,13 +171,10 @@ def test_a_capture_after_an_evaluation_gathers_parameters(run: Any) -> None:
     assert run.wrapper.captures == 1 and not group.param_gather_dispatched
 
 
-@pytest.mark.parametrize(
-    "helper",
-    [
-        "multi_token_prediction.MTPLossLoggingHelper",
-        "experimental_attention_variant.dsa.DSAIndexerLossLoggingHelper",
-    ],
-)
+@pytest.mark.parametrize("helper", [
+    "multi_token_prediction.MTPLossLoggingHelper",
+    "experimental_attention_variant.dsa.DSAIndexerLossLoggingHelper",
+])  # fmt: skip
 def test_a_replay_reduces_losses_that_megatron_keeps_for_the_log(run: Any, helper: str) -> None:
     """Megatron forgets the groups when it logs, and only a forward on the host names them."""
     model, group = Model(), object()
@@ -222,16 +219,13 @@ def test_the_wait_for_a_replay_ends_soon_after_it(monkeypatch: pytest.MonkeyPatc
     assert 10 * pauses[0] < pauses[-1] < 0.002
 
 
-@pytest.mark.parametrize(
-    ("implementation", "workers", "given", "expected"),
-    [
-        ("full_iteration", 2, None, 8),
-        ("full_iteration", 3, None, 6),
-        ("full_iteration", 2, 20, 20),
-        ("full_iteration", 0, None, None),
-        ("none", 2, None, 2),
-    ],
-)
+@pytest.mark.parametrize(("implementation", "workers", "given", "expected"), [
+    ("full_iteration", 2, None, 8),
+    ("full_iteration", 3, None, 6),
+    ("full_iteration", 2, 20, 20),
+    ("full_iteration", 0, None, None),
+    ("none", 2, None, 2),
+])  # fmt: skip
 def test_workers_have_all_sixteen_microbatches_of_a_graphed_iteration_ready(
     monkeypatch: pytest.MonkeyPatch, implementation: str, workers: int, given: int | None,
     expected: int | None,

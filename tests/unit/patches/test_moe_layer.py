@@ -40,6 +40,8 @@ def _capture(layer: Any) -> None:
 HARMLESS: dict[str, Callable[[Any], Any]] = {
     "the spec's class": lambda layer: setattr(layer, "__class__", FluidMoELayer),
     "router hook": lambda layer: layer.router.register_forward_hook(lambda *_: None),
+    "backward hook": lambda layer: layer.router.register_full_backward_hook(lambda *_: None),
+    "before it": lambda layer: layer.router.register_full_backward_pre_hook(lambda *_: None),
     "capture": _capture,
 }
 
@@ -51,6 +53,9 @@ def test_changes_that_compute_nothing_else_leave_a_layer_ours(rank: int, world: 
         layer = tiny_gpt.moe_layer(tiny_gpt.config_of())
         change(layer)
         assert part_reasons(layer.config, FluidConfig(), layer).fused is None, name
+        assert moe_layer._can_be_compact(layer) == (name == "the spec's class"), (
+            "a hook sees all experts"
+        )
 
 
 def _doubled(target: Any, name: str) -> Callable[..., Any]:

@@ -275,15 +275,12 @@ def _more_state(optimizer: ShardedOptimizer) -> None:
     optimizer.optimizer.state[torch.nn.Parameter(torch.zeros(3))] = {}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda optimizer: setattr(optimizer.optimizer, "capturable", True),
-        lambda optimizer: setattr(optimizer.optimizer, "master_weights", True),
-        lambda optimizer: setattr(optimizer.optimizer, "exp_avg_dtype", torch.bfloat16),
-        _more_state,
-    ],
-)
+@pytest.mark.parametrize("other", [
+    lambda optimizer: setattr(optimizer.optimizer, "capturable", True),
+    lambda optimizer: setattr(optimizer.optimizer, "master_weights", True),
+    lambda optimizer: setattr(optimizer.optimizer, "exp_avg_dtype", torch.bfloat16),
+    _more_state,
+])  # fmt: skip
 def test_other_settings_and_states_of_adam_are_left_to_it(patched: Any, other: Any) -> None:
     optimizer = ShardedOptimizer([40], torch.bfloat16)
     other(optimizer)

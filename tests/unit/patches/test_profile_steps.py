@@ -29,15 +29,12 @@ def test_the_page_lies_in_the_folder_of_the_run() -> None:
     assert profile_folder(asked(tensorboard_dir="runs/board")) == Path("runs/board/profile")
 
 
-@pytest.mark.parametrize(
-    ("steps", "given", "why"),
-    [
-        ("2:3", {}, "give --fluid-profile-dir, --save or --tensorboard-dir"),
-        ("2:5", {"save": "a"}, "found '2:5', allowed: steps of 1 to 4"),
-        ("2:3", {"save": "a", "profile": True}, "and --profile are mutually exclusive"),
-        ("2:3", {"folder": "/proc/p"}, "found '/proc/p', allowed: a folder that can be written"),
-    ],
-)
+@pytest.mark.parametrize(("steps", "given", "why"), [
+    ("2:3", {}, "give --fluid-profile-dir, --save or --tensorboard-dir"),
+    ("2:5", {"save": "a"}, "found '2:5', allowed: steps of 1 to 4"),
+    ("2:3", {"save": "a", "profile": True}, "and --profile are mutually exclusive"),
+    ("2:3", {"folder": "/proc/p"}, "found '/proc/p', allowed: a folder that can be written"),
+])  # fmt: skip
 def test_what_cannot_be_profiled_is_refused_at_the_start(
     steps: str, given: dict[str, Any], why: str
 ) -> None:
