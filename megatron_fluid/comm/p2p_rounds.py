@@ -14,6 +14,7 @@ All ranks of the group start the same rounds in the same order (a bye included).
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import zlib
@@ -150,6 +151,7 @@ class P2PRounds:
         partners: this rank's peer in every round, None where it has a bye.
         device: where its tensors live: the current CUDA device if the group has NCCL, else the CPU.
         stream: the communication stream on a GPU, else None.
+        calls: numbers for `exchange`.
         asks_ahead: whether a receive may be started alone, long before its peer sends: over gloo,
             not over NCCL, where it would hold up what is launched after it.
 
@@ -172,6 +174,7 @@ class P2PRounds:
         self.left: list[tuple[list[dist.Work], list[Tensor]]] = []  # of exchanges over gloo
         self.device = self.waits.device
         self.asks_ahead = self.device.type != "cuda"
+        self.calls = itertools.count(1)
         self.stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device)
@@ -230,7 +233,9 @@ class P2PRounds:
             raise ConfigError(f"{where}: rank {self.rank} has a bye, but tensors to exchange")
         return PendingRound()
 
-    def exchange(self, operation: str, index: int, transfers: Sequence[Transfer]) -> PendingRound:
+    def exchange(
+        self, operation: str, index: int, transfers: Sequence[Transfer], call: int = 0
+    ) -> PendingRound:
         """Start sending to and receiving from any ranks at once. Does not block.
 
         Args:
@@ -238,6 +243,8 @@ class P2PRounds:
             index: which of the operation's exchanges; errors call it the round.
             transfers: (peer, tensors to send, tensors to receive), each peer once. Tensors without
                 elements are skipped, as in `start`.
+            call: from `calls`, the same on all ranks, where receives are posted before their peer
+                sends: over gloo, those that an error left take no message of a later call.
 
         Raises:
             ConfigError: as for `start`.
@@ -261,17 +268,25 @@ class P2PRounds:
         receives = [(peer, dist.irecv, incoming) for peer, _, incoming in moves if incoming]
         sends = [(peer, dist.isend, outgoing) for peer, outgoing, _ in moves if outgoing]
         return SeveralRounds(
-            [self._start_gloo(name._replace(peer=p), move, t) for p, move, t in receives + sends]
+            [
+                self._start_gloo(name._replace(peer=p), move, t, call)
+                for p, move, t in receives + sends
+            ]
         )
 
     def _start_gloo(
-        self, name: WaitName, move: Callable[..., dist.Work | None], tensors: Sequence[Tensor]
+        self,
+        name: WaitName,
+        move: Callable[..., dist.Work | None],
+        tensors: Sequence[Tensor],
+        call: int,
     ) -> PendingRound:
         # Messages of one tag arrive in the order of sending; tags keep operations apart.
         works = []
         try:
             for i, tensor in enumerate(tensors):
-                works.append(required(move(tensor, None, self.group, _tag(name, i), name.peer)))
+                tag = _tag(name, i, call)
+                works.append(required(move(tensor, None, self.group, tag, name.peer)))
         except RuntimeError as error:  # the connection is known to be broken
             raise self.waits.failure(name, 0.0, first_line(error)) from error
         return _GlooRound(name, self, works, list(tensors))
@@ -307,8 +322,9 @@ class P2PRounds:
         return _CudaRound(finished, [tensor for _, tensor, _ in moves])
 
 
-def _tag(name: WaitName, index: int) -> int:
-    return zlib.crc32(f"{name.operation}\0{name.round_index}\0{index}".encode()) & 0x7FFFFFFF
+def _tag(name: WaitName, index: int, call: int) -> int:
+    text = f"{name.operation}\0{name.round_index}\0{index}\0{call}"
+    return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 
 def shared_rounds(group: dist.ProcessGroup | None, timeout_s: float | None = None) -> P2PRounds:

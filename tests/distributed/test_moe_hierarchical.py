@@ -3,6 +3,7 @@ each host, and no byte more than the plan says."""
 
 import os
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_fluid import MoEConfig, MoELayer
 from megatron_fluid.comm.p2p_rounds import P2PRounds, PendingRound, Transfer
+from megatron_fluid.moe import expert_weights
 from megatron_fluid.moe.hierarchical.plan import plan_hierarchical
 from tests.support.expert_calls import hierarchical_moe
 from tests.support.launch import on_ranks, run_ranks
@@ -57,10 +59,12 @@ class CountedRounds(P2PRounds):
 
     sent_bytes: list[int]
 
-    def exchange(self, operation: str, index: int, transfers: Sequence[Transfer]) -> PendingRound:
+    def exchange(
+        self, operation: str, index: int, transfers: Sequence[Transfer], call: int = 0
+    ) -> PendingRound:
         for peer, sent, _ in transfers:
             self.sent_bytes[peer] += sum(tensor.nbytes for tensor in sent)
-        return super().exchange(operation, index, transfers)
+        return super().exchange(operation, index, transfers, call)
 
 
 def bytes_body(rank: int, world: int, hosts: Sequence[int], chunks: int) -> tuple[int, int]:
@@ -102,3 +106,22 @@ def test_one_host_refuses_it_by_name(rank: int, world: int) -> None:
     layer = MoELayer(MoEConfig(16, 24, 4, 2, backend="hierarchical"), dist.group.WORLD)
     with pytest.raises(ValueError, match="hierarchical.*on one"):
         layer(torch.zeros(3, 16))
+
+
+@on_ranks(2)
+def test_after_an_error_that_all_ranks_catch_the_next_call_is_right(rank: int, world: int) -> None:
+    """Receives of the failed call are posted still, and take nothing of the next one."""
+    on_hosts((0, 1), rank)
+    config = MoEConfig(16, 24, 4, 2, backend="hierarchical")
+    layer = MoELayer(config, dist.group.WORLD, dtype=torch.float64)
+    x = torch.randn(5, 16, dtype=torch.float64)
+    wanted = layer(x)
+    for fails in (1, 2):
+        calls = [*[mock.DEFAULT] * (fails - 1), torch.OutOfMemoryError("no memory")]
+        real = mock.Mock(wraps=expert_weights.grouped_matmul, side_effect=calls)
+        with (
+            mock.patch.object(expert_weights, "grouped_matmul", real),
+            pytest.raises(torch.OutOfMemoryError),
+        ):
+            layer(torch.randn(6, 16, dtype=torch.float64))
+        torch.testing.assert_close(layer(x), wanted)

@@ -56,6 +56,7 @@ class _HierarchicalExchange(P2PExchange):
     ) -> None:  # fmt: skip
         super().__init__(transport, sent, results, backward)
         self.name = f"{transport.name} grad " if backward else f"{transport.name} "
+        self._call = next(self.rounds.calls)
         # By operation and piece: receives that were posted ahead, and where they put what arrives.
         # Then sends are apart, and nobody waits for them before the end.
         self._asked: dict[tuple[str, int], tuple[PendingRound, list[Tensor]]] = {}
@@ -110,7 +111,8 @@ class _HierarchicalExchange(P2PExchange):
             room = _rows_like(like, sum(rows for _, rows in blocks))
             incoming = _by_peer(blocks, room)
         transfers = _transfers(outgoing, incoming)
-        return self.rounds.exchange(f"{self.name}{operation}", index, transfers), room
+        name = f"{self.name}{operation}"
+        return self.rounds.exchange(name, index, transfers, self._call), room
 
     def _between_hosts(
         self, operation: str, index: int, outgoing: Blocks
@@ -146,7 +148,7 @@ class _HierarchicalExchange(P2PExchange):
         for target, source in zip(incoming.pop(rank), outgoing.pop(rank), strict=True):
             target.copy_(source)
         transfers = _transfers(outgoing, incoming)
-        pending = self.rounds.exchange(f"{self.name}hand on", index, transfers)
+        pending = self.rounds.exchange(f"{self.name}hand on", index, transfers, self._call)
         self._handed[index] = pending, arrived
 
     def segments(self) -> Iterator[Segment]:
@@ -225,7 +227,7 @@ class _HierarchicalExchange(P2PExchange):
         mine = outgoing.pop(rank)
         incoming = {m: _rows_like(parts, len(places)) for m, places in piece.hands if m != rank}
         transfers = _transfers(outgoing, incoming)
-        pending = self.rounds.exchange(f"{self.name}hand back", index, transfers)
+        pending = self.rounds.exchange(f"{self.name}hand back", index, transfers, self._call)
         positions = [places for _, places in piece.hands]
         back = [incoming.get(member, mine) for member, _ in piece.hands]
         return _Returning(pending, positions, back)
