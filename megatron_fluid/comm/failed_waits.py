@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -223,13 +224,15 @@ def tells_peers[**P, R](call: Callable[P, R]) -> Callable[P, R]:
 
 
 def _of_one_rank(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call names one rank alone: by the group among its arguments, or by `ranks_of_calls`
-    of the layer that is called."""
-    groups = (each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup))
-    group = next(groups, None)
+    """Whether a call names one rank alone: by the group or mesh among its arguments, or by
+    `ranks_of_calls` of the layer that is called. One that is built without a group is alone."""
+    kinds = dist.ProcessGroup, DeviceMesh
+    group = next((each for each in (*args, *kwargs.values()) if isinstance(each, kinds)), None)
     if group is not None:
         return group.size() == 1
-    return getattr(args[0], "ranks_of_calls", None) == 1 if args else False
+    layer = args[0] if args else None
+    unknown = 1 if hasattr(type(layer), "ranks_of_calls") else None
+    return getattr(layer, "ranks_of_calls", unknown) == 1
 
 
 def _tell(error: Exception) -> None:

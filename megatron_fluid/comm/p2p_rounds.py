@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fluid.comm.agreement import agreement
-from megatron_fluid.comm.groups import group_or_lone_rank, group_resource, wait_timeout_s
+from megatron_fluid.comm.groups import group_or_lone_rank, group_resource
 from megatron_fluid.comm.waits import SLOW_START, GroupWaits, WaitName, record_event, required
 from megatron_fluid.config import check_setting
 from megatron_fluid.errors import ConfigError, first_line
@@ -156,20 +156,17 @@ class P2PRounds:
             not over NCCL, where it would hold up what is launched after it.
 
     Raises:
-        ConfigError: no group, or a timeout that is not positive.
+        ConfigError: no group, or a timeout out of range.
         PeerTimeoutError: a rank of the group does not come.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None = None) -> None:
-        check_setting("timeout_s", timeout_s)
         self.group = group = check_group(group)
-        self.timeout_s = wait_timeout_s(group, timeout_s)
-        if not self.timeout_s > 0:
-            raise ConfigError.of("timeout_s", self.timeout_s, "seconds above 0")
+        self.waits = GroupWaits(group, self._between_hosts)
+        self.timeout_s = timeout_s
         self.rank, self.world_size = group.rank(), group.size()
         self.domains, self.hosts = detect_hosts(group, self.timeout_s)
         self.partners = partners(self.rank, self.world_size, self.domains)
-        self.waits = GroupWaits(group, self._between_hosts)
         self._connected: set[int] = set()
         self.left: list[tuple[list[dist.Work], list[Tensor]]] = []  # of exchanges over gloo
         self.device = self.waits.device
@@ -179,6 +176,16 @@ class P2PRounds:
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device)
             self._connect()
+
+    @property
+    def timeout_s(self) -> float:
+        """Bound on a wait in seconds: what was given, else what the configuration has now."""
+        return self.waits.timeout_s if self._given_s is None else self._given_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float | None) -> None:
+        check_setting("timeout_s", seconds)
+        self._given_s = seconds
 
     def _connect(self) -> None:
         """Form the NCCL communicator, for which every rank is needed: a batch of sends and receives
@@ -337,7 +344,6 @@ def shared_rounds(group: dist.ProcessGroup | None, timeout_s: float | None = Non
     group = check_group(group_or_lone_rank(group))
     rounds = group_resource(group, "p2p rounds", lambda: P2PRounds(group, timeout_s))
     if timeout_s is not None:
-        check_setting("timeout_s", timeout_s)
         rounds.timeout_s = timeout_s
     return rounds
 

@@ -161,8 +161,8 @@ def _unreadable(parameter: Any) -> str | None:
     if not versions.is_grouped_tensor(parameter):
         if kind is torch.nn.Parameter and type(parameter.data) is torch.Tensor:
             return None
-        if isinstance(parameter, torch.Tensor) and type(parameter) is type(parameter.data):
-            return f"{type(parameter).__name__}, not an nn.Parameter"
+        if kind is type(parameter.data):
+            return f"{kind.__name__}, not an nn.Parameter"
         return f"{type(parameter.data).__name__}, not a plain tensor"
     values: Any = getattr(parameter, "rowwise_data", None)
     if kind is not fp8_utils.GroupedTensor or type(values) is not torch.Tensor:

@@ -108,7 +108,7 @@ def test_one_host_refuses_it_by_name(rank: int, world: int) -> None:
         layer(torch.zeros(3, 16))
 
 
-@on_ranks(2)
+@on_ranks(2, env={"MEGATRON_FLUID_TIMEOUT_S": "60"})
 def test_after_an_error_that_all_ranks_catch_the_next_call_is_right(rank: int, world: int) -> None:
     """Receives of the failed call are posted still, and take nothing of the next one."""
     on_hosts((0, 1), rank)

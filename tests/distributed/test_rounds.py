@@ -14,6 +14,7 @@ from megatron_fluid.comm.p2p_rounds import (
     shared_rounds,
 )
 from megatron_fluid.comm.waits import WaitName
+from megatron_fluid.config import FluidConfig, set_config
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
 from tests.support.launch import on_ranks, run_ranks_outcomes, world_group
 
@@ -54,6 +55,8 @@ def test_every_pair_gets_its_bytes(rank: int, world: int) -> None:
 def test_several_tensors_and_types_in_one_round(rank: int, world: int) -> None:
     rounds = shared_rounds(dist.group.WORLD)
     assert shared_rounds(dist.group.WORLD) is rounds
+    set_config(FluidConfig(timeout_s=5.0))
+    assert rounds.timeout_s == 5.0, "as the configuration has it now"
     shared_rounds(dist.group.WORLD, 7.0)
     assert rounds.timeout_s == 7.0
     peer = rounds.partners[0]

@@ -325,9 +325,7 @@ def _same(layer: Any, expected: Tensor | None, rank: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @on_ranks(2)
-def test_a_norm_of_half_precision_experts_beside_fp32_is_that_of_fp32(
-    rank: int, world: int, dtype: torch.dtype
-) -> None:
+def test_norms_of_half_precision_are_those_of_fp32(rank: int, world: int, dtype: Any) -> None:
     weight = MoELayer(SIZES, dist.group.WORLD, dtype=dtype).weight1
     plain, half = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(999, dtype=dtype))
     for of_plain, of_experts in ((2e5, 0.01), (0.111, 0.01), (1.0, 100.0)):
@@ -335,6 +333,7 @@ def test_a_norm_of_half_precision_experts_beside_fp32_is_that_of_fp32(
             plain.grad = torch.full_like(plain, of_plain)
             half.grad = torch.full_like(half, of_experts)
             weight.grad = torch.full_like(weight, of_experts)
+            local_part(weight.grad).mul_(1 + rank)
             grads = torch.cat([plain.grad, half.grad.float(), whole(weight.grad).float().flatten()])
             norm = clip_grad_norm_([plain, half, weight], 1.0, norm_type)
             torch.testing.assert_close(norm, torch.linalg.vector_norm(grads, norm_type))

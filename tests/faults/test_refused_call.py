@@ -17,6 +17,7 @@ from megatron_fluid import (
     SelfAttention,
     moe_multicard_p2p_overlap_forward,
 )
+from megatron_fluid.comm import failed_waits
 from megatron_fluid.comm.agreement import Agreement
 from megatron_fluid.comm.waits import explain
 from megatron_fluid.errors import ConfigError, PeerTimeoutError
@@ -159,6 +160,12 @@ def _alone(rank: int, world: int) -> None:
         for call in (*own, lambda x: all_gather_matmul(x, torch.ones(8, 4, dtype=F64), one)):
             with pytest.raises(ConfigError, match="found.*9"):
                 call(torch.ones(3, 9, dtype=F64))
+        with pytest.raises(ConfigError, match="found 3"):
+            SelfAttention(8, 3)
+        for alone in (None, one):
+            assert not failed_waits._reported, "the next call takes a report back"
+            with pytest.raises(ConfigError, match="found 0"):
+                MoELayer({**CONFIG, "hidden_size": 0}, alone)
         time.sleep(2.5)  # longer than between two looks for failures
     MoELayer(CONFIG, dist.group.WORLD, dtype=F64)
     whole(torch.ones(3, 8, dtype=F64))

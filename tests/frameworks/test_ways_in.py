@@ -56,9 +56,7 @@ def test_children_of_a_program_that_imports_it_under_main_import_it_too(tmp_path
     assert done.stdout == "spawn [False, []]\nforkserver [False, []]\n", done.stderr
 
 
-def test_switched_off_the_command_line_loses_its_flags_which_megatron_does_not_know(
-    tmp_path: Path,
-) -> None:
+def test_switched_off_the_command_line_loses_its_flags(tmp_path: Path) -> None:
     words = "--lr 1 --fluid-graph --fluid-moe-backend local -x --no-fluid-graph --fluid-timeout=3"
     code = f"""
         import sys

@@ -333,9 +333,7 @@ def test_a_context_that_outlives_its_graph_is_not_waited_for() -> None:
     check_reports(owner, model.params)
 
 
-def test_a_gradient_that_somebody_sets_in_an_iteration_is_left_to_autograd(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gradient_set_by_hand_is_left_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(Owner(), weights := [torch.ones(2, requires_grad=True) for _ in range(2)])
     for weight in weights:
         weight.main_grad = torch.zeros(2)  # type: ignore[attr-defined]
