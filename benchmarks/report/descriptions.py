@@ -298,6 +298,7 @@ SUITES = {
             "deepgemm_fp8": "DeepGEMM",
             "te": "Transformer Engine's grouped GEMMs by cuBLAS",
             "te_cutlass": "Transformer Engine's grouped GEMMs by CUTLASS",
+            "te_one_launch": "Transformer Engine's grouped GEMMs by one launch of cuBLAS",
         },
         ours={
             "fluid_even": "megatron_fluid, rows spread evenly",

@@ -14,7 +14,8 @@ the GEMM's own result, and `torch` and `fluid_two_kernels` with our activation k
 relatively. `fluid_fp8` is ours of operands that were cast before. `deepgemm` and `deepgemm_fp8` are
 DeepGEMM's, whose experts' rows begin at multiples of 128: it gets them so, and its rate counts the
 rows that there are. `te` and `te_cutlass` are Transformer Engine's grouped GEMMs, by cuBLAS and
-where NVTE_USE_CUTLASS_GROUPED_GEMM=1 by CUTLASS. All calls are eager, and the host has a head start
+where NVTE_USE_CUTLASS_GROUPED_GEMM=1 by CUTLASS, `te_one_launch` those of one parameter for all
+experts, one launch of cuBLAS 13.4 or newer. All calls are eager, and the host has a head start
 (benchmarks/harness/timing.py).
 """
 
@@ -77,27 +78,71 @@ def _ends(case: MoECase, tokens: int, zipf: float, device: torch.device) -> list
     return counts[: case.experts // RANKS].cumsum(0).tolist()
 
 
+_Calls = dict[tuple[str, str], Callable[[], Tensor]]
+
+
 def _te_calls(
     mode: str, a: Sequence[Tensor], b: Sequence[Tensor], out: Tensor, layout: str, **more: Any
-) -> dict[tuple[str, str], Callable[[], Tensor]]:
-    """Transformer Engine's grouped GEMMs into `out`, if it is installed; `layout` as it names it: N
-    and T of `a`, then of `b`."""
+) -> _Calls:
+    """Transformer Engine's grouped GEMMs, if it is installed, each into a tensor like `out` of its
+    own; `layout` as it names it: N and T of `a`, then of `b`."""
     if not out.is_cuda or importlib.util.find_spec("transformer_engine") is None:
         return {}
     multiply = importlib.import_module(
         "transformer_engine.pytorch.cpp_extensions"
     ).general_grouped_gemm
-    single = more.pop("single_output", False)
-    outs = [out] if single else list(out.unbind(0))
-    given = {"layout": layout, "single_output": single, **more}
+    given = {"layout": layout, "single_output": False, **more}
 
-    def call(cutlass: str) -> Tensor:
+    def call(cutlass: str, out: Tensor, outs: list[Tensor]) -> Tensor:
         os.environ["NVTE_USE_CUTLASS_GROUPED_GEMM"] = cutlass  # read at every GEMM
         multiply(list(a), list(b), outs, [None] * len(a), out.dtype, **given)
         return out
 
-    variants = {"te": "0", "te_cutlass": "1"}
-    return {(mode, name): functools.partial(call, value) for name, value in variants.items()}
+    found: _Calls = {}
+    for variant, value in {"te": "0", "te_cutlass": "1"}.items():
+        own = torch.zeros_like(out)
+        outs = [own] if given["single_output"] else list(own.unbind(0))
+        found[mode, variant] = functools.partial(call, value, own, outs)
+    return found
+
+
+def _te_one_launch(
+    mode: str, a: Tensor, b: Tensor, out: Tensor, layout: str, counts: list[int], **more: Any
+) -> _Calls:
+    """The same by cuBLAS in one launch, which reads the row counts on the GPU, if cuBLAS has it.
+    Tensors [rows, n] are split by `counts`, those [El, m, n] are El matrices."""
+    if not out.is_cuda or importlib.util.find_spec("transformer_engine") is None:
+        return {}
+    multiply = importlib.import_module(
+        "transformer_engine.pytorch.cpp_extensions"
+    ).general_grouped_gemm_for_grouped_tensor
+    storage = importlib.import_module("transformer_engine.pytorch.tensor").GroupedTensorStorage
+    sizes = torch.tensor(counts, device=out.device)
+    begins = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+
+    def grouped(tensor: Tensor) -> Any:
+        shape, width = tensor.shape, tensor.shape[-1]
+        split = {"first_dims": sizes, "tensor_offsets": begins * width}
+        alike = {"shapes": [tuple(shape[1:])] * len(counts)}
+        return storage(
+            shape=(tensor.numel() // width, width), dtype=tensor.dtype, num_tensors=len(counts),
+            data=tensor.reshape(-1), **(split if tensor.dim() == 2 else alike),
+        )  # fmt: skip
+
+    own = torch.zeros_like(out)
+    operands = grouped(a), grouped(b), grouped(own)
+
+    def call() -> Tensor:
+        multiply(*operands, layout=layout, **more)
+        return own
+
+    try:
+        call().zero_()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"te_one_launch left out: {str(error).splitlines()[0]}", file=sys.stderr)
+        return {}
+    return {(mode, "te_one_launch"): call}
 
 
 def _cast(w: Tensor) -> Fp8Matrices:
@@ -195,15 +240,11 @@ class _Experts:
             if x.is_cuda and importlib.util.find_spec("deep_gemm") is not None:
                 found.update(self._rivals(mode, x, w.transpose(1, 2).contiguous()))
             transposed = w.transpose(1, 2).is_contiguous()
-            matrices = (w.transpose(1, 2) if transposed else w).unbind(0)
-            found.update(
-                _te_calls(
-                    *(mode, matrices, x.split(self.counts), x.new_empty(len(x), w.shape[2])),
-                    "TN" if transposed else "NN",
-                    single_output=True,
-                    m_splits=self.counts,
-                )
-            )
+            matrices, layout = (w.transpose(1, 2), "TN") if transposed else (w, "NN")
+            out, splits = x.new_empty(len(x), w.shape[2]), {"m_splits": self.counts}
+            operands = matrices.unbind(0), x.split(self.counts), out
+            found.update(_te_calls(mode, *operands, layout, single_output=True, **splits))
+            found.update(_te_one_launch(mode, matrices, x, out, layout, self.counts))
 
         add("fc1", self.x, self.w1.transpose(1, 2))
         found |= self._swiglu()
@@ -275,6 +316,9 @@ class _Experts:
             found |= _te_calls(f"{name} wgrad", *rows, fresh, "NT", grad=True, **shared)
             shared |= {"grad": True, "accumulate": True}
             found |= _te_calls(f"{name} main_grad", *rows, main, "NT", **shared)
+            for mode, out, more in (("wgrad", fresh, False), ("main_grad", main, True)):
+                operands = f"{name} {mode}", right, left, out, "NT", self.counts
+                found |= _te_one_launch(*operands, accumulate=more, use_split_accumulator=True)
         return found
 
 
