@@ -264,12 +264,15 @@ def _explanation(document: Document) -> str:
             what += f"{name.replace('_', ' ').capitalize()}: {shown}. "
     packages = {
         "torch": "torch",
+        "cuBLAS": "cublas",
         "Megatron-Core": "megatron_core",
         "Transformer Engine": "transformer_engine",
     }
     checkouts = dict.fromkeys(row["config"].get("megatron_lm") for row in document["rows"])
     used = {**document, "megatron_core": next(iter(checkouts), None) or document["megatron_core"]}
-    versions = [f"{name} {used[key]}" for name, key in packages.items() if used[key]]
+    if any("cublas" in row["config"] for row in document["rows"]):
+        used["cublas"] = None  # each row tells its own
+    versions = [f"{name} {used[key]}" for name, key in packages.items() if used.get(key)]
     origin = [
         f"{_commands(document)} on {document['gpu']}",
         document["date"][:10],
