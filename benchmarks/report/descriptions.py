@@ -61,13 +61,13 @@ SUITES = {
     "pretrain": Suite(
         what="whole training iterations through Megatron's own loop on mock data: forward, "
         "backward and optimizer of 16 sequences a GPU, one a microbatch, two, four or eight in "
-        "cases named -mbs2, -mbs4 and -mbs8. Both sides had the cuBLAS that a row tells; cases "
-        "-cublas13.1 have torch's own where a newer one was run, too. A model's own widths, "
+        "cases named -mbs2, -mbs4 and -mbs8. Both sides had cuBLAS 13.10, in cases "
+        "-cublas13.1 torch's own. A model's own widths, "
         "attention and router, fewer layers, and on one GPU 64 of DeepSeek-V3's 256 experts; a "
         "vocabulary of 32,000, no multi-token prediction and the same auxiliary loss for all",
         told={"microbatches": "4", "routing": "forced"},
         others={
-            "megatron": "Transformer Engine",
+            "megatron": "without options",
             "megatron_best": "the fastest of the flags tried",
             "megatron_graph": "with partial CUDA graphs",
             "megatron_graph_unchecked": "with partial CUDA graphs, without the checks for NaN and "
@@ -290,7 +290,8 @@ SUITES = {
     "grouped_gemm": Suite(
         what="the experts' GEMMs of one GPU, with the rows that four GPUs of 4096 tokens send "
         "it; main_grad adds to fp32 gradients. The first table has two of the five models. For "
-        "weight gradients Transformer Engine falls back from CUTLASS to cuBLAS",
+        "weight gradients Transformer Engine falls back from CUTLASS to cuBLAS. `fc1 swiglu` has "
+        "torch's GEMM as its only rival",
         others={
             "torch": "torch's grouped GEMM",
             "cublas": "cuBLAS, expert by expert",
