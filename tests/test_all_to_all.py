@@ -247,14 +247,11 @@ def _rounds_body(rank: int, world: int, name: str, way: str, early: bool, levels
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["weights-at-combine", "weights-at-dispatch"])
-@pytest.mark.parametrize(
-    ("name", "way", "levels"),
-    [
-        *itertools.product(CASES, ["whole", "split"], [1]),
-        *itertools.product(["fp8 with scales"], ["whole", "split"], [2]),
-        ("fp8 with scales", "packed", 1),
-    ],
-)
+@pytest.mark.parametrize(("name", "way", "levels"), [
+    *itertools.product(CASES, ["whole", "split"], [1]),
+    *itertools.product(["fp8 with scales"], ["whole", "split"], [2]),
+    ("fp8 with scales", "packed", 1),
+])  # fmt: skip
 def test_rounds_match_the_reference(name: str, way: str, levels: int, early: bool) -> None:
     dp, local, k = CASES[name][:3]
     world = _world_size()

@@ -28,7 +28,7 @@ from megatron_fluid.moe.autograd import run_experts, start_experts
 from megatron_fluid.moe.backends import AllToAllBackend, Backend, LayerShape, choose_backend
 from megatron_fluid.moe.call import ExpertCall
 from megatron_fluid.moe.config import MoEConfig, MoEConfigDict
-from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout
+from megatron_fluid.moe.expert_weights import ExpertWeights, KeptLayout, computed_dtype
 from megatron_fluid.moe.permute import local_experts
 from megatron_fluid.moe.room import LayerRoom
 from megatron_fluid.moe.rounds.plan import ExactPlan
@@ -247,7 +247,7 @@ class MoELayer(nn.Module):
             self._taken = check_input(f"{self.name}: tokens", tokens, self.weight1)
             # Ranks of another dtype of as many bytes would read each other's bits.
             what = f"{type(self).__name__}: tokens"
-            compare_settings(self.rounds.group, what, {"dtype": tokens.dtype})
+            compare_settings(self.rounds.group, what, {"dtype": computed_dtype(tokens)})
         return tokens.reshape(-1, hidden)
 
     def _backend_text(self) -> str:
@@ -399,6 +399,7 @@ def moe_multicard_p2p_overlap_forward(
     rounds = overlap_ctx.rounds(ep_group)
     for setting, weight in (("weight1", weight1), ("weight2", weight2)):
         check_input(f"layer {layer_id} moe: tokens, beside {setting}", tokens, weight)
+    compare_settings(ep_group, "moe: tokens", {"dtype": computed_dtype(tokens)})
     name, shape = f"layer {layer_id} moe", (rounds.world_size, num_local_experts)
     theirs = num_global_tokens_per_local_expert
     send = _integers("tokens_per_expert", tokens_per_expert, shape)

@@ -44,6 +44,8 @@ def test_what_differs_on_a_rank_is_an_error_on_all_at_once(rank: int, world: int
     layer = MoELayer(CONFIG, group()).to(dtype)
     with pytest.raises(ConfigError, match="tokens: dtype: found 'torch.bfloat16' on rank 0"):
         layer(torch.ones(3, 8, dtype=dtype))
+    with torch.autocast("cpu", enabled=not rank), pytest.raises(ConfigError, match="tokens: dtype"):
+        MoELayer(CONFIG, group())(torch.ones(3, 8))
     weights = [torch.nn.Parameter(torch.ones(2), requires_grad=rank == i) for i in range(2)]
     with pytest.raises(ConfigError, match="sum_gradients: parameter .: found"):
         sum_gradients(weights, group())
@@ -87,4 +89,10 @@ def test_calls_name_the_argument_that_is_wrong_and_the_group_still_works(
                 x, [2, 3], splits, *weights, group(), "gelu", MultiCardOverlapContext("cpu", 2),
                 *counts,
             )  # type: ignore[arg-type]  # fmt: skip
+    other = [t.to(torch.float16 if rank else torch.bfloat16) for t in (x, *weights)]
+    with pytest.raises(ConfigError, match="moe: tokens: dtype: found 'torch.bfloat16' on rank 0"):
+        moe_multicard_p2p_overlap_forward(
+            other[0], [2, 3], [2, 3], *other[1:], group(), "gelu",
+            MultiCardOverlapContext("cpu", 2), *counts,
+        )  # type: ignore[arg-type]  # fmt: skip
     assert overlapped_moe(**good).shape == x.shape

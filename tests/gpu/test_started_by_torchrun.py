@@ -17,14 +17,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        "tests/gpu/test_nvlink_moe.py",
-        "tests/gpu/test_nvlink_moe_graphs.py",
-        "tests/test_all_to_all.py",
-    ],
-)
+@pytest.mark.parametrize("file", [
+    "tests/gpu/test_nvlink_moe.py",
+    "tests/gpu/test_nvlink_moe_graphs.py",
+    "tests/test_all_to_all.py",
+])  # fmt: skip
 def test_all_ranks_pass(file: str) -> None:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={GPUS}",

@@ -62,15 +62,12 @@ def test_pages_that_cannot_be_written_end_no_training(
     assert "could not be written to /proc/p/steps-2-2 (No such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("ran", "active", "traces"),
-    [
-        pytest.param([1, 2, 3, 4, 5], True, [[2, 3]], id="all"),
-        pytest.param([3, 4], True, [[3]], id="a resumed run"),
-        pytest.param([4, 5], True, [], id="resumed behind them"),
-        pytest.param([1, 2, 3], False, [], id="another rank"),
-    ],
-)
+@pytest.mark.parametrize(("ran", "active", "traces"), [
+    pytest.param([1, 2, 3, 4, 5], True, [[2, 3]], id="all"),
+    pytest.param([3, 4], True, [[3]], id="a resumed run"),
+    pytest.param([4, 5], True, [], id="resumed behind them"),
+    pytest.param([1, 2, 3], False, [], id="another rank"),
+])  # fmt: skip
 def test_the_steps_between_are_traced_once_and_by_one_rank(
     ran: list[int], active: bool, traces: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

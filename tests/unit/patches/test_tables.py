@@ -172,14 +172,11 @@ def test_settings_of_waits_profiles_and_experts_say_where_nothing_reads_them(
     assert "--fluid-fused-optimizer" not in unused_settings()
 
 
-@pytest.mark.parametrize(
-    ("fp8", "whose", "why"),
-    [
-        (None, "ours", "it needs --fp8-format e4m3"),
-        ("e4m3", "megatron", "--fluid-moe-fp8 is megatron"),
-        ("e4m3", "ours", None),
-    ],
-)
+@pytest.mark.parametrize(("fp8", "whose", "why"), [
+    (None, "ours", "it needs --fp8-format e4m3"),
+    ("e4m3", "megatron", "--fluid-moe-fp8 is megatron"),
+    ("e4m3", "ours", None),
+])  # fmt: skip
 def test_the_precision_of_weight_gradients_says_where_nothing_reads_it(
     job: Any, fp8: str | None, whose: str, why: str | None
 ) -> None:
