@@ -24,6 +24,7 @@ from megatron_fluid.attention.config import AttentionConfig
 from megatron_fluid.attention.layer import SelfAttention, sum_gradients
 from megatron_fluid.attention.packed import Rotary
 from megatron_fluid.backward.weight_grads import WeightGradScheduler
+from megatron_fluid.comm.failed_waits import tells_peers
 from megatron_fluid.comm.groups import group_or_lone_rank
 from megatron_fluid.comm.layers import check_input, compare_settings, copy_sharing
 from megatron_fluid.config import FieldsConfig, shows_fields_of
@@ -146,6 +147,7 @@ class TransformerLayer(nn.Module):
     """
 
     @shows_fields_of(TransformerLayerConfig)
+    @tells_peers
     def __init__(
         self,
         *shape: TransformerLayerConfig | Mapping[str, Any] | int,

@@ -205,6 +205,8 @@ class Agreement:
         """
         self._refusals, self._refused = self._refusals + 1, True
         self._report((None, text), (self.rank, self._refusals, text), _JOIN_S)
+        if self.rank == 0:  # it alone lets ranks into the session; one that finds this reports, too
+            self.read(_FAILED, range(self.size), _JOIN_S, lambda _: len(self._joined) == self.size)
 
     def withdraw_refusal(self) -> None:
         """Take the last report_refusal back: this rank goes on with another call. `gather` does so

@@ -45,7 +45,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import _StopRecomputationError
 
-from megatron_fluid.comm.agreement import Agreement, live_agreements
+from megatron_fluid.comm.agreement import Agreement, agreement, live_agreements
 from megatron_fluid.comm.watcher import (
     EXIT_CODE,
     WATCHER,
@@ -214,7 +214,7 @@ def tells_peers[**P, R](call: Callable[P, R]) -> Callable[P, R]:
             return call(*args, **kwargs)
         except Exception as error:
             # A wait that failed has reported it; that a checkpoint has all it needs is no failure.
-            if not isinstance(error, _NOT_TOLD) and not _of_one_rank(args, kwargs):
+            if not isinstance(error, _NOT_TOLD) and not _of_one_rank(call, args, kwargs):
                 _tell(error)
             raise
 
@@ -223,16 +223,21 @@ def tells_peers[**P, R](call: Callable[P, R]) -> Callable[P, R]:
     return told
 
 
-def _of_one_rank(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call names one rank alone: by the group or mesh among its arguments, or by
-    `ranks_of_calls` of the layer that is called. One that is built without a group is alone."""
-    kinds = dist.ProcessGroup, DeviceMesh
-    group = next((each for each in (*args, *kwargs.values()) if isinstance(each, kinds)), None)
-    if group is not None:
-        return group.size() == 1
+def _of_one_rank(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call names one rank alone: by the groups and meshes among its arguments, or by
+    `ranks_of_calls` of the layer that is called. One that is built without a group is alone.
+
+    Makes the agreements of these groups: it may be their first call, which peers wait in."""
+    channels: list[Agreement] = []
+    for each in (*args, *kwargs.values()):
+        with contextlib.suppress(Exception):  # destroyed, or without this rank: nobody waits in it
+            if isinstance(each, dist.ProcessGroup | DeviceMesh):
+                groups = each.get_all_groups() if isinstance(each, DeviceMesh) else [each]
+                channels += map(agreement, groups)
+    if channels:
+        return all(channel.alone for channel in channels)
     layer = args[0] if args else None
-    unknown = 1 if hasattr(type(layer), "ranks_of_calls") else None
-    return getattr(layer, "ranks_of_calls", unknown) == 1
+    return call.__name__ == "__init__" or getattr(layer, "ranks_of_calls", None) == 1
 
 
 def _tell(error: Exception) -> None:

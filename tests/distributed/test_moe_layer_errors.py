@@ -1,14 +1,20 @@
 """What MoE layers, the overlapped function and the seed's function refuse."""
 
+import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fluid import (
     MoEBaseline,
     MoELayer,
     MultiCardOverlapContext,
+    TransformerLayer,
+    close_group,
     moe_multicard_p2p_overlap_forward,
 )
 from megatron_fluid.attention.layer import sum_gradients
@@ -17,7 +23,7 @@ from megatron_fluid.errors import ConfigError, FluidError
 from megatron_fluid.moe.rounds.plan import ExactPlan
 from tests.support.expert_calls import overlapped_moe
 from tests.support.launch import on_ranks
-from tests.support.moe_layers import CONFIG, F64, group
+from tests.support.moe_layers import CONFIG, F64, group, layer_of
 
 
 @on_ranks(2)
@@ -53,6 +59,22 @@ def test_what_differs_on_a_rank_is_an_error_on_all_at_once(rank: int, world: int
         MoELayer({**CONFIG, "top_k": 9 if rank else 3}, group())
     with pytest.raises(ConfigError, match="timeout_s: found nan, allowed: a number"):
         MultiCardOverlapContext("cpu", group=group(), timeout_s=float("nan"))
+
+
+@on_ranks(2, env={"MEGATRON_FLUID_TIMEOUT_S": "60"})
+def test_a_layer_that_is_refused_on_one_rank_is_so_on_all(rank: int, world: int) -> None:
+    """Also in the first call of a group, whichever rank it is and however the group is given."""
+    late = mock.patch("megatron_fluid.comm.agreement._JOIN_S", 60.0)  # however late a rank comes
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    layers = (MoELayer, mesh["ep"]), (MoELayer, mesh["ep"], mesh), (TransformerLayer, group())
+    for refused, (kind, *given) in itertools.product(range(2), layers):
+        error, said, sizes = FluidError, f"rank {refused} raised ConfigError", CONFIG
+        if rank == refused:
+            error, said, sizes = ConfigError, "found", CONFIG | {"dx_chunks": 0}
+        with late, pytest.raises(error, match=said):
+            layer_of(kind, given[-1 if rank == refused else 0], sizes)
+        dist.barrier()
+        close_group(group())  # the next one is the first call again
 
 
 @on_ranks(2)

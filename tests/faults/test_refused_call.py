@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_fluid import (
     MoELayer,
@@ -162,7 +163,7 @@ def _alone(rank: int, world: int) -> None:
                 call(torch.ones(3, 9, dtype=F64))
         with pytest.raises(ConfigError, match="found 3"):
             SelfAttention(8, 3)
-        for alone in (None, one):
+        for alone in (None, DeviceMesh.from_group(one, "cpu"), one):
             assert not failed_waits._reported, "the next call takes a report back"
             with pytest.raises(ConfigError, match="found 0"):
                 MoELayer({**CONFIG, "hidden_size": 0}, alone)

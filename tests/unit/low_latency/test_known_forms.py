@@ -88,18 +88,12 @@ def test_a_call_of_known_forms_starts_again_with_its_own_tensors() -> None:
     assert transport.requests[2:] == halves, "one that adds and one that does not"
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        _sent(2),
-        _sent(3, torch.int64),
-        {**_sent(), "weights": torch.ones(3, 2)},
-        {**_sent(), "bound_m": torch.ones(1, dtype=torch.int32)},
-        {**_sent(), "dp_x": bf16(3, 24)[:, :16]},
-        {**_sent(), "dp_x": torch.zeros(3, 32, dtype=torch.int8)},
-    ],
-    ids=["tokens", "dtype", "weights", "bound_m", "strides", "type of rows"],
-)
+@pytest.mark.parametrize("changed", [
+    _sent(2), _sent(3, torch.int64), {**_sent(), "weights": torch.ones(3, 2)},
+    {**_sent(), "bound_m": torch.ones(1, dtype=torch.int32)},
+    {**_sent(), "dp_x": bf16(3, 24)[:, :16]},
+    {**_sent(), "dp_x": torch.zeros(3, 32, dtype=torch.int8)},
+], ids=["tokens", "dtype", "weights", "bound_m", "strides", "type of rows"])  # fmt: skip
 def test_other_forms_make_a_request_of_their_own(changed: dict[str, Tensor]) -> None:
     ata, transport = _build()
     for sent in (_sent(), changed, _sent(), changed):

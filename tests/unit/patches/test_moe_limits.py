@@ -244,17 +244,10 @@ def test_a_layer_is_ours_where_its_graph_can_hold_it_over_the_backend_that_is_as
     assert limits.bounds_rows(config) is (impl == "full_iteration")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"add_bias_linear": True},
-        {"variable_seq_lengths": True},
-        {"pipeline_model_parallel_size": 2},
-        {"fp8": "hybrid", "fp8_recipe": "delayed"},
-        {},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [
+    {"add_bias_linear": True}, {"variable_seq_lengths": True}, {"pipeline_model_parallel_size": 2},
+    {"fp8": "hybrid", "fp8_recipe": "delayed"}, {},
+], ids=str)  # fmt: skip
 def test_graphs_of_what_cannot_be_run_again_hold_no_layers_of_several_ranks(
     supported: TransformerConfig, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
