@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 
 from megatron_fluid.backward.autograd import once_differentiable
 from megatron_fluid.backward.deferred_linear import deferred_linear
@@ -48,6 +49,10 @@ class Routing:
     ids: Tensor
     probs: Tensor
     scores: Tensor | None
+
+
+# FSDP2 finds the tensors of a module's output by it, and a router may be sharded by itself.
+register_dataclass(Routing)
 
 
 def _check_routing(top_k: int, num_experts: int, score_function: str) -> None:

@@ -70,7 +70,9 @@ def shard(model: Model, mesh: DeviceMesh, **options: Any) -> list[Any]:
     """FSDP2: experts over the data-parallel ranks, the rest over all. Returns the MoE layers."""
     layers = [module for module in model.modules() if isinstance(module, KINDS)]
     experts = {weight for layer in layers for weight in (layer.weight1, layer.weight2)}
-    fully_shard(model, mesh=mesh._flatten("all"), ignored_params=experts, **options)
+    every = mesh._flatten("all")
+    fully_shard(layers[0].router, mesh=every, **options)  # by itself, too
+    fully_shard(model, mesh=every, ignored_params=experts, **options)
     for layer in layers:
         others = set(layer.parameters()) - experts
         fully_shard(layer, mesh=mesh["dp"], ignored_params=others, **options)
