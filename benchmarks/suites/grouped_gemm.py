@@ -112,10 +112,8 @@ def _te_one_launch(
     Tensors [rows, n] are split by `counts`, those [El, m, n] are El matrices."""
     if not out.is_cuda or importlib.util.find_spec("transformer_engine") is None:
         return {}
-    multiply = importlib.import_module(
-        "transformer_engine.pytorch.cpp_extensions"
-    ).general_grouped_gemm_for_grouped_tensor
-    storage = importlib.import_module("transformer_engine.pytorch.tensor").GroupedTensorStorage
+    extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
+    tensors = importlib.import_module("transformer_engine.pytorch.tensor")
     sizes = torch.tensor(counts, device=out.device)
     begins = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
 
@@ -123,21 +121,22 @@ def _te_one_launch(
         shape, width = tensor.shape, tensor.shape[-1]
         split = {"first_dims": sizes, "tensor_offsets": begins * width}
         alike = {"shapes": [tuple(shape[1:])] * len(counts)}
-        return storage(
+        return tensors.GroupedTensorStorage(
             shape=(tensor.numel() // width, width), dtype=tensor.dtype, num_tensors=len(counts),
             data=tensor.reshape(-1), **(split if tensor.dim() == 2 else alike),
         )  # fmt: skip
 
-    operands = grouped(a), grouped(b), grouped(out)
-
-    def call() -> Tensor:
-        multiply(*operands, layout=layout, **more)
-        return out
-
     try:
+        multiply = extensions.general_grouped_gemm_for_grouped_tensor
+        operands = grouped(a), grouped(b), grouped(out)
+
+        def call() -> Tensor:
+            multiply(*operands, layout=layout, **more)
+            return out
+
         call().zero_()
         torch.cuda.synchronize()
-    except RuntimeError as error:
+    except (AttributeError, RuntimeError) as error:  # an older Transformer Engine, or cuBLAS
         print(f"te_one_launch left out: {str(error).splitlines()[0]}", file=sys.stderr)
         return {}
     return {(mode, "te_one_launch"): call}

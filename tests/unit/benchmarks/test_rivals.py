@@ -11,6 +11,7 @@ from benchmarks.cases.all_to_all import Clock
 from benchmarks.cases.exchange_rivals import _deepep_capacity
 from benchmarks.cases.moe import MoECase
 from benchmarks.cases.moe_rivals import LigerCuteMoE, SonicMoE, TorchGroupedMoE, missing
+from benchmarks.suites.grouped_gemm import _check
 from tests.support.moe_reference import moe_reference
 
 CASE, CPU = MoECase(hidden=16, ffn=8, experts=4, top_k=2), torch.device("cpu")
@@ -40,6 +41,13 @@ def test_torchs_grouped_gemm_computes_what_its_words_say() -> None:
     weights = layer.weight1.float(), layer.weight2.float()
     right = moe_reference(x.float(), ids, probs, *weights, "swiglu")
     torch.testing.assert_close(layer.experts(x, ids, probs).float(), right, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(("mode", "gap"), [("fc1", torch.nan), ("fc1 main_grad", 1.0)])
+def test_a_grouped_gemm_that_computes_nothing_does_not_pass(mode: str, gap: float) -> None:
+    out = torch.zeros(3)
+    found = _check({(mode, "torch"): lambda: out.fill_(1), (mode, "te"): lambda: out}, {})
+    torch.testing.assert_close(found[mode, "te"], gap, equal_nan=True)
 
 
 def test_a_library_that_is_missing_is_named() -> None:

@@ -295,19 +295,15 @@ def _turned_strides(turned: TurnedRows) -> TurnedRows:
     return TurnedRows(values.view(torch.float8_e4m3fn), turned.scales)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda x: TurnedRows(x.values.bfloat16(), x.scales), "bfloat16"),
-        (lambda x: TurnedRows(x.values[:64], x.scales[:, :64].contiguous()), r"\[64, 512\]"),
-        (lambda x: _columns(x, slice(128, None)), r"\[256, 384\]"),
-        (lambda x: TurnedRows(x.values, x.scales[1:]), r"\[3, 256\]"),
-        (lambda x: TurnedRows(x.values, x.scales.double()), "float64"),
-        (_turned_strides, "contiguous"),
-        (None, "int64"),
-    ],
-    ids="dtype features places scales scales'-dtype strides offsets".split(),
-)
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda x: TurnedRows(x.values.bfloat16(), x.scales), "bfloat16"),
+    (lambda x: TurnedRows(x.values[:64], x.scales[:, :64].contiguous()), r"\[64, 512\]"),
+    (lambda x: _columns(x, slice(128, None)), r"\[256, 384\]"),
+    (lambda x: TurnedRows(x.values, x.scales[1:]), r"\[3, 256\]"),
+    (lambda x: TurnedRows(x.values, x.scales.double()), "float64"),
+    (_turned_strides, "contiguous"),
+    (None, "int64"),
+], ids="dtype features places scales scales'-dtype strides offsets".split())  # fmt: skip
 def test_operands_that_do_not_fit_are_refused(
     change: Callable[[TurnedRows], TurnedRows] | None, words: str
 ) -> None:

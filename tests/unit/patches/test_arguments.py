@@ -38,20 +38,16 @@ def _parsed(**settings: Any) -> Any:
     return SimpleNamespace(**given | settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({}, None),
-        ({"cuda_graph_impl": "full_iteration"}, None),
-        ({"fp16": True, "loss_scale": 1024.0}, None),
-        ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size is above 1"),
-        ({"cpu": True}, "CPU mode has no CUDA graphs"),
-        ({"fp16": True}, "--fp16 without --loss-scale: the host changes the scale of the loss"),
-        ({"save_wgrads_interval": 5}, "--save-wgrads-interval: a replay runs no hooks that save"),
-        ({"qk_clip": True}, "--qk-clip: a replay leaves nothing of it on the host"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("settings", "reason"), [
+    ({}, None),
+    ({"cuda_graph_impl": "full_iteration"}, None),
+    ({"fp16": True, "loss_scale": 1024.0}, None),
+    ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size is above 1"),
+    ({"cpu": True}, "CPU mode has no CUDA graphs"),
+    ({"fp16": True}, "--fp16 without --loss-scale: the host changes the scale of the loss"),
+    ({"save_wgrads_interval": 5}, "--save-wgrads-interval: a replay runs no hooks that save"),
+    ({"qk_clip": True}, "--qk-clip: a replay leaves nothing of it on the host"),
+], ids=str)  # fmt: skip
 def test_fluid_graph_turns_on_what_a_graph_of_an_iteration_needs_or_says_why_not(
     settings: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
