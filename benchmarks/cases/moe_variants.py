@@ -44,7 +44,8 @@ MEGATRON = {
     "megatron_te_alltoall": ("alltoall", False, "megatron"),
     "megatron_te_allgather": ("allgather", False, "megatron"),
     "megatron_te_overlap_wgrad": ("alltoall", True, "megatron"),
-    "megatron_te_single_launch": ("alltoall", False, "megatron"),
+    "megatron_te_grouped_weight": ("alltoall", False, "megatron"),
+    "megatron_te_allgather_grouped_weight": ("allgather", False, "megatron"),
     "megatron_te_cutlass": ("alltoall", False, "megatron"),
     "megatron_te_allgather_cutlass": ("allgather", False, "megatron"),
     "megatron_te_deepep": ("flex", False, "megatron"),
@@ -55,12 +56,13 @@ MEGATRON = {
 # Of Megatron's variants that end so.
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp8": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    "grouped_weight": {"moe_single_grouped_weight": True, "use_transformer_engine_op_fuser": True},
     "deepep": {"moe_flex_dispatcher_backend": "deepep"},
     # Rows beyond the factor end the run; cases of this suite stay below it.
     "nccl_ep": {"moe_flex_dispatcher_backend": "ncclep", "moe_expert_rank_capacity_factor": 2.0},
 }
-# Read when a layer is built.
-ENVIRONMENT = {"megatron_te_single_launch": {"NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": "1"}}
+# Of those that end in grouped_weight alone, read when a layer is built and at its first call.
+ENVIRONMENT = {"NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1", "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}
 # Read at every GEMM.
 CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
 OVER_SEVERAL = (
@@ -140,7 +142,8 @@ def build_layers(
     for name, more in settings.items():
         if name not in idle and name.startswith(wanted):
             layers[name] = fluid_layer(case, device, fluid, **more)
-    shared: dict[str, nn.Module] = {}  # of all of Megatron's, the parameters of the first
+    # Of all of Megatron's the first whose parameters have the same names, and its parameters.
+    first: dict[bool, dict[str, nn.Module]] = {False: {}, True: {}}
     builders: dict[str, Callable[..., nn.Module]] = {
         variant: functools.partial(
             MegatronMoE,
@@ -154,19 +157,19 @@ def build_layers(
         if absent is None
     }
     builders |= {v: functools.partial(build, case, device) for v, build in RIVALS.items()}
+    os.environ.update(ENVIRONMENT)
     for variant, build in builders.items():
         if variant.startswith(wanted) and variant not in idle:
             if (reason := missing(variant)) is not None:
                 print(f"{variant} left out: {reason}", file=sys.stderr, flush=True)
                 continue
-            with mock.patch.dict(os.environ, ENVIRONMENT.get(variant, {})):
-                made = functools.partial(build, **shared if variant in MEGATRON else {})
-                layer = everywhere(variant, made)
+            shared = first[variant.endswith("grouped_weight")] if variant in MEGATRON else {}
+            layer = everywhere(variant, functools.partial(build, **shared))
             if layer is None:
                 continue
             layers[variant] = layer
             if variant in MEGATRON:
-                shared = {"like": layer}
+                shared["like"] = layer
             if isinstance(layer, RoutedMoE):
                 set_routing_weight(layer.router.weight)
                 layer.take(local_part(fluid.weight1), local_part(fluid.weight2))

@@ -129,6 +129,9 @@ SUITES = {
             "megatron_te_overlap_wgrad": "alltoall dispatcher with weight gradients overlapped",
             "megatron_te_single_launch": "alltoall dispatcher, the variable for a grouped GEMM in "
             "one launch, which needs a newer cuBLAS and did nothing here",
+            "megatron_te_grouped_weight": "alltoall dispatcher, one parameter for all experts",
+            "megatron_te_allgather_grouped_weight": "allgather dispatcher, one parameter for all "
+            "experts",
             "megatron_te_cutlass": "alltoall dispatcher, Transformer Engine's CUTLASS grouped GEMM",
             "megatron_te_allgather_cutlass": "allgather dispatcher, CUTLASS grouped GEMM",
             "megatron_te_fp8": "alltoall dispatcher, fp8 blockwise",

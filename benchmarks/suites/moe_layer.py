@@ -25,8 +25,9 @@ Every variant gets tokens from which its own router computes the same random log
     fluid_experts_*   our experts behind Megatron's dispatcher
     fluid_rounds      the same over round-robin P2P exchanges, dX in chunks
     all_to_all        megatron_fluid.MoEBaseline: plain all-to-alls and nothing overlapped
-    megatron_te_*     Megatron's own; `single_launch` with Transformer Engine's grouped GEMM of one
-                      launch, `deepep` and `nccl_ep` with the flex dispatcher over these
+    megatron_te_*     Megatron's own; `grouped_weight` with one parameter for all experts, whose
+                      GEMMs are a launch each from cuBLAS 13.4 on, `deepep` and `nccl_ep` with the
+                      flex dispatcher over these
     *_cutlass         with the GEMMs of all experts as one launch of CUTLASS in Transformer Engine
     *_fp8             with --fp8-format e4m3 --fp8-recipe blockwise
     torch_grouped, liger_triton, sonic    on one GPU: moe_rivals.py
