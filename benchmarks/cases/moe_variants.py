@@ -25,8 +25,10 @@ from megatron_fluid.moe.nvlink.schedule import NO_OVERLAP, Schedule
 from megatron_fluid.moe.sharding import local_part
 
 __all__ = [
+    "ENVIRONMENT",
     "MEGATRON",
     "SCHEDULES",
+    "SETTINGS",
     "VARIANTS",
     "build_layers",
     "close_layers",
@@ -49,11 +51,12 @@ MEGATRON = {
     "megatron_te_cutlass": ("alltoall", False, "megatron"),
     "megatron_te_allgather_cutlass": ("allgather", False, "megatron"),
     "megatron_te_deepep": ("flex", False, "megatron"),
+    "megatron_te_deepep_grouped_weight": ("flex", False, "megatron"),
     "megatron_te_nccl_ep": ("flex", False, "megatron"),
     "fluid_megatron_fp8": ("alltoall", False, "auto"),
     "megatron_te_fp8": ("alltoall", False, "megatron"),
 }
-# Of Megatron's variants that end so.
+# Of Megatron's variants whose names have it.
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp8": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
     "grouped_weight": {"moe_single_grouped_weight": True, "use_transformer_engine_op_fuser": True},
@@ -71,10 +74,16 @@ OVER_SEVERAL = (
     "all_to_all",
     "megatron_te_overlap_wgrad",
     "megatron_te_deepep",
+    "megatron_te_deepep_grouped_weight",
     "megatron_te_nccl_ep",
 )
 """Variants that differ from another on several GPUs alone."""
-_ONE_HOST = ("liger_cute", "megatron_te_deepep", "megatron_te_nccl_ep")
+_ONE_HOST = (
+    "liger_cute",
+    "megatron_te_deepep",
+    "megatron_te_deepep_grouped_weight",
+    "megatron_te_nccl_ep",
+)
 _ALLOWED = 0.08  # norm of the difference of two layers in bf16, relative
 _DX_CHUNKS = 4
 VARIANTS = (
@@ -151,7 +160,7 @@ def build_layers(
             device,
             *megatron,
             keep_experts=variant.startswith("fluid_megatron_te"),
-            **next((more for end, more in SETTINGS.items() if variant.endswith(end)), {}),
+            **{k: v for part in SETTINGS if part in variant for k, v in SETTINGS[part].items()},
         )
         for variant, megatron in MEGATRON.items()
         if absent is None

@@ -136,6 +136,8 @@ SUITES = {
             "megatron_te_allgather_cutlass": "allgather dispatcher, CUTLASS grouped GEMM",
             "megatron_te_fp8": "alltoall dispatcher, fp8 blockwise",
             "megatron_te_deepep": "flex dispatcher with DeepEP",
+            "megatron_te_deepep_grouped_weight": "flex dispatcher with DeepEP, one parameter for "
+            "all experts",
             "megatron_te_nccl_ep": "flex dispatcher with NCCL EP",
             "torch_grouped": "torch's grouped GEMM between torch's operations",
             "liger_triton": "Liger's fused MoE in Triton",
@@ -203,14 +205,17 @@ SUITES = {
         "with the allgather dispatcher and CUTLASS one of Qwen3-30B-A3B took 20 to 25% less in "
         "moe_layer",
         floor="their projections, attention kernels and experts' GEMMs alone",
-        others={"megatron_te_a2a": _A2A},
+        others={
+            "megatron_te_a2a": _A2A,
+            "megatron_te_grouped_weight": f"{_A2A}, and one parameter for all experts",
+        },
         rivals={"megatron_te_p2p": "Megatron's exchanges p2p and all_gather"},
         ours={
             "fluid_no_overlap": _PLAIN,
             "fluid_graph": "megatron_fluid, replayed from a CUDA graph",
             "fluid_megatron": _MEGATRON,
         },
-        best="Megatron's own, a2a",
+        best="best of Megatron's own",
     ),
     "transformer_speedup": Suite(
         what="two transformer layers on plain torch, context and expert parallel over all "

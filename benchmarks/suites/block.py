@@ -14,6 +14,8 @@ built and run forward and backward on every rank is named and left out. Variants
     fluid_megatron    Megatron's layers, patched
     megatron_te_a2a   Megatron's layers, unpatched: cp_comm_type a2a, alltoall dispatcher, grouped
                       GEMM, fused permute
+    megatron_te_grouped_weight  the same with one parameter for all experts of a layer, whose GEMMs
+                      are a launch each from cuBLAS 13.4 on
     floor             projections, attention kernel and grouped GEMMs alone
 """
 
@@ -44,6 +46,7 @@ from benchmarks.cases.attention import (
 )
 from benchmarks.cases.moe import MoECase
 from benchmarks.cases.moe_layers import CAPACITY_FACTOR, graph_call
+from benchmarks.cases.moe_variants import ENVIRONMENT, SETTINGS
 from benchmarks.harness.left_out import everywhere
 from benchmarks.harness.options import MODES, chosen
 from benchmarks.harness.results import Row, write_results
@@ -61,6 +64,7 @@ VARIANTS = (
     "fluid_graph",
     "fluid_megatron",
     "megatron_te_a2a",
+    "megatron_te_grouped_weight",
     "floor",
 )
 
@@ -141,9 +145,11 @@ def _fits(layers: nn.Sequential) -> bool:
 
 class _Megatron(nn.Module):
     """Megatron's decoder with Transformer Engine; ``backend``: of attention's exchange and of the
-    MoE, "megatron" or "nvlink"."""
+    MoE, "megatron" or "nvlink"; ``settings``: more of Megatron's TransformerConfig."""
 
-    def __init__(self, case: BlockCase, device: torch.device, backend: str) -> None:
+    def __init__(
+        self, case: BlockCase, device: torch.device, backend: str, **settings: Any
+    ) -> None:
         super().__init__()
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import (
@@ -187,6 +193,7 @@ class _Megatron(nn.Module):
             bias_activation_fusion=True,
             bias_dropout_fusion=True,
             apply_rope_fusion=True,
+            **settings,
         )
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=case.moe.experts, moe_grouped_gemm=True
@@ -258,6 +265,11 @@ def _variants(
     if te:
         builders["fluid_megatron"] = lambda: _Megatron(case, device, "nvlink")
         builders["megatron_te_a2a"] = lambda: _Megatron(case, device, "megatron")
+        os.environ.update(ENVIRONMENT)
+        settings = SETTINGS["grouped_weight"]
+        builders["megatron_te_grouped_weight"] = lambda: _Megatron(
+            case, device, "megatron", **settings
+        )
     builders["floor"] = lambda: _Floor(case, device, x.shape[0] * x.shape[1])
     known = [*builders, *(["fluid_graph"] if on_gpu else [])]
     if not wanted <= set(known):

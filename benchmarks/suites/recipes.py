@@ -7,12 +7,12 @@ this package, with it, without it again, and with Megatron's best flags.
 
 `megatron-fluid compare` does the first three. Rows are of mode `train`: `megatron` is both runs
 without this package, with the flags of the recipe; `fluid` the one with it; `megatron_best` has,
-beside the recipe's flags, those that benchmarks/tune/megatron_best.py found (`options`) for the
-case `searched`, and needs Apex where they do. In config: the flags in place of the recipe's
-(`fewer`), the release of the checkout (`megatron_lm`), `losses` of every step, `peak_gib` that rank
-0 allocated, and, of the losses, the mean relative difference that the package makes (`difference`)
-and that of the two runs without it (`noise`). The exit status is 1 if a run failed, or if losses
-differ.
+beside the recipe's flags, those that benchmarks/tune/megatron_best.py found (`options`) with this
+cuBLAS for the case `searched`, and needs Apex where they do. In config: the flags in place of the
+recipe's (`fewer`), the release of the checkout (`megatron_lm`), `losses` of every step, `peak_gib`
+that rank 0 allocated, and, of the losses, the mean relative difference that the package makes
+(`difference`) and that of the two runs without it (`noise`). The exit status is 1 if a run failed,
+or if losses differ.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from benchmarks.cases.pretrain import BEST, OPTIONS, Variant
 from benchmarks.harness.options import chosen
 from benchmarks.harness.results import Row, result_path, write_results
 from benchmarks.harness.timing import quantile
+from benchmarks.suites.pretrain import of_this_cublas
 from megatron_fluid.cli.compare import prepare, read_log
 from megatron_fluid.profiling.compare_page import Comparison
 
@@ -89,9 +90,9 @@ def best_command(recipe: str, ranks: int, script: Path, steps: int) -> tuple[lis
 
 
 def _options(recipe: str, ranks: int) -> list[str]:
-    """The winner for as many GPUs, or for one."""
+    """The winner with this cuBLAS for as many GPUs, or for one."""
     found = json.loads(BEST.read_text())
-    case = SEARCHED[recipe]
+    case = of_this_cublas(SEARCHED[recipe])
     names = found.get(f"{case}, {ranks} GPU") or found[f"{case}, 1 GPU"]
     return [name for name in OPTIONS if name in names["winner"]]
 
