@@ -90,9 +90,8 @@ SUITES = {
     "recipes": Suite(
         what="training iterations of the recipes by Megatron-LM's unchanged pretrain_gpt.py on "
         "mock data, with fewer layers (`fewer`) and one sequence a microbatch, where olmoe_1b_7b "
-        "has two. Megatron's best flags were searched in `pretrain`, not again for the recipe; "
-        "mixtral_8x7b lacks the fused router that was found later (1.3% there). Megatron's "
-        "best flags give gpt_oss_20b other losses (docs/recipes.md)",
+        "has two. Megatron's best flags were searched in `pretrain` with the same cuBLAS, not "
+        "again for the recipe. They give gpt_oss_20b other losses (docs/recipes.md)",
         told={"microbatches": "16"},
         others={
             "megatron": "the recipe's flags",
@@ -201,8 +200,8 @@ SUITES = {
         "has the sizes of transformer_speedup on four. Megatron's routing is forced to balance; on "
         "plain torch random weights route about evenly. The second ratio is plain torch beside "
         "Megatron's modules, and includes what these do around the layers. Megatron's "
-        "MoE layer has the alltoall dispatcher without CUTLASS, not its fastest for small experts: "
-        "with the allgather dispatcher and CUTLASS one of Qwen3-30B-A3B took 20 to 25% less in "
+        "MoE layer has the alltoall dispatcher, not its fastest for small experts: with one "
+        "parameter for all experts one of Qwen3-30B-A3B took 14 to 15% less by allgather in "
         "moe_layer",
         floor="their projections, attention kernels and experts' GEMMs alone",
         others={
