@@ -90,8 +90,10 @@ SUITES = {
     "recipes": Suite(
         what="training iterations of the recipes by Megatron-LM's unchanged pretrain_gpt.py on "
         "mock data, with fewer layers (`fewer`) and one sequence a microbatch, where olmoe_1b_7b "
-        "has two. Megatron's best flags were searched in `pretrain` with the same cuBLAS, not "
-        "again for the recipe. They give gpt_oss_20b other losses (docs/recipes.md)",
+        "has two. They ran before the recipes had --moe-permute-fusion, with which Megatron may be "
+        "faster. Its best flags were searched in `pretrain` with the same cuBLAS, not again for "
+        "the recipe; mixtral_8x7b's were set by hand. They give gpt_oss_20b other losses "
+        "(docs/recipes.md)",
         told={"microbatches": "16"},
         others={
             "megatron": "the recipe's flags",
@@ -119,7 +121,8 @@ SUITES = {
         what="one mixture-of-experts layer with its router; in cases named `-zipf` popular experts "
         "get more. Where both ratios are shown, the second is a layer on plain torch beside "
         "Megatron's, so it includes what Megatron's module does around the layer. In fp8 Megatron "
-        "was run with the alltoall dispatcher alone, which is not its fastest in bf16",
+        "was run with the alltoall dispatcher alone, in both Qwen3 models 2 to 3.4 times as long "
+        "as its fastest layer in bf16. Tables that name no cuBLAS had torch's, 13.1",
         told={"tokens": "4096"},
         floor="the experts' GEMMs alone, by torch, on as many rows spread evenly",
         others={
@@ -127,7 +130,7 @@ SUITES = {
             "megatron_te_allgather": "allgather dispatcher",
             "megatron_te_overlap_wgrad": "alltoall dispatcher with weight gradients overlapped",
             "megatron_te_single_launch": "alltoall dispatcher, the variable for a grouped GEMM in "
-            "one launch, which needs a newer cuBLAS and did nothing here",
+            "one launch, which does nothing with cuBLAS 13.1",
             "megatron_te_grouped_weight": "alltoall dispatcher, one parameter for all experts",
             "megatron_te_allgather_grouped_weight": "allgather dispatcher, one parameter for all "
             "experts",

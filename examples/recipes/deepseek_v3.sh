@@ -49,7 +49,7 @@ else
 fi
 KERNELS=(
     --transformer-impl transformer_engine
-    --moe-grouped-gemm
+    --moe-grouped-gemm --moe-permute-fusion
     --no-rope-fusion
     --cross-entropy-loss-fusion --cross-entropy-fusion-impl native
     --no-create-attention-mask-in-dataloader

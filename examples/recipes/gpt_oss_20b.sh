@@ -32,7 +32,7 @@ PARALLEL=(
 PRECISION=(--bf16)
 KERNELS=(
     --transformer-impl transformer_engine
-    --moe-grouped-gemm
+    --moe-grouped-gemm --moe-permute-fusion
     --no-rope-fusion --no-bias-dropout-fusion
     --cross-entropy-loss-fusion --cross-entropy-fusion-impl native
     --no-create-attention-mask-in-dataloader

@@ -29,7 +29,7 @@ PARALLEL=(
 PRECISION=(--bf16)
 KERNELS=(
     --transformer-impl transformer_engine
-    --moe-grouped-gemm
+    --moe-grouped-gemm --moe-permute-fusion
     --cross-entropy-loss-fusion --cross-entropy-fusion-impl native
     --no-create-attention-mask-in-dataloader
 )

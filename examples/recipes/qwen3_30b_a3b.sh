@@ -31,7 +31,7 @@ if [ "${NNODES:-1}" != 1 ]; then
 fi
 KERNELS=(
     --transformer-impl transformer_engine
-    --moe-grouped-gemm
+    --moe-grouped-gemm --moe-permute-fusion
     --cross-entropy-loss-fusion --cross-entropy-fusion-impl native
     --no-create-attention-mask-in-dataloader
 )
