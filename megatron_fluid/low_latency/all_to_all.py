@@ -165,7 +165,8 @@ class AllToAll:
                 at a multiple of `alignment` rows, for a grouped GEMM. Has the dtype that is sent,
                 or an integer dtype for its bytes.
             out_expert_x_scale: fp32 [L, R, S] or [rows, S]; None without scales.
-            dp_x: [m, H], rows of hidden_dim_bytes, of any dtype of that size.
+            dp_x: [m, H], rows of hidden_dim_bytes, of any dtype of that size. Ranks are not
+                compared: one whose peer sends another dtype reads its bytes as its own.
             dp_x_scale: fp32 [m, S]; None without scales.
             indices: uint32, int32 or int64 [m, K]; an id outside the experts (-1) masks the entry.
             bound_m: uint32 or int32 [1] on the device; only the first bound_m tokens count.
