@@ -28,11 +28,11 @@ __all__ = [
     "ENVIRONMENT",
     "MEGATRON",
     "SCHEDULES",
-    "SETTINGS",
     "VARIANTS",
     "build_layers",
     "close_layers",
     "rival_gaps",
+    "settings_of",
     "with_cutlass",
 ]
 
@@ -64,7 +64,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # Rows beyond the factor end the run; cases of this suite stay below it.
     "nccl_ep": {"moe_flex_dispatcher_backend": "ncclep", "moe_expert_rank_capacity_factor": 2.0},
 }
-# Of those that end in grouped_weight alone, read when a layer is built and at its first call.
+# Read by layers with grouped_weight alone, when they are built and at their first call. Without the
+# first Transformer Engine warns, and keeps a parameter for each expert.
 ENVIRONMENT = {"NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1", "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}
 # Read at every GEMM.
 CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
@@ -118,6 +119,11 @@ def with_cutlass(call: Callable[[], object]) -> Callable[[], object]:
     return alone
 
 
+def settings_of(variant: str) -> dict[str, Any]:
+    """Of one of Megatron's variants, what its TransformerConfig has beside that of all."""
+    return {k: v for part in SETTINGS if part in variant for k, v in SETTINGS[part].items()}
+
+
 def build_layers(
     case: MoECase, options: argparse.Namespace, device: torch.device, absent: str | None, ranks: int
 ) -> tuple[dict[str, nn.Module], dict[str, Schedule]]:
@@ -160,7 +166,7 @@ def build_layers(
             device,
             *megatron,
             keep_experts=variant.startswith("fluid_megatron_te"),
-            **{k: v for part in SETTINGS if part in variant for k, v in SETTINGS[part].items()},
+            **settings_of(variant),
         )
         for variant, megatron in MEGATRON.items()
         if absent is None

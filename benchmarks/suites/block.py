@@ -46,7 +46,7 @@ from benchmarks.cases.attention import (
 )
 from benchmarks.cases.moe import MoECase
 from benchmarks.cases.moe_layers import CAPACITY_FACTOR, graph_call
-from benchmarks.cases.moe_variants import ENVIRONMENT, SETTINGS
+from benchmarks.cases.moe_variants import ENVIRONMENT, settings_of
 from benchmarks.harness.left_out import everywhere
 from benchmarks.harness.options import MODES, chosen
 from benchmarks.harness.results import Row, write_results
@@ -266,10 +266,8 @@ def _variants(
         builders["fluid_megatron"] = lambda: _Megatron(case, device, "nvlink")
         builders["megatron_te_a2a"] = lambda: _Megatron(case, device, "megatron")
         os.environ.update(ENVIRONMENT)
-        settings = SETTINGS["grouped_weight"]
-        builders["megatron_te_grouped_weight"] = lambda: _Megatron(
-            case, device, "megatron", **settings
-        )
+        name = "megatron_te_grouped_weight"
+        builders[name] = lambda: _Megatron(case, device, "megatron", **settings_of(name))
     builders["floor"] = lambda: _Floor(case, device, x.shape[0] * x.shape[1])
     known = [*builders, *(["fluid_graph"] if on_gpu else [])]
     if not wanted <= set(known):

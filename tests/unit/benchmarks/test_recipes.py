@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.suites import pretrain
 from benchmarks.suites.recipes import FEWER, ROOT, SEARCHED, best_command, command_of, main, rows_of
 
 LINE = (
@@ -42,7 +43,9 @@ def test_rows_hold_times_behind_the_warm_up_and_how_far_losses_are_apart(tmp_pat
     assert best.config["megatron_lm"] == "0.19.1"
 
 
-def test_megatrons_best_flags_stand_behind_the_recipes_and_without_ours(tmp_path: Path) -> None:
+def test_megatrons_best_flags_stand_behind_the_recipes_and_without_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "pretrain_gpt.py"
     script.touch()
     words, variant = best_command("mixtral_8x7b", 1, script, 9)
@@ -51,6 +54,8 @@ def test_megatrons_best_flags_stand_behind_the_recipes_and_without_ours(tmp_path
     assert words[-4:] == ["--exit-interval", "9", "--log-interval", "1"]
     assert variant.environment["NVTE_USE_CUTLASS_GROUPED_GEMM"] == "1"
     assert "fused_weight_gradient_mlp_cuda" in variant.needs
+    monkeypatch.setattr(pretrain, "_cublas", lambda: "13.10.0")
+    assert "--moe-single-grouped-weight" in best_command("mixtral_8x7b", 1, script, 9)[0]
 
 
 def test_without_a_gpu_it_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:

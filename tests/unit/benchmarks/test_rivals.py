@@ -11,6 +11,7 @@ from benchmarks.cases.all_to_all import Clock
 from benchmarks.cases.exchange_rivals import _deepep_capacity
 from benchmarks.cases.moe import MoECase
 from benchmarks.cases.moe_rivals import LigerCuteMoE, SonicMoE, TorchGroupedMoE, missing
+from benchmarks.cases.moe_variants import settings_of
 from benchmarks.suites.grouped_gemm import _check
 from tests.support.moe_reference import moe_reference
 
@@ -48,6 +49,11 @@ def test_a_grouped_gemm_that_computes_nothing_does_not_pass(mode: str, gap: floa
     out = torch.zeros(3)
     found = _check({(mode, "torch"): lambda: out.fill_(1), (mode, "te"): lambda: out}, {})
     torch.testing.assert_close(found[mode, "te"], gap, equal_nan=True)
+
+
+def test_megatrons_variants_have_the_settings_that_their_names_say() -> None:
+    both = settings_of("megatron_te_deepep") | settings_of("megatron_te_grouped_weight")
+    assert len(both) == 3 and both == settings_of("megatron_te_deepep_grouped_weight")
 
 
 def test_a_library_that_is_missing_is_named() -> None:

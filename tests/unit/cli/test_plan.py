@@ -147,14 +147,11 @@ def test_names_give_reference_figures(monkeypatch: pytest.MonkeyPatch) -> None:
         assert machine_named("auto") is machine_named("reference") is REFERENCE[name]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"flops_per_s": 0}, {"flops_per_s": "fast"}, {"bytes_per_s": float("nan")},
-        {"wire_bytes_per_s": None}, {"bytes_per_s": True}, {"device": 3}, {"another": 1},
-        "not JSON", "[]",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change", [
+    {"flops_per_s": 0}, {"flops_per_s": "fast"}, {"bytes_per_s": float("nan")},
+    {"wire_bytes_per_s": None}, {"bytes_per_s": True}, {"device": 3}, {"another": 1},
+    "not JSON", "[]",
+])  # fmt: skip
 def test_a_file_with_a_figure_out_of_range_or_none_is_refused_by_name(
     tmp_path: Path, change: Any
 ) -> None:

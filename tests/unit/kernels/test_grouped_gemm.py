@@ -374,16 +374,10 @@ LEFT_TO_GPUS = {"gather_forward", "grouped_forward", "scatter_forward", "sent_fo
 @pytest.mark.compile
 @pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is None, reason="needs NVRTC, of torch's CUDA builds")
-@pytest.mark.parametrize(
-    ("source", "kernel"),
-    [
-        (source, kernel)
-        for source in SOURCES
-        for kernel in source.kernels
-        if kernel not in LEFT_TO_GPUS
-    ],
-    ids=lambda each: each if isinstance(each, str) else "",
-)
+@pytest.mark.parametrize(("source", "kernel"), [
+    (source, kernel)
+    for source in SOURCES for kernel in source.kernels if kernel not in LEFT_TO_GPUS
+], ids=lambda each: each if isinstance(each, str) else "")  # fmt: skip
 def test_each_kernel_compiles_for_hopper(source: Source, kernel: str) -> None:
     dtype = torch.float8_e4m3fn if source in FP8_SOURCES else torch.bfloat16
     code = source.unit(kernel, dtype).compile()

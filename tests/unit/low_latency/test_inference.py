@@ -31,17 +31,13 @@ def gelu(h: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.elu(3 * h)
 
 
-@pytest.mark.parametrize(
-    ("world", "changes"),
-    [
-        (3, {}),
-        (2, {"activation": "gelu", "score_function": "sigmoid", "scaling": 2.0}),
-        (2, {"shared_ffn_hidden_size": 16}),
-        (2, {"activation": torch.nn.functional.elu, "top_k": 6}),
-        (2, {"activation": gelu}),
-    ],
-    ids="swiglu sigmoid-scores-gelu shared-expert any-callable callable-of-a-known-name".split(),
-)
+@pytest.mark.parametrize(("world", "changes"), [
+    (3, {}),
+    (2, {"activation": "gelu", "score_function": "sigmoid", "scaling": 2.0}),
+    (2, {"shared_ffn_hidden_size": 16}),
+    (2, {"activation": torch.nn.functional.elu, "top_k": 6}),
+    (2, {"activation": gelu}),
+], ids="swiglu sigmoid-scores-gelu shared-expert callable known-callable".split())  # fmt: skip
 @on_ranks()
 def test_it_computes_what_the_training_layer_does(
     rank: int, world: int, changes: dict[str, object]
