@@ -90,10 +90,10 @@ SUITES = {
     "recipes": Suite(
         what="training iterations of the recipes by Megatron-LM's unchanged pretrain_gpt.py on "
         "mock data, with fewer layers (`fewer`) and one sequence a microbatch, where olmoe_1b_7b "
-        "has two. They ran before the recipes had --moe-permute-fusion, with which Megatron may be "
-        "faster. Its best flags were searched in `pretrain` with the same cuBLAS, not again for "
-        "the recipe; mixtral_8x7b's were set by hand. They give gpt_oss_20b other losses "
-        "(docs/recipes.md)",
+        "has two. Those with cuBLAS 13.1 ran before the recipes had --moe-permute-fusion, which "
+        "may make Megatron faster. Its best flags were searched in `pretrain` with the same "
+        "cuBLAS, not again for the recipe; mixtral_8x7b's were set by hand. They give gpt_oss_20b "
+        "other losses (docs/recipes.md)",
         told={"microbatches": "16"},
         others={
             "megatron": "the recipe's flags",
