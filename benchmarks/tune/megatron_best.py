@@ -158,7 +158,8 @@ def table(path: Path = BEST) -> str:
         for trial in found["tried"]:
             ms = f"{trial['ms']:.1f}" if "ms" in trial else ""
             why = trial.get("why_not", "").replace("|", "/")
-            lines.append(f"| {' + '.join(trial['options']) or 'no option'} | {ms} | {why} |")
+            other = f" ({trial['commit'][:7]})" if "commit" in trial else ""  # of a search before
+            lines.append(f"| {' + '.join(trial['options']) or 'no option'}{other} | {ms} | {why} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) or "Not searched yet."
 
