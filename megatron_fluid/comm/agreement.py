@@ -96,6 +96,8 @@ class Agreement:
         self._joined = {0}
         self._calls = self._refusals = 0
         self._refused = False  # whether the last report_refusal still stands
+        # How many reports there were at the last look at all of them, and whose stood, known here.
+        self._looked: tuple[int, list[int]] = (0, [])
         self._stuck: list[threading.Thread] = []  # calls on the store that have not come back
 
     # ---- what all ranks do together
@@ -191,12 +193,13 @@ class Agreement:
             self._bounded(lambda: self._poll(look, limit_s), limit_s + STORE_S)
         return dict(values)
 
-    # ---- failures: one key for each rank, and one that holds the newest of all
+    # ---- failures: a key for each rank, since in one for all a rank would overwrite, or take back,
+    # the report of another; and the number of all reports
 
     def report_failure(self, peer: int | None, text: str) -> None:
         """Tell the other ranks that a wait of this rank for `peer` (global; None: the group) has
         failed."""
-        self._report((peer, text), (self.rank, 0, text))
+        self._report((peer, 0, text))
 
     def report_refusal(self, text: str) -> None:
         """Tell the other ranks that a call has raised on this rank, which they may be waiting in.
@@ -204,7 +207,7 @@ class Agreement:
         Ranks that have raised as often themselves take no notice of it: they were in the same call.
         """
         self._refusals, self._refused = self._refusals + 1, True
-        self._report((None, text), (self.rank, self._refusals, text), _JOIN_S)
+        self._report((None, self._refusals, text), _JOIN_S)
         if self.rank == 0:  # it alone lets ranks into the session; one that finds this reports, too
             self.read(_FAILED, range(self.size), _JOIN_S, lambda _: len(self._joined) == self.size)
 
@@ -212,31 +215,40 @@ class Agreement:
         """Take the last report_refusal back: this rank goes on with another call. `gather` does so
         by itself."""
         self._refused = False
-        self._report(None, None)
+        self._report(None)
 
-    def _report(self, mine: Any, newest: Any, join_s: float = 0.0) -> None:
-        self.publish(_FAILED, mine, join_s)  # a wait that has failed leaves no time to join
-        session = self._session
-        if session is not None and not self.alone:
-            self._bounded(lambda: self._set(f"{session}/{_FAILED}", newest), STORE_S)
+    def _report(self, report: tuple[int | None, int, str] | None, join_s: float = 0.0) -> None:
+        self.publish(_FAILED, report, join_s)  # a wait that has failed leaves no time to join
+        store, session = self._store, self._session
+        if not (report is None or session is None or store is None):
+            self._bounded(lambda: store.add(f"{session}/{_FAILED}", 1), STORE_S)
 
     def failures(self) -> dict[int, tuple[int | None, str]]:
         """Return the failures that ranks have reported, by rank of the group."""
         reports = self.read(_FAILED, range(self.size))
-        return {rank: report for rank, report in reports.items() if report is not None}
+        return {rank: report[::2] for rank, report in reports.items() if report is not None}
 
     def failed(self) -> str:
-        """Return the newest failure of another rank, "" if there is none or the store does not
-        answer."""
-        return "" if self.alone else self._bounded(self._newest_failure, STORE_S) or ""
+        """Return a failure that another rank has reported and not taken back, "" if there is none
+        or the store does not answer."""
+        return "" if self.alone else self._bounded(self._standing_failure, STORE_S) or ""
 
-    def _newest_failure(self) -> str:
-        stored = None if self._session is None else self._get(f"{self._session}/{_FAILED}")
-        if stored is None or stored[0] is None:
+    def _standing_failure(self) -> str:
+        key = f"{self._session}/{_FAILED}"
+        if self._store is None or self._session is None or not self._store.check([key]):
             return ""
-        rank, number, text = stored[0]
-        known = rank == self.rank or 0 < number <= self._refusals
-        return "" if known else text
+        reports = int(self._store.get(key))  # before the reports: a later one counts again
+        seen, standing = self._looked
+        ranks, standing = standing if seen == reports else range(self.size), []
+        for rank in ranks:
+            stored = self._get(f"{key}/{rank}")
+            if rank != self.rank and stored is not None and stored[0] is not None:
+                _, number, text = stored[0]
+                if not 0 < number <= self._refusals:
+                    return text
+                standing.append(rank)
+        self._looked = reports, standing
+        return ""
 
     # ---- gather
 
@@ -305,7 +317,7 @@ class Agreement:
         return f"the ranks of a group are in different operations: {where}"
 
     def _raise_failure(self) -> None:
-        if text := self._newest_failure():
+        if text := self._standing_failure():
             raise FluidError(f"another rank has failed: {text}")
 
     # ---- the session

@@ -191,12 +191,14 @@ def test_the_own_error_is_told_in_bounded_time_where_the_store_is_lost(
 
 
 def test_a_refusal_ends_the_agreements_of_others_and_is_taken_back() -> None:
-    channels = joined(2)
+    channels = joined(3)
+    channels[0].report_refusal("rank 0 raised another")
     channels[1].report_refusal("rank 1 raised ConfigError: x")
-    assert channels[0].failed() == "rank 1 raised ConfigError: x" and channels[1].failed() == ""
-    assert channels[0].failures() == {1: (None, "rank 1 raised ConfigError: x")}
+    channels[0].withdraw_refusal()  # late: its own report alone
+    assert channels[2].failed() == "rank 1 raised ConfigError: x" and channels[1].failed() == ""
+    assert channels[2].failures() == {1: (None, "rank 1 raised ConfigError: x")}
     channels[1].withdraw_refusal()
-    assert channels[0].failed() == "" and channels[0].failures() == {}
+    assert channels[2].failed() == "" and channels[2].failures() == {}
 
 
 def test_ranks_that_all_refuse_a_call_do_not_hold_it_against_each_other() -> None:
