@@ -96,8 +96,7 @@ class Agreement:
         self._joined = {0}
         self._calls = self._refusals = 0
         self._refused = False  # whether the last report_refusal still stands
-        # How many reports there were at the last look at all of them, and whose stood, known here.
-        self._looked: tuple[int, list[int]] = (0, [])
+        self._looked = 0  # how many reports there were when none that stood was unknown here
         self._stuck: list[threading.Thread] = []  # calls on the store that have not come back
 
     # ---- what all ranks do together
@@ -238,16 +237,13 @@ class Agreement:
         if self._store is None or self._session is None or not self._store.check([key]):
             return ""
         reports = int(self._store.get(key))  # before the reports: a later one counts again
-        seen, standing = self._looked
-        ranks, standing = standing if seen == reports else range(self.size), []
-        for rank in ranks:
+        for rank in range(self.size) if reports != self._looked else ():
             stored = self._get(f"{key}/{rank}")
             if rank != self.rank and stored is not None and stored[0] is not None:
                 _, number, text = stored[0]
                 if not 0 < number <= self._refusals:
                     return text
-                standing.append(rank)
-        self._looked = reports, standing
+        self._looked = reports
         return ""
 
     # ---- gather

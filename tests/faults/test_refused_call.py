@@ -199,6 +199,8 @@ def test_a_refusal_ends_the_agreements_of_others_and_is_taken_back() -> None:
     assert channels[2].failures() == {1: (None, "rank 1 raised ConfigError: x")}
     channels[1].withdraw_refusal()
     assert channels[2].failed() == "" and channels[2].failures() == {}
+    channels[0].report_refusal("rank 0 raised a third")
+    assert channels[2].failed() == "rank 0 raised a third"
 
 
 def test_ranks_that_all_refuse_a_call_do_not_hold_it_against_each_other() -> None:
