@@ -57,14 +57,6 @@ type Hidden = Tensor | CompandedRows  # fc1's output, as it is kept
 type Route = tuple[Tensor | None, RowGroups]  # of a segment in the forward: probabilities, division
 
 
-def adds_one_by_one(rows: int, experts: int) -> bool:
-    """Whether main_grads of experts with so many rows in all take less time in one GEMM an expert
-    than in the grouped kernel, whose tiles wait for their old sums.
-    """
-    # Measured: docs/tuning_notes.md#grouped-gemm
-    return rows >= 3072 * experts
-
-
 def weight_grads(fc: ExpertWeights, dy: Tensor, x: Tensor, groups: RowGroups) -> list[Tensor]:
     """dW of one projection: dy_e.T @ x_e over the rows of each expert, zero for one without rows.
 
@@ -96,9 +88,8 @@ def add_to_main_grads(fc: ExpertWeights, dy: Tensor, x: Tensor, groups: RowGroup
     """Add dW of one projection to the main_grads of its parameters, in their precision, or write it
     there where Megatron asks for that. Arguments as for weight_grads."""
     left, right = (x, dy) if fc.layout == "in_out" else (dy, x)
-    alone = groups.ends is not None and adds_one_by_one(left.shape[0], fc.num_experts)
     overwrite = fc.overwrites_main_grads()
-    if not alone and can_add_weight_grads(left, right):
+    if can_add_weight_grads(left, right):
         grads, found = fc.kernel_grads(takes_main_grads)
         if found.fit:
             given = left, right, groups.offsets, found.addresses, grads

@@ -213,7 +213,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (1 
   const u32 staging = base + STAGES * STEP;
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
   for (int e = threadIdx.x; e < min(experts, MOST_STAGED); e += blockDim.x) row_ends[e] = ends[e];
-  if (threadIdx.x == 0) start_barriers(&shared, 128, 2 * CONSUMERS);
+  if (threadIdx.x == 0) start_barriers(&shared, 2 * CONSUMERS);
   __syncthreads();
   sync_cluster();
   const Walk walk = {experts <= MOST_STAGED ? row_ends : ends, rows, experts, (width + 2 * BLOCK - 1) / (2 * BLOCK), 0, 0, 0};

@@ -356,7 +356,7 @@ __device__ __forceinline__ void run(
       start_barrier(&mine->fetched[w], 1);
       start_barrier(&mine->added[w], 128);
     }
-    start_barriers(shared, 128, 2 * CONSUMERS * 4);  // every warp of both blocks that multiplies
+    start_barriers(shared, 2 * CONSUMERS * 4);  // every warp of both blocks that multiplies
   }
   __syncthreads();
   sync_cluster();

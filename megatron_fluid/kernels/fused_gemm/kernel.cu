@@ -332,7 +332,7 @@ __device__ __forceinline__ void run(const Maps& maps, const Call& call, Counter*
   __shared__ Shared shared;
   __shared__ int last[2];  // of each warpgroup that multiplies
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
-  if (threadIdx.x == 0) start_barriers(&shared, 1);
+  if (threadIdx.x == 0) start_barriers(&shared);
   __syncthreads();
   sync_cluster();
   const int first = SCATTER ? (call.rank + 1) % call.ranks : call.rank;

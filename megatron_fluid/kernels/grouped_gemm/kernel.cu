@@ -227,39 +227,59 @@ __device__ __forceinline__ int gated_tile(
   return -1;
 }
 
-// An expert without rows has one step, whose rows all become zeros.
 // -------- Consumers, weight gradients --------------------------------------------------------------------------------------
 
+constexpr int FEW_ROWS = 704;  // of an expert: below, its old sums are fetched into the L2 while its tiles are multiplied
+
+// A thread's results go to the fp32 matrix straight from its registers: added by the L2, so that no old sum has to come to a
+// block, or written. An instruction leaves a thread two of every eight columns; after pairs went to and fro between
+// neighbouring lanes it has four of every 16, in two rows eight apart, and four lanes have 64 bytes of a row. `to`: its first
+// of them, with `rows` and `columns` from there to the end of the matrix.
+template <int COLUMNS>
+__device__ __forceinline__ void put_sums(
+    const float (&total)[COLUMNS / 2], float* to, int wide, int rows, int columns, bool fresh, bool odd) {
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 8; i++) {
+    const float* const low = total + i / 2 * 8 + i % 2 * 2;
+    const float* const high = low + 4;
+    float v[4];
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      const float other = __shfl_xor_sync(0xffffffffu, odd ? low[k] : high[k], 1);
+      v[k] = odd ? other : low[k];
+      v[2 + k] = odd ? high[k] : other;
+    }
+    if (i % 2 * 8 >= rows || i / 2 * 16 >= columns) continue;
+    float* const at = to + (u64)(i % 2 * 8) * wide + i / 2 * 16;
+    if (fresh)
+      asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+    else
+      asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                   : "memory");
+  }
+}
+
+// An expert without rows has one step, whose rows all become zeros. `sums`, ADDS: each expert's matrix; no other block has the
+// tile.
 template <int MODE>
 __device__ __forceinline__ void weight_tile(
-    const Tile& tile, const TensorMap* map, bool fresh, int high, int wide, u32 steps, u32 staging, Shared* shared, int& stage,
-    u32& parity, int& turn, int block, int warpgroup, int thread) {
-  constexpr int COLUMNS = Shape<MODE>::COLUMNS, PITCH = Shape<MODE>::PITCH;
+    const Tile& tile, const TensorMap* map, const u64* sums, bool fresh, int high, int wide, u32 steps, u32 staging,
+    Shared* shared, int& stage, u32& parity, int block, int warpgroup, int thread) {
+  constexpr int COLUMNS = Shape<MODE>::COLUMNS;
   const int feature = tile.feature + block * 128 + warpgroup * 64;
   float total[COLUMNS / 2];
-  multiply<MODE, COLUMNS>(total, steps, shared, tile.rows, stage, parity, warpgroup, thread);
-  if constexpr (Shape<MODE>::ADDS) {  // onto the old sums, if any, which carry_sums has brought and takes away again
-    constexpr int PASSES = Shape<MODE>::PASSES;
-    const u32 at = staging + (thread / 32 * (16 / PASSES) + thread % 32 / 4) * PITCH + thread % 4 * 8;
-#pragma unroll
-    for (int pass = 0; pass < PASSES; pass++) {
-      wait(&shared->fetched[warpgroup], turn++ & 1);
-#pragma unroll
-      for (int j = 0; j < COLUMNS / 8; j++) {
-#pragma unroll
-        for (int h = 0; h < 2 / PASSES; h++) {
-          const u32 place = at + 8 * h * PITCH + j * 32;
-          const int i = 4 * j + 2 * (h + pass);
-          float first = 0.0f, second = 0.0f;
-          if (!fresh) asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(place) : "memory");
-          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(place), "f"(first + total[i]), "f"(second + total[i + 1])
-                       : "memory");
-        }
-      }
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      arrive(&shared->added[warpgroup]);
-    }
+  if constexpr (Shape<MODE>::ADDS) {
+    const int lane = thread % 32, top = feature + thread / 32 * 16;  // this warp's rows
+    float* const matrix = (float*)sums[tile.expert];
+    if (!fresh && tile.rows < FEW_ROWS && lane < 16 && top + lane < high)
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(matrix + (u64)(top + lane) * wide + tile.column),
+                   "r"(min(wide - tile.column, COLUMNS) * 4)
+                   : "memory");
+    multiply<MODE, COLUMNS>(total, steps, shared, tile.rows, stage, parity, warpgroup, thread);
+    const int row = top + lane / 4, column = tile.column + lane % 2 * 8 + lane % 4 / 2 * 4;
+    put_sums<COLUMNS>(total, matrix + (u64)row * wide + column, wide, high - row, wide - column, fresh, lane % 2);
   } else {
+    multiply<MODE, COLUMNS>(total, steps, shared, tile.rows, stage, parity, warpgroup, thread);
     staging_free<0>(warpgroup);
 #pragma unroll
     for (int c = 0; c < COLUMNS / 64; c++) stage_chunk<false>(total + 32 * c, 64, staging + c * CHUNK, thread);
@@ -270,48 +290,6 @@ __device__ __forceinline__ void weight_tile(
       asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
   }
-}
-
-// ADDS, one warp for each warpgroup that multiplies: brings a tile's old sums, or in the first of two passes half of them, into
-// the staging area during the multiplication, and writes the new ones back; of a `fresh` walk it only says that the staging
-// area is free. No other block has the tile. `sums`: each expert's fp32 matrix.
-template <int MODE>
-__device__ __forceinline__ void carry_sums(
-    Walk<MODE> walk, Numbers numbers, const u64* sums, int high, int wide, u32 staging, Shared* shared, int block,
-    int warpgroup, int lane) {
-  constexpr int COLUMNS = Shape<MODE>::COLUMNS, PITCH = Shape<MODE>::PITCH, PASSES = Shape<MODE>::PASSES, STAGED = 64 / PASSES;
-  u64 *const fetched = &shared->fetched[warpgroup], *const added = &shared->added[warpgroup];
-  Tile tile;
-  for (int turn = 0; walk.find(numbers.number, tile); numbers.receive()) {
-    const int feature = tile.feature + block * 128 + warpgroup * 64;
-    const int rows = max(min(64, high - feature), 0), bytes = min(wide - tile.column, COLUMNS) * 4;
-    char* const matrix = (char*)sums[tile.expert] + ((u64)feature * wide + tile.column) * 4;
-    for (int pass = 0; pass < PASSES; pass++, turn++) {
-      // A pass has eight of every 8 * PASSES rows, so that each warp that multiplies has as many.
-      const auto row_of = [&](int line) { return line / 8 * 8 * PASSES + pass * 8 + line % 8; };
-      asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // a lane fills the rows that it emptied
-      __syncwarp();                                                   // nobody still waits for the pass before
-      if (lane == 0) expect(fetched, walk.fresh ? 0 : (rows / 8 + PASSES - 1 - pass) / PASSES * 8 * bytes);
-      __syncwarp();
-#pragma unroll
-      for (int line = lane; line < STAGED; line += 32)
-        if (!walk.fresh && row_of(line) < rows)
-          asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                           staging + line * PITCH),
-                       "l"(matrix + (u64)row_of(line) * wide * 4), "r"(bytes), "r"(address(fetched))
-                       : "memory");
-      wait(added, turn & 1);
-#pragma unroll
-      for (int line = lane; line < STAGED; line += 32)
-        if (row_of(line) < rows)
-          asm volatile(
-              "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(matrix + (u64)row_of(line) * wide * 4),
-              "r"(staging + line * PITCH), "r"(bytes)
-              : "memory");
-      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-    }
-  }
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // Stores the chunk that a tile has left staged: once in the kernel, and not in the code of each width.
@@ -340,12 +318,13 @@ __device__ __forceinline__ void consume(
     Walk<MODE> walk, Numbers numbers, const TensorMap* map, const TensorMap* act_map, char* out, char* act, const void* extra,
     int keep, int high, int width, u32 steps, u32 staging, Shared* shared, int depth, int block, int warpgroup, int thread) {
   Tile tile;
-  int stage = 0, turn = 0;
+  int stage = 0;
   u32 parity = 0;
   for (; walk.find(numbers.number, tile); numbers.receive()) {
     if constexpr (Shape<MODE>::GRADS) {
       weight_tile<MODE>(
-          tile, map, walk.fresh, high, width, steps, staging, shared, stage, parity, turn, block, warpgroup, thread);
+          tile, map, (const u64*)extra, walk.fresh, high, width, steps, staging, shared, stage, parity, block, warpgroup,
+          thread);
     } else {
 #define TOKENS(n)                                                                                                              \
   case n / 16:                                                                                                                 \
@@ -388,7 +367,7 @@ __device__ __forceinline__ void run(
   const bool reversed = experts < 0;
   experts = abs(experts);
   for (int e = threadIdx.x; e < min(experts, MOST_STAGED); e += blockDim.x) row_ends[e] = ends[e];
-  if (threadIdx.x == 0) start_barriers(shared, 128);
+  if (threadIdx.x == 0) start_barriers(shared);
   __syncthreads();
   sync_cluster();
   Walk<MODE> walk;
@@ -403,14 +382,7 @@ __device__ __forceinline__ void run(
   const Numbers numbers = {shared, (int)blockIdx.x / 2, 0};
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) produce<MODE>(walk, numbers, counter, own, both, base, shared, depth, block);
-    if constexpr (Shape<MODE>::ADDS) {
-      if (warp == 1 || warp == 2)
-        carry_sums(
-            walk, numbers, (const u64*)extra, high, width, staging + (warp - 1) * Shape<MODE>::STAGING, shared, block, warp - 1,
-            threadIdx.x % 32);
-    }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int consumer = warpgroup - 1;

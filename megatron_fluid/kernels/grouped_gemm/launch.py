@@ -63,9 +63,9 @@ GROUPED = Source(
     numbers=9,
 )
 _MOST_EXPERTS, _INT = 1024, 2**32 - 1  # of kernel.cu
-# Mean rows of an expert from which LONG_SUMS pays, where it adds and where it writes. Measured:
-# docs/tuning_notes.md#grouped-gemm
-_LONG_ROWS, _LONG_ROWS_WRITTEN = 1536, 384
+# Mean rows of an expert from which LONG_SUMS pays where it adds; where it writes it always does.
+# Measured: docs/tuning_notes.md#grouped-gemm
+_LONG_ROWS = 896
 _DTYPES = (torch.bfloat16, torch.float16)
 _FORWARD, _BACKWARD = (128, 64), (64, 64)  # boxes in which weights are read; GATED is the third
 _NAMES = {_FORWARD: "grouped_forward", _BACKWARD: "grouped_backward"}
@@ -289,8 +289,8 @@ def add_weight_grads(
     """outputs[e] += left[rows of e].T @ right[rows of e]: [N, a], [N, b], El fp32 matrices [a, b].
 
     addresses: int64 [El] on the device, where the outputs begin. overwrite: outputs[e] = instead of
-    +=, zero for an expert without rows. The kernel reads, adds and writes: streams must order calls
-    for the same outputs. `can_add_weight_grads` and `takes_main_grads` say if it may be called.
+    +=, zero for an expert without rows. Added sums below 2**-126 become zero. Streams must order
+    calls for the same outputs. `can_add_weight_grads` and `takes_main_grads` say whether to.
 
     Raises:
         ConfigError: different numbers of rows or of experts, outputs of another shape, offsets that
@@ -304,8 +304,8 @@ def add_weight_grads(
     pointers = (0, 0, offsets.data_ptr(), addresses.data_ptr())
     sizes = (len(outputs), left.shape[1], right.shape[1], left.shape[0])
     maps = (in_boxes(left, 64), in_boxes(right, 64), ())  # the sums are not written by TMA
-    long = _LONG_ROWS_WRITTEN if overwrite else _LONG_ROWS
-    name = "grouped_long_sums" if left.shape[0] >= long * len(outputs) else "grouped_sums"
+    long = overwrite or left.shape[0] >= _LONG_ROWS * len(outputs)
+    name = "grouped_long_sums" if long else "grouped_sums"
     _launch(name, left, maps, pointers, sizes, overwrite)
 
 

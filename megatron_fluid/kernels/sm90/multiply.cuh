@@ -200,17 +200,16 @@ __device__ __forceinline__ void store_rows(char* to, u32 chunk, int rows, int fe
   }
 }
 
-// By one thread of a block, before any other uses them. `adders`: threads of a warpgroup that arrive at `added`. `users`:
-// warpgroups of both blocks that multiply.
-__device__ __forceinline__ void start_barriers(Shared* shared, int adders, int users = 4) {
-  for (int s = 0; s < 4; s++) {
+// By one thread of a block, before any other uses them. `users`: warpgroups of both blocks that multiply.
+__device__ __forceinline__ void start_barriers(Shared* shared, int users = 4) {
+  for (int s = 0; s < MOST_STAGES; s++) {
     start_barrier(&shared->full[s], 1);
     start_barrier(&shared->empty[s], users);
   }
   for (int s = 0; s < SLOTS; s++) start_barrier(&shared->given[s], 1);
   for (int w = 0; w < 2; w++) {
     start_barrier(&shared->fetched[w], 1);
-    start_barrier(&shared->added[w], adders);
+    start_barrier(&shared->added[w], 1);
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

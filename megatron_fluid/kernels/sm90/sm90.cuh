@@ -3,7 +3,7 @@
 // The weights are the M side of the product and the tokens its N side, which an instruction takes in any multiple of 8. Two
 // blocks of a cluster take neighbouring features of the same tokens, and each fetches half of the tokens for both.
 //
-// A block: one warpgroup that loads (one thread of it), two that multiply, 64 features each, 3 or 4 stages of 64 deep
+// A block: one warpgroup that loads (one thread of it), two that multiply, 64 features each, 3 to 5 stages of 64 deep
 // between them. Blocks are persistent; a cluster takes its next tile from a counter, since tiles differ in cost.
 //
 // A source defines before it includes this, for FORWARD, BACKWARD and WIDE: MOST_UNITS, the tokens of the largest tile in units
@@ -21,7 +21,8 @@ constexpr int PIECE = 32 * DEPTH * 2;  // bytes of a step of 32 tokens, or of 32
 constexpr int UNIT = 32;               // tokens of a tile come in multiples
 constexpr int CHUNK = 64 * 128;        // bytes of 64 rows of 64 results
 constexpr int SMALL = 32 * 64;         // bytes of 32 rows of 32 results
-constexpr int SLOTS = 8;               // numbers of tiles on their way to the warps: more than stages + 2
+constexpr int MOST_STAGES = 5;
+constexpr int SLOTS = 8;  // numbers of tiles on their way to the warps: more than stages + 2
 constexpr int COUNTERS = 1 << 16;
 constexpr int SHARED_BYTES = 225 * 1024;  // of a block, as the host asks for
 constexpr int STRIP = 16;                 // token tiles that take turns along one strip of weights, for the L2
@@ -58,22 +59,16 @@ struct Shape {
   static constexpr bool GRADS = MODE == WEIGHTS || ADDS;
   static constexpr bool GATES = MODE == GATED || MODE == WIDE;
   static constexpr bool DEEP = MODE == FORWARD || GATES;  // weights whose rows run along the sums
-  // Columns of right that a tile has: of SUMS fewer, so that all its fp32 sums are staged at once, and the old ones arrive
-  // while it is multiplied. Of LONG_SUMS, where that takes long, the wait for the second half of them is the lesser evil.
+  // Columns of right that a tile has: of SUMS fewer, since its old sums are in the L2 while it is multiplied.
   static constexpr int COLUMNS = MODE == SUMS ? 192 : 256;
-  static constexpr int PASSES = MODE == LONG_SUMS ? 2 : 1;      // in which a warpgroup's sums are staged
   static constexpr int UNITS = MODE == GATED ? 8 : MOST_UNITS;  // of tokens, at most
   static constexpr int PIECES = GRADS ? COLUMNS / 32 : UNITS;
-  static constexpr int STAGES = GRADS ? 3 : 4;
+  static constexpr int STAGES = MODE == WEIGHTS ? 3 : MODE == SUMS ? MOST_STAGES : 4;
   static constexpr int STEP = OWN + PIECES * PIECE;    // bytes
-  static constexpr int PITCH = COLUMNS * 4 + 32;       // bytes between rows of sums, by 8 banks, so that none collide
   static constexpr int HALVES = MODE == WIDE ? 1 : 2;  // GATES: 32 tokens each, that leave at a time
-  // Bytes of a warpgroup's results. WEIGHTS: all of a tile's. GATES: HALVES small chunks of each of gate, up and act, and the
-  // tile's probabilities.
-  static constexpr int STAGING = ADDS              ? 64 / PASSES * PITCH
-                                 : MODE == WEIGHTS ? 4 * CHUNK
-                                 : GATES           ? HALVES * CHUNK
-                                                   : RING * CHUNK;
+  // Bytes of a warpgroup's results. ADDS: they go from registers to memory. WEIGHTS: all of a tile's. GATES: HALVES small
+  // chunks of each of gate, up and act, and the tile's probabilities.
+  static constexpr int STAGING = ADDS ? 0 : MODE == WEIGHTS ? 4 * CHUNK : GATES ? HALVES * CHUNK : RING * CHUNK;
 };
 
 struct alignas(64) TensorMap {
@@ -97,11 +92,11 @@ struct Results {
 //              loads the stage again, since half of what it loads goes into the other block.
 //   given[i]   Completed by the word tiles[i], which block 0's producer writes into both blocks; all other warps wait for it
 //              (Numbers says why a slot is not written again too early).
-//   fetched    Between a warpgroup and the warp that moves what its results are added to, or that counts what it has stored:
-//   and added  each waits for the other once a tile.
+//   fetched    Between a warpgroup and the warp that counts what it has stored: each waits for the other once a tile
+//   and added  (kernels/fused_gemm).
 // A wait goes by the parity of a barrier's phase: nobody can fall two phases behind, because the next phase needs its arrival.
 struct Shared {
-  u64 full[4], empty[4], given[SLOTS];
+  u64 full[MOST_STAGES], empty[MOST_STAGES], given[SLOTS];
   u64 fetched[2], added[2];
   int tiles[SLOTS];
 };

@@ -248,7 +248,6 @@ def test_weight_gradients_that_are_written_have_the_bits_of_those_added_to_zeros
     left, right = _rows(n, shape[0], dtype, 4), _rows(n, shape[1], dtype, 5)
     for long_rows in (0, 1 << 30):
         monkeypatch.setattr(grouped_gemm, "_LONG_ROWS", long_rows)
-        monkeypatch.setattr(grouped_gemm, "_LONG_ROWS_WRITTEN", long_rows)
         found = []
         for overwrite, programs in ((False, 20), (True, 20), (True, 2), (True, None)):
             whole = torch.full((len(counts), size + guard), float("nan"), device=DEVICE)
