@@ -37,7 +37,7 @@ _BUILD, _CHECK = ("__init__", "__post_init__"), ("check_fields", "check_setting"
 # Functions of a timed file that no suite calls, that run after a failure, or that name rows and
 # write them.
 _UNCALLED = {
-    "benchmarks/suites/pretrain.py": ("main", "_run", "_cublas", "older_cublas", "of_this_cublas"),
+    "benchmarks/suites/pretrain.py": ("main", "_run", "_cublas", "of_this_cublas"),
     "megatron_fluid/comm/peer_watch.py": ("explain",),
     "megatron_fluid/moe/sharding.py": ("clip_grad_norm_", "_wide"),
 }

@@ -61,8 +61,7 @@ SUITES = {
     "pretrain": Suite(
         what="whole training iterations through Megatron's own loop on mock data: forward, "
         "backward and optimizer of 16 sequences a GPU, one a microbatch, two, four or eight in "
-        "cases named -mbs2, -mbs4 and -mbs8. Both sides had cuBLAS 13.4 or newer, in "
-        "cases -cublas13.1 torch's own. A model's own widths, "
+        "cases named -mbs2, -mbs4 and -mbs8. A model's own widths, "
         "attention and router, fewer layers, and on one GPU 64 of DeepSeek-V3's 256 experts; a "
         "vocabulary of 32,000, no multi-token prediction and the same auxiliary loss for all",
         told={"microbatches": "4", "routing": "forced"},

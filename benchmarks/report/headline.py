@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,28 +11,24 @@ from benchmarks.report.descriptions import SUITES
 from benchmarks.report.tables import age, best_of, by_case, documents, markdown, others_of
 from megatron_fluid.cli.models import MODELS
 
-__all__ = ["OLDER", "Compared", "between_hosts", "compared", "headline", "wire_shares"]
+__all__ = ["Compared", "between_hosts", "compared", "headline", "wire_shares"]
 
 _GPUS = (1, 2)  # of the iterations that are shown
 LARGER = (2, 4, 8)
 """Sequences a microbatch, of gains beside those with one."""
-OLDER = "-cublas"
-"""In the name of a case, before a version of cuBLAS that is not the newest that was tried."""
 Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
 """A row of Megatron's and one of ours."""
 
 
 class Compared(NamedTuple):
     """The rows of Megatron's and of our fastest variant, of one case of a file; held: how much of
-    the model was trained; older: the pair with an older cuBLAS; larger: the pairs with more than
-    one sequence a microbatch."""
+    the model was trained; larger: the pairs with more than one sequence a microbatch."""
 
     case: str
     held: str
     megatron: Mapping[str, Any]
     fluid: Mapping[str, Any]
     document: Mapping[str, Any]
-    older: Pair | None
     larger: Mapping[int, Pair]
 
     @property
@@ -48,8 +43,7 @@ class Compared(NamedTuple):
 
     def pairs(self) -> list[Pair]:
         """All that a line shows."""
-        first: Pair = (self.megatron, self.fluid)
-        return [first, *([self.older] if self.older else []), *self.larger.values()]
+        return [(self.megatron, self.fluid), *self.larger.values()]
 
     def cublas(self, pair: Pair) -> str:
         """The version of a pair, or both if its rows differ; "" where older files do not tell."""
@@ -85,23 +79,12 @@ def _of_all_versions(folder: Path) -> Iterator[Compared]:
         bf16 = [r for r in document["rows"] if not r["variant"].endswith("fp8")]
         best = {case: _best(bf16, case) for case, mode in by_case(bf16) if mode == "train"}
 
-        def of_older(case: str, best: Mapping[str, Pair | None] = best) -> Pair | None:
-            pairs = {
-                tuple(_numbers(name.partition(OLDER)[2])): pair
-                for name, pair in best.items()
-                if pair is not None and name.startswith(case + OLDER)
-            }
-            return pairs[max(pairs)] if pairs else None
-
-        for case in dict.fromkeys(name.partition(OLDER)[0] for name in best):
-            newest, older = best.get(case), of_older(case)
-            pair = newest or older
+        for case, pair in best.items():
             if pair is None or pair[1]["config"].get("micro_batch_size", 1) > 1:
                 continue
-            found_of = {n: best.get(f"{case}-mbs{n}") or of_older(f"{case}-mbs{n}") for n in LARGER}
+            found_of = {n: best.get(f"{case}-mbs{n}") for n in LARGER}
             larger = {n: more for n, more in found_of.items() if more is not None}
-            held = _layers(pair[1], case)
-            yield Compared(case, held, *pair, document, older if newest else None, larger)
+            yield Compared(case, _layers(pair[1], case), *pair, document, larger)
 
 
 def _best(rows: Sequence[Mapping[str, Any]], case: str) -> Pair | None:
@@ -130,34 +113,24 @@ def _span(row: Mapping[str, Any]) -> str:
     return "{median_ms:.0f} ms ({p10_ms:.0f} to {p90_ms:.0f})".format_map(row)
 
 
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
-
-
 def headline(folder: Path = RESULTS) -> str:
     """A few rows for the README's first screen, a training step each."""
     lines = list(compared(folder))
     dates = sorted(line.date for line in lines)
     measured = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     versions = {line.cublas(pair) for line in lines for pair in line.pairs()}
-    newest, *rest = sorted(versions, key=_numbers, reverse=True)
-
-    def cell(line: Compared, pair: Pair | None) -> str:
-        if pair is None:
-            return ""
-        return _gain(*pair) + "\\*" * (line.cublas(pair) != newest)
-
+    cublas = " and ".join(sorted(version or "not recorded" for version in versions))
     columns: dict[str, list[str]] = {
         "training iteration, one sequence a microbatch": [
             ", ".join(filter(None, (line.case, line.held, line.where))) for line in lines
         ],
         "Megatron + Transformer Engine": [_span(line.megatron) for line in lines],
         "megatron_fluid": [_span(line.fluid) for line in lines],
-        "times faster": [f"**{cell(line, line.pairs()[0])}**" for line in lines],
-        "with an older cuBLAS\\*": [cell(line, line.older) for line in lines],
+        "times faster": [f"**{line.gain}**" for line in lines],
     }
     for n in LARGER:
-        columns[f"{n} sequences"] = [cell(line, line.larger.get(n)) for line in lines]
+        pairs = [line.larger.get(n) for line in lines]
+        columns[f"{n} sequences"] = [_gain(*pair) if pair else "" for pair in pairs]
     columns = {head: cells for head, cells in columns.items() if any(cells)}
     table = markdown(list(columns), list(map(list, zip(*columns.values(), strict=True))))
     forced = any(line.fluid["config"].get("routing", "forced") == "forced" for line in lines)
@@ -170,10 +143,8 @@ def headline(folder: Path = RESULTS) -> str:
     samples = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     said = (
         f"Medians of {samples} iterations (tenth to ninetieth percentile), {measured}, bf16, "
-        f"experts balanced by {routing}{f', cuBLAS {newest}' * bool(newest)}: {source}."
+        f"experts balanced by {routing}, cuBLAS {cublas}: {source}."
     )
-    if rest:
-        said += f" \\*: with cuBLAS {' or '.join(version or 'not recorded' for version in rest)}."
     return f"{table}\n\n{said}{stale}"
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness.results import RESULTS, read_results
 from benchmarks.report.descriptions import SUITES
-from benchmarks.report.headline import OLDER, compared
+from benchmarks.report.headline import compared
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,7 +106,6 @@ def draw_pretrain(results: Path | str, picture: Path | None = None) -> Path:
     words = {**suite.others, **suite.ours, **plain}
     megatrons = {r["case"] for r in document["rows"] if r["variant"].startswith("megatron")}
     shown = [r for r in document["rows"] if r["config"].get("micro_batch_size", 1) == 1]
-    shown = [row for row in shown if OLDER not in row["case"]]
     cases = list(dict.fromkeys(row["case"] for row in shown or document["rows"]))
     cases = [case for case in cases if case in megatrons] or cases
     numbers = [sum(row["case"] == case for row in document["rows"]) for case in cases]

@@ -11,7 +11,7 @@ load balancing (cases `qwen3-30b-a3b-forced`), or as a router chooses that an au
 balances. `megatron_best` has the flags that benchmarks/tune/megatron_best.py found to be fastest
 (`flags`). All variants have the model's own attention and router (benchmarks/cases/model_flags.py).
 With `--micro-batch-size N` a microbatch has N sequences and an iteration as many as before (cases
-`qwen3-30b-a3b-mbs2`); with a cuBLAS before 13.4 a case ends in its version (`-cublas13.1`).
+`qwen3-30b-a3b-mbs2`). Rows name the cuBLAS that both sides called (`cublas`).
 `graph_overflows`: how many iterations of each process ran twice, since the graph had no room for an
 expert's rows.
 An iteration is forward, backward and optimizer of all microbatches, timed on the slowest rank; the
@@ -68,15 +68,7 @@ from benchmarks.harness.timing import quantile
 from benchmarks.report.pictures import draw_later, draw_pretrain
 from megatron_fluid.cli.terminal import positive
 
-__all__ = [
-    "ROOT",
-    "Measured",
-    "main",
-    "measure_once",
-    "of_this_cublas",
-    "older_cublas",
-    "peak_flops",
-]
+__all__ = ["ROOT", "Measured", "main", "measure_once", "of_this_cublas", "peak_flops"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _DENSE_BF16 = {"H100": 989.4e12, "H200": 989.4e12, "H800": 989.4e12, "A100": 312e12}
@@ -84,20 +76,15 @@ _DENSE_BF16 = {"H100": 989.4e12, "H200": 989.4e12, "H800": 989.4e12, "A100": 312
 _NO_ROOM = "more expert rows than the CUDA graph has room for"
 
 
-def older_cublas() -> str | None:
-    """Of a cuBLAS before 13.4 its version, as "13.1"; None of a newer one, and without a GPU. From
-    13.4 on all GEMMs of a layer's experts can be one launch in Megatron. "0.0": not known."""
-    numbers = [int(number) for number in (_cublas() or "").split(".") if number]
-    return f"{numbers[0]}.{numbers[1]}" if numbers and numbers[:2] < [13, 4] else None
-
-
 def _cublas() -> str | None:
     return cublas_version() or "0.0" if torch.cuda.is_available() else None
 
 
 def of_this_cublas(case: str) -> str:
-    """What the winner of a case is kept as: the fastest flags differ by cuBLAS."""
-    return f"{case} with cuBLAS 13.4 or newer" if _cublas() and not older_cublas() else case
+    """What the winner of a case is kept as: the fastest flags differ by cuBLAS. From 13.4 on all
+    GEMMs of a layer's experts can be one launch in Megatron."""
+    newer = [int(number) for number in (_cublas() or "0").split(".")] >= [13, 4]
+    return f"{case} with cuBLAS 13.4 or newer" if newer else case
 
 
 def peak_flops(device: str) -> float | None:
@@ -345,7 +332,6 @@ def _run(
         sequences = options.micro_batch_size
         case += f"-mbs{sequences}" if sequences > 1 else ""
         case += "-forced" if options.routing == "forced" else ""
-        case += f"-cublas{older}" if (older := older_cublas()) else ""
         shape = CASES[model]
         if options.microbatches is not None:
             shape = dataclasses.replace(shape, microbatches=options.microbatches)
