@@ -133,7 +133,8 @@ def choose_backend(layer: Any, wanted: str) -> type[Backend]:
         ),
         batch_invariant=layer.batch_invariant,
     )
-    transport, reason = choose_transport(wanted, case)
+    setting = "backend" if layer.config.backend else "moe_backend"
+    transport, reason = choose_transport(wanted, case, setting)
     assert transport is not None
     if transport == "rounds" and case.on_gpu and reason is not None:
         _warn_of_rounds(reason)

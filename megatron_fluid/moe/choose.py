@@ -129,11 +129,11 @@ def _slower_rounds(case: ExchangeCase, no_nvlink: str | None) -> str | None:
     return reason and f"{reason}; and nothing overlaps phase by phase between hosts"
 
 
-def choose_transport(wanted: str, case: ExchangeCase) -> Choice:
+def choose_transport(wanted: str, case: ExchangeCase, setting: str = "moe_backend") -> Choice:
     """The transport of a layer. Collective over its group.
 
     Args:
-        wanted: "auto" or a name of TRANSPORTS.
+        wanted: "auto" or a name of TRANSPORTS. setting: where the user has named it, for errors.
 
     Raises:
         ConfigError: an unknown name, or a transport that was asked for by name and is unavailable.
@@ -148,8 +148,8 @@ def choose_transport(wanted: str, case: ExchangeCase) -> Choice:
                 return Choice(name, reasons.get("nvlink"))
         return Choice(None, reasons["rounds"])
     if wanted not in TRANSPORTS:
-        raise ConfigError.of("moe_backend", wanted, ", ".join(("auto", *TRANSPORTS)))
+        raise ConfigError.of(setting, wanted, ", ".join(("auto", *TRANSPORTS)))
     if (reason := TRANSPORTS[wanted](case)) is not None:
         others = "auto, rounds or megatron" if case.megatron else "auto or rounds"
-        raise ConfigError.of("moe_backend", wanted, f"{others}, because {reason}")
+        raise ConfigError.of(setting, wanted, f"{others}, because {reason}")
     return Choice(wanted, None)
