@@ -176,17 +176,22 @@ __device__ __forceinline__ void produce(
 
 // -------- Scatter: count what is stored ------------------------------------------------------------------------------------
 
-// Scatter, a thread: counts stored tiles for the copy engines. A warpgroup that is done with a tile says by `added` that all it
-// stored for the tile before has left, and hears by `fetched` that this was seen, without which it could come round twice.
-__device__ __forceinline__ void count_stored(const Walk& walk, Numbers numbers, const Call& call, Shared* shared) {
+// Scatter: between each warpgroup that multiplies and the thread that counts its stored tiles; each waits for the other.
+struct Counted : Shared {
+  u64 stored[2], seen[2];
+};
+
+// Scatter, a thread: counts stored tiles for the copy engines. A warpgroup that is done with a tile says by `stored` that all
+// it stored for the tile before has left, and hears by `seen` that this was seen, without which it could come round twice.
+__device__ __forceinline__ void count_stored(const Walk& walk, Numbers numbers, const Call& call, Counted* shared) {
   Tile tile;
   int* uncounted = nullptr;  // of the tile before
   numbers.receive();
   for (int turn = 0;; numbers.receive(), turn++) {
     const bool more = walk.find(numbers.number, tile);
     for (int warpgroup = 0; warpgroup < 2; warpgroup++) {
-      wait(&shared->added[warpgroup], turn & 1);
-      if (more) arrive(&shared->fetched[warpgroup]);
+      wait(&shared->stored[warpgroup], turn & 1);
+      if (more) arrive(&shared->seen[warpgroup]);
     }
     if (uncounted) {
       asm volatile("fence.proxy.async;" ::: "memory");
@@ -198,12 +203,12 @@ __device__ __forceinline__ void count_stored(const Walk& walk, Numbers numbers, 
 }
 
 // Scatter: everything that the warpgroup has stored has left, for `turn` tiles.
-__device__ __forceinline__ void tell_stored(Shared* shared, int turn, int warpgroup, int thread) {
-  if (turn > 0) wait(&shared->fetched[warpgroup], (turn - 1) & 1);
+__device__ __forceinline__ void tell_stored(Counted* shared, int turn, int warpgroup, int thread) {
+  if (turn > 0) wait(&shared->seen[warpgroup], (turn - 1) & 1);
   sync_warpgroup(warpgroup);
   if (thread) return;
   asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async;" ::: "memory");
-  arrive(&shared->added[warpgroup]);
+  arrive(&shared->stored[warpgroup]);
 }
 
 // -------- Consumers --------------------------------------------------------------------------------------------------------
@@ -240,7 +245,7 @@ __device__ __forceinline__ bool last_to_come(
 
 template <int MODE, bool SCATTER, int WIDTH>
 __device__ __forceinline__ void finish_tile(
-    const Tile& tile, const Maps& maps, const Call& call, u32 steps, u32 staging, Shared* shared, int* last, int& stage,
+    const Tile& tile, const Maps& maps, const Call& call, u32 steps, u32 staging, Counted* shared, int* last, int& stage,
     u32& parity, int& ring, int& turn, int block, int warpgroup, int thread) {
   float total[WIDTH / 2];
   const int depth = min(call.span, call.depth - tile.split * call.span);
@@ -285,7 +290,7 @@ __device__ __forceinline__ void finish_tile(
 
 template <int MODE, bool SCATTER>
 __device__ __forceinline__ void consume(
-    const Walk& walk, Numbers numbers, const Maps& maps, const Call& call, u32 steps, u32 staging, Shared* shared, int* last,
+    const Walk& walk, Numbers numbers, const Maps& maps, const Call& call, u32 steps, u32 staging, Counted* shared, int* last,
     int block, int warpgroup, int thread) {
   Tile tile;
   int stage = 0, ring = 0, turn = 0;
@@ -329,10 +334,13 @@ __device__ __forceinline__ void run(const Maps& maps, const Call& call, Counter*
       "stages and staged results fit into shared memory");
   const u32 base = (address(memory) + 1023) / 1024 * 1024;
   const u32 staging = base + Shape<MODE>::STAGES * Shape<MODE>::STEP;
-  __shared__ Shared shared;
+  __shared__ Counted shared;
   __shared__ int last[2];  // of each warpgroup that multiplies
   const int warpgroup = threadIdx.x / 128, block = block_of_cluster();
-  if (threadIdx.x == 0) start_barriers(&shared);
+  if (threadIdx.x == 0) {
+    for (int w = 0; w < 2; w++) start_barrier(&shared.stored[w], 1), start_barrier(&shared.seen[w], 1);
+    start_barriers(&shared);
+  }
   __syncthreads();
   sync_cluster();
   const int first = SCATTER ? (call.rank + 1) % call.ranks : call.rank;

@@ -8,7 +8,7 @@
 // GATED      the same for w [El, 2F, K], and act[n, f] = silu(out[n, f]) out[n, F + f] prob[n]; with larger tiles WIDE
 // BACKWARD   out[n, j] = sum_k x[n, k] w[e, k, j]     w [El, K, J]
 // WEIGHTS    out[e, a, b] = sum_n left[n, a] right[n, b]
-// SUMS       the same, added to fp32 matrices, or written to them; LONG_SUMS for experts with many rows
+// SUMS       the same, added to fp32 matrices; LONG_SUMS for experts with many rows, and where the matrices are written
 // for the rows n of expert e: ends[e - 1] to ends[e].
 //
 // Shapes: N expert rows, El local experts; token kernels: K depth, J features (2F gated); weight gradients: A x B of left [N,
@@ -38,7 +38,7 @@ struct Walk {
   int experts, across, down;  // across: pairs of 128 features; down: tiles of COLUMNS (GRADS)
   int expert, first, start;
   bool reversed;  // the matrices of the experts lie in descending order
-  bool fresh;     // ADDS: there are no old sums, so that an expert without rows is written zeros
+  bool fresh;     // LONG_SUMS: there are no old sums, so that an expert without rows is written zeros
 
   // Into how many tiles so many units of tokens are cut: 8 units fill the widest instruction; a ninth may spare a tile.
   static __device__ __forceinline__ int tiles_of(int units) {
@@ -229,8 +229,6 @@ __device__ __forceinline__ int gated_tile(
 
 // -------- Consumers, weight gradients --------------------------------------------------------------------------------------
 
-constexpr int FEW_ROWS = 704;  // of an expert: below, its old sums are fetched into the L2 while its tiles are multiplied
-
 // A thread's results go to the fp32 matrix straight from its registers: added by the L2, so that no old sum has to come to a
 // block, or written. An instruction leaves a thread two of every eight columns; after pairs went to and fro between
 // neighbouring lanes it has four of every 16, in two rows eight apart, and four lanes have 64 bytes of a row. `to`: its first
@@ -269,6 +267,8 @@ __device__ __forceinline__ void weight_tile(
   const int feature = tile.feature + block * 128 + warpgroup * 64;
   float total[COLUMNS / 2];
   if constexpr (Shape<MODE>::ADDS) {
+    // Of an expert with fewer rows old sums come into the L2 while a tile is multiplied: docs/tuning_notes.md#grouped-gemm
+    constexpr int FEW_ROWS = 704;
     const int lane = thread % 32, top = feature + thread / 32 * 16;  // this warp's rows
     float* const matrix = (float*)sums[tile.expert];
     if (!fresh && tile.rows < FEW_ROWS && lane < 16 && top + lane < high)
@@ -378,7 +378,7 @@ __device__ __forceinline__ void run(
   walk.down = (width + Shape<MODE>::COLUMNS - 1) / Shape<MODE>::COLUMNS;
   walk.expert = walk.first = walk.start = 0;
   walk.reversed = reversed;
-  walk.fresh = Shape<MODE>::ADDS && keep;
+  walk.fresh = MODE == LONG_SUMS && keep;
   const Numbers numbers = {shared, (int)blockIdx.x / 2, 0};
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
@@ -398,9 +398,9 @@ __device__ __forceinline__ void run(
 // experts: of the token kernels negative where matrices lie in descending order of experts.
 // high, width, depth: of the token kernels N, J (GATED 2F), K; of the others A, B, N. extra: GATED prob, ADDS the addresses of
 // the matrices, SENDS the origins of the rows; then act has the buffers and keep the shift (Owners).
-// both: of the tokens; of right its first map alone, in boxes of 64. Else act is GATED's alone. keep: of ADDS whether the
-// matrices are written instead of added to. A compilation makes one kernel, ENTRY of ENTRY_MODE (mode, SENDS), so that all are
-// compiled side by side.
+// both: of the tokens; of right its first map alone, in boxes of 64. Else act is GATED's alone. keep: of LONG_SUMS whether
+// the matrices are written instead of added to. A compilation makes one kernel, ENTRY of ENTRY_MODE (mode, SENDS), so that all
+// are compiled side by side.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) ENTRY(
     const __grid_constant__ TensorMap own, const __grid_constant__ Boxes both, const __grid_constant__ Results results,
     char* out, char* act, const int* ends, const void* extra, int experts, int high, int width, int depth, int keep,

@@ -289,18 +289,21 @@ def add_weight_grads(
     """outputs[e] += left[rows of e].T @ right[rows of e]: [N, a], [N, b], El fp32 matrices [a, b].
 
     addresses: int64 [El] on the device, where the outputs begin. overwrite: outputs[e] = instead of
-    +=, zero for an expert without rows. Added sums below 2**-126 become zero. Streams must order
-    calls for the same outputs. `can_add_weight_grads` and `takes_main_grads` say whether to.
+    +=, zero for an expert without rows. Where sums are added, old ones, products and results below
+    2**-126 count as zero. Streams must order calls for the same outputs. `can_add_weight_grads` and
+    `takes_main_grads` say whether to.
 
     Raises:
-        ConfigError: different numbers of rows or of experts, outputs of another shape, offsets that
-            are not int32.
+        ConfigError: different numbers of rows or of experts, outputs of another shape or device,
+            offsets that are not int32.
     """
     _check(offsets, len(outputs), left, right)
     shape = (left.shape[1], right.shape[1])
     if addresses.shape[0] != len(outputs) or outputs[0].shape != shape:
         found = f"{addresses.shape[0]} addresses, {tuple(outputs[0].shape)}"
         raise ConfigError.of("outputs", found, f"{len(outputs)} of {shape}")
+    if addresses.device != left.device:
+        raise ConfigError.of("outputs", str(addresses.device), f"on {left.device}")
     pointers = (0, 0, offsets.data_ptr(), addresses.data_ptr())
     sizes = (len(outputs), left.shape[1], right.shape[1], left.shape[0])
     maps = (in_boxes(left, 64), in_boxes(right, 64), ())  # the sums are not written by TMA

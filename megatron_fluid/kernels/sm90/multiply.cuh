@@ -207,9 +207,5 @@ __device__ __forceinline__ void start_barriers(Shared* shared, int users = 4) {
     start_barrier(&shared->empty[s], users);
   }
   for (int s = 0; s < SLOTS; s++) start_barrier(&shared->given[s], 1);
-  for (int w = 0; w < 2; w++) {
-    start_barrier(&shared->fetched[w], 1);
-    start_barrier(&shared->added[w], 1);
-  }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

@@ -22,7 +22,8 @@ constexpr int UNIT = 32;               // tokens of a tile come in multiples
 constexpr int CHUNK = 64 * 128;        // bytes of 64 rows of 64 results
 constexpr int SMALL = 32 * 64;         // bytes of 32 rows of 32 results
 constexpr int MOST_STAGES = 5;
-constexpr int SLOTS = 8;  // numbers of tiles on their way to the warps: more than stages + 2
+constexpr int SLOTS = 8;  // numbers of tiles on their way to the warps
+static_assert(SLOTS > MOST_STAGES + 2, "no number of a tile is overwritten before every warp has read it");
 constexpr int COUNTERS = 1 << 16;
 constexpr int SHARED_BYTES = 225 * 1024;  // of a block, as the host asks for
 constexpr int STRIP = 16;                 // token tiles that take turns along one strip of weights, for the L2
@@ -59,7 +60,7 @@ struct Shape {
   static constexpr bool GRADS = MODE == WEIGHTS || ADDS;
   static constexpr bool GATES = MODE == GATED || MODE == WIDE;
   static constexpr bool DEEP = MODE == FORWARD || GATES;  // weights whose rows run along the sums
-  // Columns of right that a tile has: of SUMS fewer, since its old sums are in the L2 while it is multiplied.
+  // Columns of right that a tile has: of SUMS fewer, since the old sums of its few rows are in the L2 while it is multiplied.
   static constexpr int COLUMNS = MODE == SUMS ? 192 : 256;
   static constexpr int UNITS = MODE == GATED ? 8 : MOST_UNITS;  // of tokens, at most
   static constexpr int PIECES = GRADS ? COLUMNS / 32 : UNITS;
@@ -92,12 +93,9 @@ struct Results {
 //              loads the stage again, since half of what it loads goes into the other block.
 //   given[i]   Completed by the word tiles[i], which block 0's producer writes into both blocks; all other warps wait for it
 //              (Numbers says why a slot is not written again too early).
-//   fetched    Between a warpgroup and the warp that counts what it has stored: each waits for the other once a tile
-//   and added  (kernels/fused_gemm).
 // A wait goes by the parity of a barrier's phase: nobody can fall two phases behind, because the next phase needs its arrival.
 struct Shared {
   u64 full[MOST_STAGES], empty[MOST_STAGES], given[SLOTS];
-  u64 fetched[2], added[2];
   int tiles[SLOTS];
 };
 

@@ -48,7 +48,7 @@ def _counts() -> list[list[int]]:
     """Rows of the experts: none, one, a tile's edges, a tile and more, several, many experts."""
     draw = random.Random(1)
     edges = [0, 1, 31, 33, 64, 65, 255, 256, 257, 288, 289, 0, 512, 530, 545, 577, 700]
-    long = [1700, 0, 2047]
+    long = [1700, 0, 2047, 703, 704, 5]  # on both sides of where old sums are fetched
     # Of every width of tiles.
     halves = [rows for width in range(128, 289, 16) for rows in (width, width + 1)]
     return [
@@ -215,52 +215,33 @@ def test_weight_gradients_equal_those_of_one_expert_at_a_time(
 
 @hopper_only
 @every_case
-def test_weight_gradients_are_added_in_fp32_whatever_the_tiles(
+def test_weight_gradients_are_added_or_written_in_fp32_whatever_the_tiles(
     monkeypatch: pytest.MonkeyPatch, counts: list[int], shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    n = sum(counts)
+    """Also of experts without rows. Where sums are written what was there is not read, and the bits
+    are those of sums added to zeros. Nothing beside is touched."""
+    n, size, guard = sum(counts), shape[0] * shape[1], 68  # not all begin on 32 bytes
     left, right = _rows(n, shape[0], dtype, 4), _rows(n, shape[1], dtype, 5)
-    before = torch.rand(len(counts), *shape, generator=torch.Generator().manual_seed(6)).to(DEVICE)
-    found = []
-    for long_rows in (0, 1 << 30):
+    once, twice = [], []
+    for long_rows, programs in ((0, 20), (1 << 30, 20), (None, 20), (None, 2), (None, None)):
         monkeypatch.setattr(grouped_gemm, "_LONG_ROWS", long_rows)
-        outputs = list(before.clone().unbind(0))
-        addresses = torch.tensor([o.data_ptr() for o in outputs], device=DEVICE)
+        whole = torch.full((len(counts), size + guard), 7.0, device=DEVICE)
+        whole[:, :size] = float("nan") if long_rows is None else 0.0
+        outputs = [row[:size].view(shape) for row in whole]
         assert can_add_weight_grads(left, right) and takes_main_grads(outputs)
-        for _ in range(2):
-            with sms_in_use(20):
-                add_weight_grads(left, right, _offsets(counts), addresses, outputs)
-        found.append(torch.stack(outputs))
+        addresses = torch.tensor([o.data_ptr() for o in outputs], device=DEVICE)
+        given = left, right, _offsets(counts), addresses, outputs
+        for found in (once, twice):
+            with sms_in_use(programs):
+                add_weight_grads(*given, overwrite=long_rows is None)
+            found.append(torch.stack(outputs))
+        assert (whole[:, size:] == 7.0).all()
     expected = torch.stack(
         _each(counts, lambda e, rows: left[rows].float().t() @ right[rows].float())
     )
-    _check(found[0] - before, 2 * expected)
-    assert torch.equal(*found)
-
-
-@hopper_only
-@every_case
-def test_weight_gradients_that_are_written_have_the_bits_of_those_added_to_zeros(
-    monkeypatch: pytest.MonkeyPatch, counts: list[int], shape: tuple[int, int], dtype: torch.dtype
-) -> None:
-    """Also of experts without rows. What was there is not read, and nothing beside is written."""
-    n, size, guard = sum(counts), shape[0] * shape[1], 64
-    left, right = _rows(n, shape[0], dtype, 4), _rows(n, shape[1], dtype, 5)
-    for long_rows in (0, 1 << 30):
-        monkeypatch.setattr(grouped_gemm, "_LONG_ROWS", long_rows)
-        found = []
-        for overwrite, programs in ((False, 20), (True, 20), (True, 2), (True, None)):
-            whole = torch.full((len(counts), size + guard), float("nan"), device=DEVICE)
-            outputs = [row[:size].view(shape) for row in whole]
-            if not overwrite:
-                whole[:, :size] = 0.0
-            addresses = torch.tensor([o.data_ptr() for o in outputs], device=DEVICE)
-            given = left, right, _offsets(counts), addresses, outputs
-            with sms_in_use(programs):
-                add_weight_grads(*given, overwrite=overwrite)
-            assert whole[:, size:].isnan().all()
-            found.append(torch.stack(outputs))
-        assert all(torch.equal(found[0], other) for other in found[1:])
+    _check(twice[0], 2 * expected)
+    assert torch.equal(twice[0], twice[1])
+    assert all(torch.equal(once[0], other) for other in (*once, *twice[2:]))
 
 
 @hopper_only
@@ -278,12 +259,16 @@ def test_any_number_of_sms_gives_the_same_bits(programs: int) -> None:
 def test_launches_on_two_streams_and_in_a_replayed_graph_do_not_mix() -> None:
     counts = [700, 40, 333]
     x, w = _rows(sum(counts), 512, torch.bfloat16, 8), _matrices(3, 512, 512, torch.bfloat16)
-    offsets = _offsets(counts)
+    offsets, sums = _offsets(counts), torch.zeros(2, 3, 512, 512, device=DEVICE)
     expected = grouped_matmul(x, w, offsets)[: sum(counts)].clone()
+    addresses = [torch.tensor([o.data_ptr() for o in each], device=DEVICE) for each in sums]
+    add_weight_grads(x, x, offsets, addresses[1], sums[1])
     graph, found = torch.cuda.CUDAGraph(), []
     torch.cuda.synchronize()
     with sms_in_use(64), torch.cuda.graph(graph):
         captured = [grouped_matmul(x, w, offsets) for _ in range(3)]
+        for _ in range(3):
+            add_weight_grads(x, x, offsets, addresses[0], sums[0])
     streams = [torch.cuda.Stream() for _ in range(2)]
     for _ in range(20):
         graph.replay()
@@ -292,6 +277,7 @@ def test_launches_on_two_streams_and_in_a_replayed_graph_do_not_mix() -> None:
                 found.append(grouped_matmul(x, w, offsets))
     torch.cuda.synchronize()
     assert all(torch.equal(y[: sum(counts)], expected) for y in (*captured, *found))
+    _check(sums[0] / 60, sums[1])
 
 
 def test_offsets_are_read_on_the_host_where_nothing_is_grouped() -> None:
@@ -320,8 +306,26 @@ def test_what_does_not_match_is_refused() -> None:
         grouped_weight_grad(x, x[:3], offsets)
     with pytest.raises(ConfigError, match="an int32 origin for each"):
         sent_matmul(x, w, offsets, Owners(offsets, torch.zeros(1, dtype=torch.int64), 4))
+    assert not can_add_weight_grads(x.bfloat16(), x.bfloat16()) and not takes_main_grads([x.half()])
     with pytest.raises(ConfigError, match="outputs"):
         add_weight_grads(x, x, offsets, torch.zeros(2, dtype=torch.int64), [torch.zeros(8, 9)] * 2)
+
+
+@pytest.mark.parametrize(("rows", "overwrite", "kernel"), [
+    (895, False, "grouped_sums"), (896, False, "grouped_long_sums"), (1, True, "grouped_long_sums")
+])  # fmt: skip
+def test_many_rows_and_sums_that_are_written_take_wider_tiles(
+    monkeypatch: pytest.MonkeyPatch, rows: int, overwrite: bool, kernel: str
+) -> None:
+    called = []
+    monkeypatch.setattr(grouped_gemm, "_launch", lambda name, *rest: called.append(name))
+    monkeypatch.setattr(grouped_gemm, "in_boxes", lambda *tensor: ())
+    x, outputs = torch.ones(rows, 8), [torch.zeros(8, 8)]
+    addresses, offsets = torch.zeros(1, dtype=torch.int64), torch.tensor([rows], dtype=torch.int32)
+    add_weight_grads(x, x, offsets, addresses, outputs, overwrite=overwrite)
+    with pytest.raises(ConfigError, match="^outputs: found 'meta', allowed: on cpu"):
+        add_weight_grads(x, x, offsets, addresses.to("meta"), outputs)
+    assert called == [kernel]
 
 
 @hopper_only
@@ -334,6 +338,11 @@ def test_offsets_that_decrease_or_lead_out_of_the_rows_do_no_harm(ends: list[int
     )
     assert torch.equal(grouped_matmul(x, w, offsets), grouped_matmul(x, w, clamped))
     assert torch.equal(grouped_weight_grad(x, x, offsets), grouped_weight_grad(x, x, clamped))
+    sums = torch.zeros(2, 3, 256, 256, device=DEVICE)
+    for given, each in zip((offsets, clamped), sums, strict=True):
+        addresses = torch.tensor([o.data_ptr() for o in each], device=DEVICE)
+        add_weight_grads(x, x, given, addresses, each)
+    assert torch.equal(*sums)
 
 
 _FIRST_IN_A_CAPTURE = """
@@ -356,12 +365,6 @@ assert torch.equal(found, expected) and bool(found.any())
 def test_the_first_use_may_be_captured() -> None:
     done = run_code(_FIRST_IN_A_CAPTURE, environment=os.environ)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_cpu_takes_no_gradients_into_main_grad_here() -> None:
-    x = torch.ones(4, 8, dtype=torch.bfloat16)
-    assert not can_add_weight_grads(x, x)
-    assert not takes_main_grads([torch.zeros(8, 8).bfloat16()])
 
 
 FP8_SOURCES = (FP8_GROUPED, FP8_WEIGHT_GRADS)
