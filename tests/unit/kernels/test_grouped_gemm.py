@@ -49,7 +49,6 @@ def _counts() -> list[list[int]]:
     draw = random.Random(1)
     edges = [0, 1, 31, 33, 64, 65, 255, 256, 257, 288, 289, 0, 512, 530, 545, 577, 700]
     long = [1700, 0, 2047, 703, 704, 5]  # on both sides of where old sums are fetched
-    # Of every width of tiles.
     halves = [rows for width in range(128, 289, 16) for rows in (width, width + 1)]
     return [
         [5, 0, 33, 16],
