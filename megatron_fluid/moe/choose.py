@@ -133,7 +133,8 @@ def choose_transport(wanted: str, case: ExchangeCase, setting: str = "moe_backen
     """The transport of a layer. Collective over its group.
 
     Args:
-        wanted: "auto" or a name of TRANSPORTS. setting: where the user has named it, for errors.
+        wanted: "auto" or a name of TRANSPORTS.
+        setting: the name of the user's setting that holds `wanted`, for errors.
 
     Raises:
         ConfigError: an unknown name, or a transport that was asked for by name and is unavailable.

@@ -291,7 +291,7 @@ def add_weight_grads(
     addresses: int64 [El] on the device, where the outputs begin. overwrite: outputs[e] = instead of
     +=, zero for an expert without rows. Where sums are added, old ones, products and results below
     2**-126 count as zero. Streams must order calls for the same outputs. `can_add_weight_grads` and
-    `takes_main_grads` say whether to.
+    `takes_main_grads` say whether it takes the arguments.
 
     Raises:
         ConfigError: different numbers of rows or of experts, outputs of another shape or device,
