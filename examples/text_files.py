@@ -21,6 +21,8 @@ def find_text_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """
     found: set[Path] = set()
     for given in paths:
+        if given == "":  # Path("") is the working folder
+            raise ValueError("--text-path: found '', allowed: a file or a folder")
         path = Path(given).expanduser()
         if path.is_file():
             found.add(path.resolve())
