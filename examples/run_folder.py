@@ -80,6 +80,8 @@ class RunFolder:
             ValueError: the folder cannot be written, another run writes there, it holds a run that
                 this one would set back, or there is nothing to load.
         """
+        if save == "":  # Megatron would write no checkpoint
+            raise ValueError("--save: found '', allowed: a folder; --no-defaults save writes none")
         path = Path(run)
         load = given.get("load")
         same = load is not None and save is not None and _same(load, save)

@@ -98,6 +98,8 @@ def test_a_run_is_not_begun_anew_in_the_folder_that_holds_it(tmp_path: Path, res
     folder = _args(tmp_path).save
     with pytest.raises(ValueError, match="--resume: found no --save"):
         RunFolder.choose({}, folder, None, resume=True)
+    with pytest.raises(ValueError, match="--save: found '', allowed: a folder"):
+        RunFolder.choose({}, "", "", resume)
     given = {"finetune": True, "load": None if resume else folder}
     with pytest.raises(ValueError, match="--finetune: .* goes on to 64, .* would overwrite it"):
         RunFolder.choose(given, folder, folder, resume)
