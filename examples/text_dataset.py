@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -101,13 +102,14 @@ def parse_split(text: str) -> tuple[float, float, float]:
         weights = [float(part) for part in text.split(",")]
     except ValueError:
         weights = []
-    if not 1 <= len(weights) <= len(SPLITS) or min(weights, default=-1.0) < 0 or not weights[0]:
+    total = sum(weights)
+    finite = math.isfinite(total)
+    if not (finite and 1 <= len(weights) <= len(SPLITS) and min(weights) >= 0 and weights[0]):
         raise ValueError(
             f"--split: found {text!r}, allowed are weights of train, valid and test such as "
             '"95,5,0"'
         )
     weights += [0.0] * (len(SPLITS) - len(weights))
-    total = sum(weights)
     return (weights[0] / total, weights[1] / total, weights[2] / total)
 
 

@@ -137,7 +137,7 @@ def test_too_little_text_is_refused_with_figures(tmp_path: Path) -> None:
 def test_split_weights() -> None:
     for text, fractions in (("95,5,0", (0.95, 0.05, 0)), ("1", (1, 0, 0))):
         assert td.parse_split(text) == pytest.approx(fractions)
-    for text in ("", "a,b", "0,1,1", "1,-1", "1,1,1,1"):
+    for text in ("", "a,b", "0,1,1", "1,-1", "1,1,1,1", "inf,1", "nan,1", "1e308,1e308"):
         with pytest.raises(ValueError, match="--split: found"):
             td.parse_split(text)
 
