@@ -135,9 +135,9 @@ def default_settings(given: Mapping[str, Any], machine: Machine) -> dict[str, An
             default(num_attention_heads=max(1, given["hidden_size"] // 64))
         else:
             default(hidden_size=128, num_attention_heads=4, ffn_hidden_size=256)
-        if value("ffn_hidden_size", None):
-            default(moe_ffn_hidden_size=value("ffn_hidden_size", None))
         default(num_layers=2, seq_length=128, num_experts=8)
+        if value("num_experts", None) and value("ffn_hidden_size", None):
+            default(moe_ffn_hidden_size=value("ffn_hidden_size", None))
         default(moe_router_topk=min(2, value("num_experts", None) or 2))
         default(max_position_embeddings=value("seq_length", None), position_embedding_type="rope")
         default(

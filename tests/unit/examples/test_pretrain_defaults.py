@@ -117,3 +117,8 @@ def test_microbatches_divide_a_given_global_batch() -> None:
         size = pd.default_settings(given, replace(CPU, ranks=ranks))["micro_batch_size"]
         at_once = size * ranks // stages
         assert batch % at_once == 0 and batch // at_once >= stages
+
+
+def test_a_dense_model_has_no_width_of_experts() -> None:
+    for given in ({"num_experts": 0}, {"num_experts": 0, "ffn_hidden_size": 64}):
+        assert "moe_ffn_hidden_size" not in pd.default_settings(given, CPU)
