@@ -196,11 +196,12 @@ def prepare(words: Sequence[str], steps: int, on: bool) -> list[str]:
     if not scripts:
         found = " ".join(words) or "nothing"
         raise ConfigError(f"COMMAND: found {found!r}, which names no file SCRIPT.py that exists")
-    start, flags = list(words[: scripts[0]]), list(words[scripts[0] + 1 :])
+    start = list(words[: scripts[0]]) or [sys.executable]
+    flags = list(words[scripts[0] + 1 :])
     script = words[scripts[0]]
     text = Path(script).read_text(errors="replace")
     if "megatron_fluid.run" not in start and not _IMPORTS.search(text):
-        start = [*(start or [sys.executable]), "-m", "megatron_fluid.run"]
+        start = [*start, "-m", "megatron_fluid.run"]
     ours = () if on else ("--fluid-", "--no-fluid-")
     flags = list(_without(flags, ours))
     return [*start, script, *flags, "--exit-interval", str(steps), "--log-interval", "1"]

@@ -120,6 +120,7 @@ def test_the_script_is_started_with_the_package_unless_it_imports_it(tmp_path: P
     assert prepare([*launcher, str(plain), *flags], 5, on=False) == [*begin, *kept, *end]
     assert prepare(begin, 5, on=True) == [*begin, *end]
     assert prepare(["python", str(own)], 5, on=True) == ["python", str(own), *end]
+    assert prepare([str(own)], 5, on=True) == [sys.executable, str(own), *end]
     program = "megatron-fluid run --nproc-per-node 2".split()
     example = str(ROOT / "examples/pretrain_gpt_moe.py")  # of the README
     assert prepare([*program, example], 5, on=True) == [*program, example, *end]
