@@ -148,7 +148,7 @@ def _check_names(args: Any) -> None:
     given = [name for name in getattr(args, "__dict__", {}) if name.startswith("fluid_")]
     known = [*map(_destination, _defaults()), *(f"fluid_{name}" for name in SWITCHES)]
     known.append("fluid_disable_patch")
-    if isinstance(args, dict) or not set(given) <= set(known):
+    if isinstance(args, dict) or not (hasattr(args, "__dict__") and set(given) <= set(known)):
         found = sorted(set(given) - set(known)) or type(args).__name__
         raise ConfigError.of("args", found, f"a namespace with {', '.join(known)}")
     if not isinstance(named := getattr(args, "fluid_disable_patch", ()), list | tuple):
