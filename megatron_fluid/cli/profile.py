@@ -74,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= first < end:
         allowed = "FIRST of 0 or more, and END larger than FIRST"
         raise ConfigError.of("--steps", f"{first} {end}", allowed)
+    if args.program[:1] == ["--"]:
+        args.program = args.program[1:]
     if sum(map(bool, (args.compare, args.trace, args.program))) > 1:
         raise ConfigError("--compare, --trace and COMMAND are mutually exclusive")
     if not args.trace:
@@ -171,8 +173,7 @@ def _trace_training(args: argparse.Namespace) -> tuple[int, list[Path]]:
     output, (first, end) = args.output.resolve(), args.steps
     flags = "--profile --use-pytorch-profiler --profile-ranks 0"
     flags += f" --profile-step-start {first} --profile-step-end {end}"
-    program = args.program[1:] if args.program[:1] == ["--"] else args.program
-    command = [*program, *flags.split(), "--tensorboard-dir", str(output / "tensorboard")]
+    command = [*args.program, *flags.split(), "--tensorboard-dir", str(output / "tensorboard")]
     started = time.time()
     status = run_command(command, os.environ)
     # Skip traces of earlier runs; the clocks of file systems are coarse.

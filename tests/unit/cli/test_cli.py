@@ -83,6 +83,7 @@ def test_patches_that_do_not_fit_are_named_and_fail_if_strict(strict: bool) -> N
     ("run --nproc-per-node 2 none.py", "SCRIPT: found 'none.py', allowed: a file that exi"),
     ("profile --ranks many", "argument --ranks: found 'many', allowed: 1 or more"),
     ("profile nosuch x", "COMMAND: cannot start 'nosuch': No such file or directory"),
+    ("profile --trace setup.py --", "cannot be read (JSONDecodeError"),
     ("profile --steps 4 4 true", "--steps: found '4 4', allowed: FIRST of 0 or more, and"),
     ("profile --trace setup.py", "cannot be read (JSONDecodeError"),
     ("profile --compare --trace a.json", "--compare, --trace and COMMAND are mutually excl"),
