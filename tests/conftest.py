@@ -1,8 +1,6 @@
-"""Loaded before every test module: the machine is looked at before any of them changes what torch
-says of it, and every test gets its tier.
+"""Loaded before every test module: looks at the machine, and gives every test its tier.
 
-Where there is no GPU, kernels run under Triton's interpreter. Triton decides it when any test
-module imports it, so it is chosen here and nowhere below.
+Without a GPU kernels run under Triton's interpreter: chosen here, before a test imports Triton.
 """
 
 import functools

@@ -1,9 +1,7 @@
-"""What people do between and within training steps, in drawn order: after each step the numbers are
-those of Megatron's own path, to fp32 rounding.
+"""What people do in and between training steps, in drawn order, with Megatron's numbers in fp32.
 
-Hypothesis asks long-lived ranks (tests/support/training_world.py) and shrinks a failing sequence.
-Ten sequences always, of two ranks and of four (two expert-parallel groups of two).
-`MEGATRON_FLUID_TEST_DRAWS=200` draws as many, of more steps; FIRST:LAST takes those seeds.
+Hypothesis asks long-lived ranks (training_world.py) and shrinks a failing sequence: ten, of two
+and four ranks (two expert-parallel groups of two), `MEGATRON_FLUID_TEST_DRAWS=200` or FIRST:LAST.
 """
 
 import os

@@ -1,10 +1,9 @@
 """A rank stops at a communication call: all others end, name it, and none computes wrong numbers.
 
-Ranks use every layer over gloo in two lives of the same group: each makes layers, computes twice
-forward and backward, and ends with `close_group`. A call is a word left in a store or taken from
-it, a collective, the start of a P2P transfer, an allocation or a rendezvous of symmetric memory
-(mapped files, symmetric_files.py). One rank stops at its k-th, six drawn
-stops always; `MEGATRON_FLUID_TEST_DRAWS=60` draws as many, FIRST:LAST takes those seeds.
+Ranks use every layer over gloo in two lives of a group: each makes layers, computes twice forward
+and backward, and ends with `close_group`. A call is a word left in a store or taken from it, a
+collective, the start of a P2P transfer, or an allocation or rendezvous of symmetric memory (files).
+One rank stops at its k-th: six draws, `MEGATRON_FLUID_TEST_DRAWS=60` or FIRST:LAST takes others.
 """
 
 import functools

@@ -1,9 +1,7 @@
 """Megatron's MoE layer on GPUs, with the plug-in and without: local modules and Transformer Engine;
-over peer rounds, over symmetric memory (on ranks that may share a GPU) and on one rank; with
-Megatron's experts or exchange beside this package's; fp8, single grouped parameters.
+peer rounds, symmetric memory, one rank; Megatron's experts or exchange; fp8, grouped parameters.
 
-Against an oracle in fp32, Megatron's own layer with the same weights, the patched layer may not be
-further off than Megatron's. Trained models follow each other's losses.
+In fp32 the patched layer may be no further off than Megatron's own; trained losses are Megatron's.
 """
 
 import contextlib

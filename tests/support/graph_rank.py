@@ -1,9 +1,7 @@
 """A rank of the end-to-end benchmark to which something happens while it trains.
-
-Run as a module with Megatron's flags (tests/support/graph_jobs.py). GRAPH_RANK holds JSON: "turns",
-two iterations in which routers send every token to the first, the last experts (needs expert
-biases); "text", a folder for the tokens of real text (Python's library) in place of mock data;
-"dies", the replay of a CUDA graph in which the last rank kills itself. All count from 1.
+Run with Megatron's flags (graph_jobs.py). GRAPH_RANK holds JSON: "turns", two iterations in which
+routers send all tokens to the first, the last experts (needs expert biases); "text", a folder for
+tokens of Python's library in place of mock data; "dies", the replay in which the last rank dies.
 """
 
 import functools

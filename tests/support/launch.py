@@ -2,7 +2,6 @@
 
 Ranks are forked from a process of the test's module (templates.py) and join a process group. One
 that raises, dies or outlives the timeout fails the call by a `RankError`. No process outlives it.
-
     results = run_ranks(body, 4, 128)  # body(rank, world_size, 128) at module level; results[rank]
     @on_ranks(4)                       # a test that runs on every rank, test(rank, world_size)
 """

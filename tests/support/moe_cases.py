@@ -1,5 +1,4 @@
-"""Cases of overlapped MoE layers against the oracle: shared by pytest (spawned gloo ranks) and
-torchrun (GPUs or gloo).
+"""Cases of overlapped MoE layers against the oracle, for pytest (gloo ranks) and torchrun.
 
 A case stacks layers with residual connections over fixed random routings. Every rank computes the
 whole oracle by itself and compares its own part: outputs, dX, dprobs, and every weight gradient.
