@@ -181,6 +181,7 @@ def _report(name: str, model: Model, machine: Machine) -> str:
     )
     parts = list(parts_of(model, machine))
     if not parts:
-        none = "nothing moves between ranks: give --expert-parallel, --context-parallel or "
-        return f"{paragraph(ranks)}\n{none}--tensor-parallel"
+        none = "nothing to choose for these ranks: give --context-parallel, --expert-parallel (for "
+        none += "experts) or --tensor-parallel (but for latent attention)"
+        return f"{paragraph(ranks)}\n{paragraph(none)}"
     return f"{paragraph(ranks)}\n\n{wrapped_table(('part', 'auto takes', 'why'), parts)}"

@@ -34,7 +34,7 @@ def draw(timelines: Sequence[Timeline], folder: Path, heading: str) -> list[Path
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "timeline.html"]
-    paths[0].write_text(page(timelines, heading))
+    paths[0].write_text(page(timelines, heading), encoding="utf-8")
     try:
         paths.append(draw_picture(timelines, folder / "timeline.png", heading))
     except ImportError as error:

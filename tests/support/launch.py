@@ -76,7 +76,7 @@ def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = HANG_S,
     backend: str = "gloo", env: Mapping[str, str] | None = None,
 ) -> list[Any]:  # fmt: skip
-    """The results of ``fn(rank, world_size, *args)`` on all ranks, in rank order.
+    """The results of ``fn(rank, world_size, *args)`` by rank; RankError where one fails or hangs.
 
     Args:
         fn: a module-level function; it and its arguments and results must be picklable.
@@ -84,9 +84,6 @@ def run_ranks(
         backend: "gloo" (its ranks see no GPU), "nccl" (rank r takes GPU r; where there are fewer
             GPUs, ranks share them and use gloo), or "": `fn` makes a group itself, or none.
         env: environment variables set before `fn` is imported (but after the server's modules).
-
-    Raises:
-        RankError: when a rank raised, died or ran out of time.
     """
     outcomes = run_ranks_outcomes(
         fn, world_size, *args, timeout_s=timeout_s, backend=backend, env=env

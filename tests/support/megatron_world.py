@@ -30,10 +30,9 @@ VOCABULARY, SEQUENCE, SEQUENCES, STEPS = 64, 16, 4, 3
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One split of one model. Sequence parallelism goes with tp > 1.
-
-    Runs that share `model` share a checkpoint. `fused`: overlapped attentions add their
-    projections' gradients to main_grad, as with gradient accumulation fusion.
+    """One split of one model. Sequence parallelism with tp > 1. Runs with the same `model` share a
+    checkpoint. `fused`: overlapped attentions add their projections' gradients to main_grad, as
+    with gradient accumulation fusion.
     """
 
     name: str  # for messages

@@ -27,9 +27,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison.
-
-    Weights are "stacked", "tuple" (one parameter for each expert) or "in_out" (the transposed
+    """Weights are "stacked", "tuple" (one parameter for each expert) or "in_out" (the transposed
     layout). The activation "callable" is one that only autograd can differentiate.
     """
 

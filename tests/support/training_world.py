@@ -28,10 +28,8 @@ PARTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A model and how it is trained.
-
-    A distributed optimizer has a loss scaler and skips steps that are not finite. With it, overlap
-    may also be "reduce and gather": of parameters, too. Experts tied "in parts" share one of them.
+    """A distributed optimizer has a loss scaler and skips steps not finite. Its overlap may
+    also be "reduce and gather": of parameters, too. Experts tied "in parts" share one of them.
     """
 
     expert_ranks: int = 1  # size of the expert-parallel groups

@@ -93,9 +93,10 @@ def test_flags_of_latent_attention_and_a_gate_are_read() -> None:
 def test_without_a_gpu_figures_are_an_h200s_and_without_ranks_nothing_is_chosen(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["plan", "mixtral-8x7b"]) == 0
-    text = capsys.readouterr().out
-    assert "nothing moves between ranks" in text
+    for words in ("llama-3-70b --expert-parallel 4", "deepseek-v3 --tensor-parallel 8"):
+        assert main(["plan", *words.split()]) == 0
+        text = capsys.readouterr().out
+        assert "nothing to choose for these ranks: give --context-parallel, --expert-p" in text
     assert GPUS or "machine: NVIDIA H200" in text
 
 

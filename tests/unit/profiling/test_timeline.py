@@ -1,5 +1,6 @@
 """A trace as lanes: exposed and hidden communication, and the page and picture of it."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from megatron_fluid.errors import ConfigError
 from megatron_fluid.profiling import traces
-from megatron_fluid.profiling.draw import draw_picture, page
+from megatron_fluid.profiling.draw import draw, draw_picture, page
 from megatron_fluid.profiling.timeline import STEP, Timeline, read_timeline
 
 
@@ -70,6 +71,12 @@ def test_the_page_loads_nothing_and_shows_every_variant() -> None:
     assert "with the package" in text and "plain &lt;/script&gt; all-to-all" in text
     assert "One &lt;layer&gt;" in text
     assert "src=" not in text and "href=" not in text and "@import" not in text
+
+
+def test_pages_are_utf_8_in_any_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ascii_by_default = functools.partialmethod(Path.write_text, encoding="ascii")
+    monkeypatch.setattr(Path, "write_text", ascii_by_default)
+    assert "\N{EM DASH}" in draw([read()], tmp_path, "One")[0].read_text("utf-8")
 
 
 def test_the_picture_is_a_png_with_a_panel_a_variant(tmp_path: Path) -> None:
